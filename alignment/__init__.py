@@ -6,9 +6,6 @@ The names below are imported on first use, so that `import alignment` is fast.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from alignment.quiet_imports import import_quietly
-from alignment.thread_waiting import shorten_waiting
-
 if TYPE_CHECKING:
     from alignment.generation import generate
     from alignment.loading import load_model, load_tokenizer
@@ -36,9 +33,6 @@ __all__ = [
     "online_dpo", "ppo", "pretrain", "reward", "sft",
 ]  # fmt: skip
 __version__ = "0.1.0"
-
-import_quietly()
-shorten_waiting()
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ from alignment.data.tokenizers.load import add_new_tokens, read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
-from alignment.models.bfloat16 import warn_of_slow_bfloat16
 from alignment.models.external.load import external_architecture
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
@@ -26,7 +25,7 @@ from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
-from alignment.models.weights_config import Quantization
+from alignment.models.weights_config import Quantization, warn_of_slow_bfloat16
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Batches without padding: documents end to end in one tensor. The `Batch` protocol is what training needs of any batch."""
+"""Batches without padding: documents end to end in one tensor. Training needs of any batch what `Batch` has."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-# Whether the documents of one prompt share its computation: always, never, or as their lengths (whole, in tokens) allow.
+# True: the documents of one prompt share its computation; False: never; a function: where it says so of their lengths.
 Sharing = bool | Callable[[Sequence[int]], bool]
 
 Row = TypeVar("Row")
@@ -21,7 +21,7 @@ class Batch(Protocol):
     """A micro-batch, as the training engine sees it.
 
     Attributes:
-        weight: what the batch counts for in the mean of its term (tokens, pairs, ...), over this batch alone.
+        weight: of the batch in the mean of its term (tokens, pairs, ...), over this batch alone.
         lengths: tokens of each document that the model reads.
         row_ids: name of the data row behind each document, for messages; may be empty.
     """
@@ -89,7 +89,7 @@ class Ragged(DeviceBatch):
         lengths: tokens of each document, as plain numbers, so that no shape has to be fetched from a device.
         target_index: indices into `tokens` of the tokens to predict, [M]; a document's first token only in masked text.
         target_rows: document of each target, [M].
-        weight: what the batch counts for in the mean of its term (tokens, pairs, ...), over this batch alone.
+        weight: of the batch in the mean of its term (tokens, pairs, ...), over this batch alone.
         row_ids: name of the data row behind each document, for messages.
         labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
@@ -168,7 +168,7 @@ class Ragged(DeviceBatch):
         Args:
             documents, target_masks, weight, row_ids: as for `build`.
             groups: numbers of the documents that may share their beginning; no document is in two groups.
-            share: whether the documents of a group share.
+            share: which groups share, by the lengths of their documents.
         """
         lengths = tuple(len(document) for document in documents)
         prompts: list[int] = []
@@ -192,6 +192,11 @@ class Ragged(DeviceBatch):
     def before(self) -> Tensor:
         """Index of the token that predicts each target, the one before it in its document, [M]."""
         return self.target_index - 1 if self.shared is None else self.shared.before
+
+    @property
+    def target_labels(self) -> Tensor:
+        """Ids to predict at the targets, [M]."""
+        return self.tokens[self.target_index] if self.labels is None else self.labels
 
     def with_sources(self, numbers: Sequence[int]) -> "Ragged":
         """The batch with the number of each document's data source."""
@@ -237,7 +242,7 @@ def refuse_shared(batch: Ragged, what: str) -> None:
 
 
 def allowed(share: Sharing, lengths: Sequence[int]) -> bool:
-    """Whether documents with these lengths, whole, share their prompt."""
+    """True where documents with these lengths, whole, share their prompt."""
     return len(lengths) > 1 and (share if isinstance(share, bool) else share(lengths))
 
 
@@ -318,7 +323,7 @@ class RaggedBatch(DeviceBatch):
 
     @property
     def weight(self) -> float:
-        """What the batch counts for in the mean of its term."""
+        """Weight of the batch in the mean of its term."""
         return self.ragged.weight
 
     @property
@@ -384,63 +389,39 @@ def distinct_firsts(batch: Ragged) -> Tensor:
 def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
     """The documents with `count` more tokens (of id 0) in front of each, and the indices of their own tokens there, [N].
 
-    Targets stay the same tokens. The new tokens stand for the vectors of a soft prompt.
+    A shared prompt has them once for its documents. Targets stay the same tokens. The new tokens stand for the vectors of
+    a soft prompt.
     """
-    if batch.shared is not None:
-        return _shared_with_virtual_tokens(batch, batch.shared, count)
-    device, documents = batch.tokens.device, len(batch.lengths)
-    size = len(batch.tokens) + count * documents
-    starts = batch.starts.long() + count * torch.arange(documents + 1, device=device)
-    firsts = torch.repeat_interleave(starts[:-1], starts.diff(), output_size=size)
-    shifts = count * torch.arange(1, documents + 1, device=device)
-    own = torch.arange(len(batch.tokens), device=device)
-    own = own + torch.repeat_interleave(shifts, batch.sizes, output_size=len(own))
+    shared, device, pieces = batch.shared, batch.tokens.device, batch.pieces
+    alone = [True] * len(pieces)  # pieces that begin a document
+    if shared is not None:
+        alone = [True] * len(shared.lengths) + [prompt is None for prompt in shared.of_documents]
+    starts = [0, *accumulate(size + count * first for size, first in zip(pieces, alone, strict=True))]
+    own = runs([start + count * first for start, first in zip(starts[:-1], alone, strict=True)], pieces).to(device)
+    begun = [start for start, first in zip(starts[:-1], alone, strict=True) if first]
+    virtual = runs(begun, [count] * len(begun)).to(device)
 
     def longer(x: Tensor) -> Tensor:
-        return x.new_zeros(size).index_copy(0, own, x)
+        return x.new_zeros(starts[-1]).index_copy(0, own, x)
 
+    lengths = tuple(length + count for length in batch.lengths)
+    prompts = 0
+    if shared is not None:
+        prompts = len(shared.lengths)
+        longer_prompts = tuple(length + count for length in shared.lengths)
+        documents = document_tokens(longer_prompts, shared.of_documents, lengths).to(device)
+        shared = replace(shared, lengths=longer_prompts, documents=documents, before=own[shared.before])
     expanded = replace(
         batch,
         tokens=longer(batch.tokens),
-        positions=torch.arange(size, device=device) - firsts,
-        starts=starts.to(batch.starts.dtype),
-        lengths=tuple(length + count for length in batch.lengths),
-        target_index=own[batch.target_index],
-        segments=None if batch.segments is None else longer(batch.segments),
-    )
-    return expanded, own
-
-
-def _shared_with_virtual_tokens(batch: Ragged, shared: SharedPrompts, count: int) -> tuple[Ragged, Tensor]:
-    """`with_virtual_tokens` of a batch with shared prompts: in front of each of these and of each document without one."""
-    device = batch.tokens.device
-    pieces = batch.pieces
-    added = [count] * len(shared.lengths) + [count if prompt is None else 0 for prompt in shared.of_documents]
-    starts = [0, *accumulate(size + more for size, more in zip(pieces, added, strict=True))]
-    own = runs([start + more for start, more in zip(starts[:-1], added, strict=True)], pieces).to(device)
-    virtual = runs(
-        [start for start, more in zip(starts[:-1], added, strict=True) if more], [more for more in added if more]
-    )
-    size = starts[-1]
-    positions = batch.positions.new_zeros(size).index_copy(0, own, batch.positions + count)
-    positions = positions.index_copy(
-        0, virtual.to(device), torch.arange(count, device=device).repeat(len(virtual) // count)
-    )
-    lengths = tuple(length + count for length in batch.lengths)
-    prompts = tuple(length + count for length in shared.lengths)
-    expanded = replace(
-        batch,
-        tokens=batch.tokens.new_zeros(size).index_copy(0, own, batch.tokens),
-        positions=positions,
-        starts=torch.tensor(starts[len(prompts) :], dtype=batch.starts.dtype).to(device),
+        positions=longer(batch.positions + count).index_copy(
+            0, virtual, torch.arange(count, device=device).repeat(len(begun))
+        ),
+        starts=torch.tensor(starts[prompts:], dtype=batch.starts.dtype).to(device),
         lengths=lengths,
         target_index=own[batch.target_index],
-        shared=replace(
-            shared,
-            lengths=prompts,
-            documents=document_tokens(prompts, shared.of_documents, lengths).to(device),
-            before=own[shared.before],
-        ),
+        segments=None if batch.segments is None else longer(batch.segments),
+        shared=shared,
     )
     return expanded, own
 

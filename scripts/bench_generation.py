@@ -12,9 +12,8 @@ responses, over what a large product reaches in the same run. Padding earns noth
 advance: ours ends a row at its length, transformers by a stopping criterion for each row, in batches of as many rows as
 ours has cache rows, sorted by the length of their prompts, as a careful user would, so that little is padding.
 
-With temperature 0 the tokens of all three must be equal, or the script fails. transformers multiplies as PyTorch does by
-itself, and where our products go to oneDNN (alignment/models/matrix_products.py) sums are rounded in another order: a
-response may differ from where two tokens' logits are within 1e-3 in float64, and such responses are counted (`near_ties`).
+With temperature 0 the tokens of all three must be equal, or the script fails. A response may differ from where two
+tokens' logits are within 1e-3 in float64; such responses are counted (`near_ties`).
 """
 
 import argparse
@@ -41,7 +40,6 @@ from alignment.generation.requests import DecodingRequest
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
-from alignment.models.matrix_products import products_by_mkl
 from alignment.ragged import Ragged
 
 ROWS = {"nano": 64, "micro": 16}
@@ -138,8 +136,8 @@ def build_contestants(checkpoint: Path, workload: Workload) -> dict[str, Generat
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
     return {
         "alignment": lambda: generate_ours(mine, workload),
-        "transformers dynamic": products_by_mkl()(lambda: generate_theirs(theirs, workload, None)),
-        "transformers static": products_by_mkl()(lambda: generate_theirs(theirs, workload, "static")),
+        "transformers dynamic": lambda: generate_theirs(theirs, workload, None),
+        "transformers static": lambda: generate_theirs(theirs, workload, "static"),
     }
 
 

@@ -44,7 +44,7 @@ RETIRED_NAMES = {  # a whole name, underscores at its ends aside -> the field's
     "Seq2SeqReader": "Seq2SeqClassifier", "PairCache": "EncoderDecoderCache", "PairMaps": "EncoderDecoderMaps",
     "spec_pairs": "encoder_decoder", "pair_model": "encoder_decoder", "left_aside": "drop_other_heads",
     "initial": "init_weights", "resize": "distill_init", "pack": "pad_layout", "pack_together": "pad_layouts",
-    "Parts": "TransformerModules, PPOState",
+    "Parts": "PPOState",
     # data
     "Draw": "SeededRow", "Draws": "EpochStream", "draw_once": "fixed_seed_rows", "cut_head": "truncate_left",
     "even_parts": "even_slices", "find_shape": "match_format",

@@ -16,7 +16,7 @@ from house import MEASURES, House  # noqa: E402
 from house_code import wrong_imports  # noqa: E402
 
 FLOORS = [  # a room may import rooms on lower floors only, never one beside it
-    {"errors", "files", "patterns", "quiet_imports", "ragged", "settings", "thread_waiting", "losses"},
+    {"errors", "files", "patterns", "ragged", "settings", "losses"},
     {"models", "data", "training", "config"},
     {"adapters", "generation", "hotel_world", "loading", "reward_model"},
     {"rewards"},

@@ -38,11 +38,11 @@ from alignment.models.huggingface.checkpoint import (
     saved_names,
 )
 from alignment.models.native_model import NativeModel
+from alignment.models.new_weights import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
-from alignment.models.vocabulary import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, Run

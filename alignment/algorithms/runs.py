@@ -24,12 +24,11 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
 from alignment.loading import find_directory
-from alignment.models.bfloat16 import warn_of_slow_bfloat16
-from alignment.models.lengths import check_row_lengths
+from alignment.models.model import check_row_lengths
 from alignment.models.protocols import Module
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
-from alignment.models.weights_config import WeightsConfig
+from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import (
     compare_checkpoints,

@@ -7,7 +7,7 @@ from functools import partial
 from alignment.algorithms.policies import Policy
 from alignment.data.examples import Example
 from alignment.data.text.chat import stop_token_ids
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.settings import NonNegativeFloat, PositiveInt, Settings
 from alignment.training import Engine, Run
 

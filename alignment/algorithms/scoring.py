@@ -17,7 +17,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory
 from alignment.models.classifiers import SequenceClassifier
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
 from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards, response_scorer

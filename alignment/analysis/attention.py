@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
-from alignment.models.layers.attention import Attention, CrossAttention
-from alignment.models.layers.attention_context import AttentionContext, AttentionFn, CrossAttentionFn
-from alignment.models.layers.cross_attention import ProjectKeyValue
+from alignment.models.layers.attention import (
+    Attention,
+    AttentionContext,
+    AttentionFn,
+    CrossAttention,
+    CrossAttentionFn,
+    ProjectKeyValue,
+)
 from alignment.models.layers.disentangled import DisentangledAttention
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer

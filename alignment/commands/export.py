@@ -26,9 +26,9 @@ from alignment.loading import (
 from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.models.native_model import NativeModel
+from alignment.models.new_weights import grow_vocabulary
 from alignment.models.quantization import read_quantization, require_bitsandbytes, round_blocks
 from alignment.models.safetensors_files import read_config, widest_type
-from alignment.models.vocabulary import grow_vocabulary
 from alignment.models.weights_config import Quantization
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.calibration import read_calibration

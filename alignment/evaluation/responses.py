@@ -23,7 +23,7 @@ from alignment.evaluation.inputs import print_tally
 from alignment.files import read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel
 from alignment.training.run.lineage import differences

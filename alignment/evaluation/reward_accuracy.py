@@ -42,7 +42,7 @@ from alignment.files import write_json
 from alignment.generation import SamplingConfig
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import architecture_of, best_device, find_directory
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.model import Encoded

@@ -11,7 +11,7 @@ from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop, text_before_stop
 from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.protocols import GenerativeModel
 
 

@@ -48,26 +48,25 @@ def empty_model(config: HFConfig, task: str) -> Any:
         config |= score_labels(score_outputs(config))
         task = "sequence"
     value = family.read(config)
-    spec = family.spec(value)
+    spec, head_spec = family.spec(value), head_spec and head_spec(value)
     if isinstance(spec, EncoderDecoderSpec):
-        return encoder_decoder_model(spec, None if head_spec is None else head_spec(value), config, task)
-    trunk = spec.build()
+        return _encoder_decoder_model(spec, head_spec, config, task)
+    trunk, width = spec.build(), spec.output_width or spec.width
     if task == "scalar":
         return ScalarModel(trunk, config)
     if task == "language" and spec.causal:
         return LanguageModel(trunk, _language_head(spec), config)
     if task in ("language", "next_sentence"):
-        next_sentence = None if head_spec is None else head_spec(value).build(spec.width)
+        next_sentence = None if head_spec is None else head_spec.build(spec.width)
         return MaskedLanguageModel(trunk, _language_head(spec), config, next_sentence)
     assert head_spec is not None
-    classifier = head_spec(value)
     if task == "sequence":
-        assert classifier.pooling is not None
-        return SequenceClassifier(trunk, classifier.build(spec.output_width or spec.width), config, classifier.pooling)
-    return TokenClassifier(trunk, classifier.build(spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
+        assert head_spec.pooling is not None
+        return SequenceClassifier(trunk, head_spec.build(width), config, head_spec.pooling)
+    return TokenClassifier(trunk, head_spec.build(width), config, task)  # type: ignore[arg-type]
 
 
-def encoder_decoder_model(
+def _encoder_decoder_model(
     spec: EncoderDecoderSpec, classifier: ClassificationHeadSpec | None, config: HFConfig, task: str
 ) -> Any:
     """An encoder-decoder with its head; a classifier of tokens has the encoder alone."""

@@ -2,13 +2,16 @@
 
 Blocks of one architecture share their graphs, so a model of 36 layers compiles as long as one of 2. The number of tokens is
 a symbol of the graph: batches of other sizes run without a recompilation. Attention runs in its own kernel either way, and
-its arguments (rectangles, masks, caches) differ from batch to batch.
+its arguments (rectangles, masks, caches) differ from batch to batch. Importing this module loads the compiler, which takes
+a second: import it for models that are compiled only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alignment.errors import UserError
 
@@ -17,18 +20,32 @@ from alignment.errors import UserError
 RECOMPILE_LIMIT = 64
 
 
+@dataclass(frozen=True)
+class OutsideGraphs:
+    """A function of one batch, called outside the graphs of torch.compile."""
+
+    function: Callable[..., Tensor]
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Tensor:
+        return self.function(*args)
+
+
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Compile each of these modules in place, at its first call.
+
+    Layers whose class says `data_dependent_shapes` are left out of the graphs. The class is changed and not its instances:
+    a graph specializes on the function, and blocks share their graphs.
 
     Raises:
         UserError: the machine has no compiler for the device.
     """
-    from alignment.models.layers.outside_graphs import leave_out  # loads the compiler
-
     check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
-        leave_out(block.modules())
+        for kind in {type(module) for module in block.modules() if getattr(module, "data_dependent_shapes", False)}:
+            if not getattr(kind.forward, "_torchdynamo_disable", False):
+                kind.forward = torch.compiler.disable(kind.forward)
         block.compile(dynamic=True)
 
 

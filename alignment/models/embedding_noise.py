@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the token vectors of a language model while it trains. No model is changed but by hooks."""
+"""NEFTune: uniform noise on the token vectors of a language model while it trains, by hooks."""
 
 from collections import deque
 from typing import Any

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.models.heads import ClassificationHead, VocabularyHead, target_outputs
+from alignment.losses.language import chunked_token_log_probs
+from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
-from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
+from alignment.models.layers.sdpa import Source
+from alignment.models.model import Padded, from_padded
 from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
-from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged, Seq2Seq
@@ -46,7 +47,7 @@ class EncoderDecoderSpec:
 
     @property
     def init(self) -> InitSpec | FanInInitSpec:
-        """How fresh weights of both stacks are drawn."""
+        """Distributions of the fresh weights of both stacks."""
         return self.decoder.init
 
 
@@ -70,40 +71,23 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         if spec.decoder.tied_head:
             self.head.weight = self.encoder.embed.weight
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        *,
-        batch: Seq2Seq | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        return_logits: bool = False,
+    def outputs(
+        self, batch: Seq2Seq, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
-        """Logits of padded targets, or log-probabilities of a batch's target tokens.
-
-        Args:
-            input_ids, attention_mask: source, [B, S], padded on either side.
-            decoder_input_ids, decoder_attention_mask: target with the start token in front, [B, T].
-            batch: pairs of documents, instead.
-            temperature, entropy, return_logits: as for `LanguageModel.forward`.
-
-        Returns:
-            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
-        """
-        if batch is None:
-            source = from_padded(input_ids, attention_mask).batch
-            padded = from_padded(decoder_input_ids, decoder_attention_mask)
-            return LogitsOutput(padded.restore(self.head(self.states(Seq2Seq(source, padded.batch)))))
-        hidden, target = self.states(batch), batch.decoder
-        before = select_rows(hidden, target.before)
+        """Log-probabilities of the target tokens, or their logits; arguments as for `LanguageModel.outputs`."""
+        before = select_rows(self.states(batch), batch.decoder.before)
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        tokens = target.tokens[target.target_index]
-        found = target_outputs(self.head, before, tokens, temperature=temperature, entropy=entropy)
+        labels = batch.decoder.target_labels
+        found = chunked_token_log_probs(self.head, before, labels, temperature=temperature, entropy=entropy)
         return LanguageOutput(found.log_probs, found.entropy)
+
+    def padded_outputs(
+        self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None
+    ) -> LogitsOutput:
+        """Logits [B, T, V] of padded targets, which begin with the start token; `padded` are the sources."""
+        target = from_padded(decoder_input_ids, decoder_attention_mask)
+        return LogitsOutput(target.restore(self.head(self.states(Seq2Seq(padded.batch, target.batch)))))
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
@@ -130,7 +114,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
 class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
     """Class logits from a decoder that reads the same document as its encoder, one token later.
 
-    At the document's last end token for its class (`task` "sequence"), at every token for whether an answer starts and
+    At the document's last end token for its class (`task` "sequence"); at every token that an answer starts and that it
     ends there ("span").
 
     Source: Lewis et al. 2019, arXiv:1910.13461, sections 3.1 and 3.2.
@@ -150,30 +134,18 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         self.encoder, self.decoder, self.head = encoder, decoder, head
         self.decoder.embed.weight = self.encoder.embed.weight
 
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
-    ) -> ClassifierOutput:
-        """Logits: [B, C] for sequences; for spans [N, 2] of a batch, [B, T, 2] of a padded rectangle.
-
-        Args:
-            input_ids, attention_mask: [B, T], padded on either side; positions are counted from each row's first token.
-            batch: documents end to end, instead.
+    def outputs(self, batch: Ragged) -> ClassifierOutput:
+        """Logits: [B, C] for sequences, [N, 2] for spans.
 
         Raises:
             UserError: a sequence without an end token.
         """
-        padded = None
-        if batch is None:
-            padded = from_padded(input_ids, attention_mask)
-            batch = padded.batch
         read = self.read(self.encoder, batch)
-        source = Source(read.states, read.batch)
         target = shifted(batch, self.spec.start_token)
-        hidden = self.decoder(target, prefix=self.active_prefix(), source=source)
+        hidden = self.decoder(target, prefix=self.active_prefix(), source=Source(read.states, read.batch))
         if self.task == "sequence":
-            return ClassifierOutput(self.head(hidden[last_positions(batch, self.spec.end_token)]))
-        logits = self.head(hidden)
-        return ClassifierOutput(logits if padded is None else padded.restore(logits))
+            hidden = hidden[last_positions(batch, self.spec.end_token)]
+        return ClassifierOutput(self.head(hidden))
 
 
 def shifted(batch: Ragged, start_token: int) -> Ragged:

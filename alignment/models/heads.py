@@ -1,18 +1,14 @@
 """Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import Head, TokenLoss, TokenOutputs, chunked_token_log_probs
 from alignment.models.frozen_weights import frozen_linear
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.padded_layout import with_spare_rows
-from alignment.models.matrix_products import SMALLEST, products_by_onednn, spare_rows
 from alignment.models.safetensors_files import HFConfig
 
 Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a classifier reads
@@ -29,11 +25,11 @@ def score_labels(members: int = 1) -> HFConfig:
 
 
 def score_outputs(config: HFConfig) -> int:
-    """Outputs of the score head in a config: as many as are named like an ensemble's, else 1."""
+    """Outputs of the score head in a config: the number of labels where they are named like an ensemble's, else 1."""
     labels = config.get("id2label")
-    members = len(labels) if isinstance(labels, dict) else 0
-    named = isinstance(labels, dict) and members > 1 and set(labels.values()) == set(score_labels(members)["label2id"])
-    return members if named else 1
+    if not isinstance(labels, dict) or set(labels.values()) != set(score_labels(len(labels))["label2id"]):
+        return 1
+    return max(1, len(labels))
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ class TransformSpec:
 
     def build(self, width: int) -> "Transform":
         """x [..., width] -> [..., self.width]."""
-        dense = nn.Linear(width, self.width, bias=self.bias)
-        return Transform(dense, ACTIVATIONS[self.activation], self.norm.build(self.width))
+        return Transform(self, width)
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,8 @@ class LanguageHeadSpec:
 
     def build(self, width: int, vocabulary: int) -> "VocabularyHead":
         """x [..., width] -> logits [..., vocabulary]."""
-        if self == LanguageHeadSpec():
-            return nn.Linear(width, vocabulary, bias=False)
-        transform = None if self.transform is None else self.transform.build(width)
-        return LanguageHead(self, width, vocabulary, transform)
+        plain = self == LanguageHeadSpec()
+        return nn.Linear(width, vocabulary, bias=False) if plain else LanguageHead(self, width, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -86,17 +79,16 @@ class ClassificationHeadSpec:
 
     def build(self, width: int) -> "ClassificationHead":
         """x [..., width] -> logits [..., outputs]."""
-        output = nn.Linear(width if self.transform is None else self.transform.width, self.outputs, bias=self.bias)
-        transform = None if self.transform is None else self.transform.build(width)
-        return ClassificationHead(transform, output, self.dropout, self.input_dropout)
+        return ClassificationHead(self, width)
 
 
 class Transform(nn.Module):
     """norm(activation(dense(x)))."""
 
-    def __init__(self, dense: nn.Module, activation: Callable[[Tensor], Tensor], norm: nn.Module):
+    def __init__(self, spec: TransformSpec, width: int):
         super().__init__()
-        self.dense, self.activation, self.norm = dense, activation, norm
+        self.dense = nn.Linear(width, spec.width, bias=spec.bias)
+        self.activation, self.norm = ACTIVATIONS[spec.activation], spec.norm.build(spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., D']."""
@@ -111,9 +103,9 @@ class LanguageHead(nn.Module):
 
     casts_weight = True  # a frozen one may have a lower type; see frozen_weights.py
 
-    def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int, transform: Transform | None):
+    def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int):
         super().__init__()
-        self.transform = transform
+        self.transform = None if spec.transform is None else spec.transform.build(width)
         self.weight: Tensor = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
         self.offset: Tensor | None
@@ -138,41 +130,21 @@ class ClassificationHead(nn.Module):
 
     float32_only = True  # see frozen_weights.py
 
-    def __init__(
-        self, transform: Transform | None, output: nn.Linear, dropout: float = 0.0, input_dropout: float = 0.0
-    ):
+    def __init__(self, spec: ClassificationHeadSpec, width: int):
         super().__init__()
-        self.transform, self.output = transform, output
-        self.input_dropout = nn.Dropout(input_dropout) if input_dropout else nn.Identity()
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        output = nn.Linear(spec.transform.width if spec.transform else width, spec.outputs, bias=spec.bias)
+        self.transform = None if spec.transform is None else spec.transform.build(width)
+        self.output = output
+        self.input_dropout = nn.Dropout(spec.input_dropout) if spec.input_dropout else nn.Identity()
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., D] -> [..., C], fp32: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+        """x: [..., D] -> [..., C], fp32."""
         x = self.input_dropout(x)
-        x = self.dropout(x if self.transform is None else self.transform(x))
-        with torch.autocast(x.device.type, enabled=False):
-            return self.output(x.to(self.output.weight.dtype)).float()
+        return float32_logits(self.output, self.dropout(x if self.transform is None else self.transform(x)))
 
 
-def target_outputs(
-    head: Head,
-    before: Tensor,
-    tokens: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    loss: TokenLoss | None = None,
-) -> TokenOutputs:
-    """`chunked_token_log_probs` of target tokens [M] from the states that predict them [M, D]; arguments as there.
-
-    Where oneDNN makes a kernel for each number of rows, the head reads rows of zeros behind the states, as blocks do.
-    """
-    count = len(tokens)
-    large = count * before.shape[1] * head.out_features >= SMALLEST
-    spare = spare_rows(count) if large and before.device.type == "cpu" and products_by_onednn() else 0
-    states, targets = with_spare_rows(before, spare), with_spare_rows(tokens, spare)
-    found = chunked_token_log_probs(head, states, targets, temperature=temperature, entropy=entropy, loss=loss)
-    if not spare:
-        return found
-    entropies, losses = (output if output is None else output[:count] for output in (found.entropy, found.losses))
-    return TokenOutputs(found.log_probs[:count], entropies, losses)
+def float32_logits(output: nn.Linear, x: Tensor) -> Tensor:
+    """output(x) in fp32, also under autocast: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+    with torch.autocast(x.device.type, enabled=False):
+        return output(x.to(output.weight.dtype)).float()

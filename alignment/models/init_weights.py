@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 
 from alignment.models.heads import LanguageHead
-from alignment.models.layers.attention import Attention, CrossAttention
+from alignment.models.layers.attention import Attention
 from alignment.models.layers.disentangled import RelativeEmbedding
-from alignment.models.layers.position_bias import RelativeBias
-from alignment.models.layers.position_embeddings import LearnedPositions
+from alignment.models.layers.positions import LearnedPositions, RelativeBias
 
 RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
 INITIALIZED = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
@@ -39,19 +38,16 @@ class FanInInitSpec:
 
 def initialize(model: Any) -> Any:
     """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
-    init = model.spec.init
-    drawn = set()
+    init, drawn = model.spec.init, set()
     for name, module in model.named_modules():
-        if not isinstance(module, INITIALIZED):
-            continue
-        if isinstance(init, FanInInitSpec) and id(module.weight) in drawn:
-            continue  # a head that is the token table keeps that table's deviation
-        initialize_layer(module, init, name)
-        drawn.add(id(module.weight))
+        if isinstance(module, INITIALIZED) and id(module.weight) not in drawn:
+            initialize_layer(module, init, name)
+            if isinstance(init, FanInInitSpec):  # a head that is the token table keeps that table's deviation
+                drawn.add(id(module.weight))
     if isinstance(init, FanInInitSpec):
-        for module in model.modules():
-            if isinstance(module, Attention | CrossAttention):  # T5 does not divide scores by sqrt(K)
-                module.query.weight.data *= module.spec.head_dim**-0.5
+        for attention in model.modules():
+            if isinstance(attention, Attention):  # T5 does not divide scores by sqrt(K)
+                attention.query.weight.data *= attention.spec.head_dim**-0.5
     return model.eval()
 
 
@@ -69,6 +65,5 @@ def initialize_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     else:
         std = init.factor * (1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5)  # type: ignore[operator, union-attr]
     nn.init.normal_(weight, std=std)  # type: ignore[arg-type]
-    for constants in ([] if bias is None else [bias], module.buffers(recurse=False)):
-        for x in constants:
-            nn.init.zeros_(x)
+    for constant in (*([] if bias is None else [bias]), *module.buffers(recurse=False)):
+        nn.init.zeros_(constant)

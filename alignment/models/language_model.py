@@ -1,22 +1,21 @@
 """Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import TokenLoss
-from alignment.models.heads import ClassificationHead, VocabularyHead, target_outputs
+from alignment.losses.language import TokenLoss, chunked_token_log_probs
+from alignment.models.heads import ClassificationHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
-from alignment.models.layers.continued_rows import longest_continued
-from alignment.models.layers.experts import balance_loss, recorded_router_logits
+from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import select_rows
-from alignment.models.layers.shared_layout import states_before_targets
+from alignment.models.layers.layer_contexts import longest_continued
+from alignment.models.layers.padded_layout import select_rows, states_before_targets
+from alignment.models.model import Padded
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
-from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
@@ -26,7 +25,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
     """A decoder with a language head.
 
     Attributes:
-        value_head: gives one number per token in training, see models/value_head.py; not saved with the model.
+        value_head: gives one number per token in training, see `attach_value_head`; not saved with the model.
     """
 
     def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
@@ -36,73 +35,62 @@ class LanguageModel(NativeModel[TransformerSpec]):
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
-    def forward(
+    def outputs(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        batch: Ragged,
         *,
-        batch: Ragged | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
         token_loss: TokenLoss | None = None,
         values: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits of padded input_ids, or log-probabilities of a ragged batch's targets.
+        """Log-probabilities of the batch's targets; the head runs on the M rows before these only.
 
         log_probs_t = log_softmax(logits_{t-1} / temperature)[token_t], in fp32
 
         Args:
-            input_ids: [B, T], padded on either side.
-            attention_mask: [B, T], 1 or True at real tokens; None: all are.
-            batch: documents end to end, instead of `input_ids`; the head runs on the M rows before its targets only.
-            temperature: > 0, for the batch call.
+            temperature: > 0.
             entropy: also give the entropy of each predicting distribution.
-            return_logits: for the batch call: return the logits behind every target and the states they came from.
+            return_logits: return the logits behind every target, and the states they came from, instead.
             token_loss: also give each target's loss with label smoothing or z-loss.
             values: also give the value head's number before each target.
-
-        Returns:
-            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
-        if batch is None:
-            padded = from_padded(input_ids, attention_mask)
-            return LogitsOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
-        with self._router_logits() as router_logits:
+        experts = self.spec.blocks[0].feedforward
+        balanced = isinstance(experts, ExpertsSpec) and experts.balance_coef > 0 and torch.is_grad_enabled()
+        with recorded_router_logits(self.trunk) if balanced else nullcontext([]) as router_logits:
             select = partial(states_before_targets, batch=batch)
             read = self.read(self.trunk, batch, prefix=self.active_prefix(), select=select)
         before = read.states
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        tokens = batch.tokens[batch.target_index]
-        found = target_outputs(self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss)
-        balance = self._balance(router_logits, read.batch)
+        labels = batch.target_labels
+        found = chunked_token_log_probs(
+            self.head, before, labels, temperature=temperature, entropy=entropy, loss=token_loss
+        )
+        balance = self._balance(router_logits, read.batch) if router_logits else None
         before_targets = self._values(before) if values else None
         return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=before_targets)
 
+    def padded_outputs(self, padded: Padded) -> LogitsOutput:
+        """Logits of padded rows, [B, T, V], zeros at padding."""
+        return LogitsOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
+
     def _values(self, hidden: Tensor) -> Tensor:
-        """The value head's number of each hidden state [M, D], in fp32 as in `ScalarModel`, [M]."""
+        """The value head's number of each hidden state [M, D], [M]."""
         if self.value_head is None:
             raise ValueError("the model has no value head: see attach_value_head")
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+        return float32_logits(self.value_head, hidden).squeeze(-1)
 
-    def _router_logits(self) -> AbstractContextManager[list[Tensor]]:
-        """Records what `_balance` needs, where there are experts to balance."""
-        experts = self.spec.blocks[0].feedforward
-        balanced = isinstance(experts, ExpertsSpec) and experts.balance_coef > 0 and torch.is_grad_enabled()
-        return recorded_router_logits(self.trunk) if balanced else nullcontext([])
-
-    def _balance(self, router_logits: list[Tensor], batch: Ragged) -> Tensor | None:
-        """The load-balancing loss times its coefficient; None where nothing was recorded.
+    def _balance(self, router_logits: list[Tensor], batch: Ragged) -> Tensor:
+        """The load-balancing loss times its coefficient.
 
         Args:
             router_logits: of each layer, [N, E].
             batch: what the trunk read; the tokens of a shared prompt count once for each of its documents.
         """
         experts = self.spec.blocks[0].feedforward
-        if not router_logits or not isinstance(experts, ExpertsSpec):
-            return None
+        assert isinstance(experts, ExpertsSpec)
         if batch.shared is not None:
             router_logits = [logits.index_select(0, batch.shared.documents) for logits in router_logits]
         return experts.balance_coef * balance_loss(router_logits, experts.experts_per_token)
@@ -134,10 +122,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
 
 class MaskedLanguageModel(NativeModel[TransformerSpec]):
-    """An encoder with a language head that predicts masked tokens, and perhaps a next-sentence head.
-
-    Attributes:
-        next_sentence: head on the first token, or None.
+    """An encoder with a language head that predicts masked tokens, and perhaps a next-sentence head on the first token.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
@@ -154,37 +139,25 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        batch: Ragged | None = None,
-        return_logits: bool = False,
-    ) -> LanguageOutput | LogitsOutput:
-        """Logits of padded input_ids, or log-probabilities of a ragged batch's labels at its targets.
+    def outputs(self, batch: Ragged, *, return_logits: bool = False) -> LanguageOutput | LogitsOutput:
+        """Log-probabilities of the labels at the batch's targets.
 
         Args:
-            input_ids, attention_mask, token_type_ids: [B, T].
-            batch: documents end to end, instead; its `labels` are what belongs at its `target_index`.
-            return_logits: for the batch call: return the logits at every target and the states that they came from.
-
-        Returns:
-            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
+            batch: its `labels` belong at its `target_index`.
+            return_logits: return the logits at every target, and the states that they came from, instead.
         """
-        if batch is None:
-            padded = from_padded(input_ids, attention_mask, token_type_ids)
-            read = self.read(self.trunk, padded.batch, prefix=self.active_prefix())
-            logits = padded.restore(self.head(read.own_states()))
-            return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(read))
         read = self.read(self.trunk, batch, prefix=self.active_prefix())
         masked = select_rows(read.states, read.batch.target_index)
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
-        labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
-        log_probs = target_outputs(self.head, masked, labels).log_probs
+        log_probs = chunked_token_log_probs(self.head, masked, batch.target_labels).log_probs
         return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(read))
+
+    def padded_outputs(self, padded: Padded) -> LogitsOutput:
+        """Logits of padded rows, [B, T, V], zeros at padding."""
+        read = self.read(self.trunk, padded.batch, prefix=self.active_prefix())
+        logits = padded.restore(self.head(read.own_states()))
+        return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(read))
 
     def _next_sentence_logits(self, read: DocumentStates) -> Tensor | None:
         return None if self.next_sentence is None else self.next_sentence(read.states[read.batch.firsts])

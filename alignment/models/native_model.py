@@ -1,18 +1,17 @@
-"""Base class of our models: config, spec, activation checkpointing, and adapters that stand before every document."""
+"""Base class of the models of this library: a trunk, or an encoder and a decoder, with a head."""
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.compilation import compile_blocks
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
+from alignment.models.model import Model, check_capacity
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, with_virtual_tokens
@@ -38,45 +37,18 @@ class DocumentStates(NamedTuple):
         return self.states if self.own_tokens is None else select_rows(self.states, self.own_tokens)
 
 
-class NativeModel(nn.Module, Generic[Spec]):
-    """A trunk, or an encoder and a decoder, with a head.
+class NativeModel(Model, Generic[Spec]):
+    """A model that runs as modules of this library.
 
     Attributes:
         spec: the architecture: `TransformerSpec`, or `EncoderDecoderSpec`.
-        config: the Hugging Face config.json it was built from and is saved with.
-        task: which of its family's heads it has.
-        generation_config: content of generation_config.json, if the model generates and the file is there.
-        prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
-        prefix_enabled: whether `prefix` acts.
-        soft_prompt: module whose call gives the vectors that are read as the first tokens of every document, [P, E].
-        soft_prompt_enabled: whether `soft_prompt` acts.
     """
 
     source = "native"
-    generation_config: dict[str, Any] | None = None
 
     def __init__(self, spec: Spec, config: HFConfig, task: str):
-        super().__init__()
-        self.spec, self.config, self.task = spec, config, task
-        self.prefix: nn.Module | None = None
-        self.prefix_enabled = True
-        self.soft_prompt: nn.Module | None = None
-        self.soft_prompt_enabled = True
-
-    def active_prefix(self) -> Tensor | None:
-        """The prefix's keys and values, [layers, 2, P, K, head_dim]; None where there is none or it is disabled."""
-        return self.prefix() if self.prefix is not None and self.prefix_enabled else None
-
-    def active_soft_prompt(self) -> Tensor | None:
-        """The soft prompt's vectors, [P, E]; None where there is none or it is disabled."""
-        return self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
-
-    def virtual_tokens(self) -> int:
-        """Positions that a prefix or soft prompt takes in front of every document; no weight is read, which may be sharded."""
-        active = ((self.prefix, self.prefix_enabled), (self.soft_prompt, self.soft_prompt_enabled))
-        return sum(
-            int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
-        )
+        super().__init__(config, task)
+        self.spec = spec
 
     def read(
         self,
@@ -92,12 +64,13 @@ class NativeModel(nn.Module, Generic[Spec]):
 
         `select` is of the documents' own tokens; the states are then of the selected ones alone.
         """
-        prompt, own_tokens = self.active_soft_prompt(), None
-        if prompt is not None:
-            batch, own_tokens = with_virtual_tokens(batch, len(prompt))
-            select = _selected_of_own(own_tokens, select)
-        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows, select=select)
-        return DocumentStates(states, batch, None if select is not None else own_tokens)
+        prompt = self.active_soft_prompt()
+        if prompt is None:
+            return DocumentStates(stack(batch, prefix=prefix, cache=cache, rows=rows, select=select), batch, None)
+        batch, own = with_virtual_tokens(batch, len(prompt))
+        of_all = None if select is None else lambda states: select(select_rows(states, own))
+        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows, select=of_all)
+        return DocumentStates(states, batch, own if select is None else None)
 
     def hidden_states(
         self,
@@ -119,17 +92,12 @@ class NativeModel(nn.Module, Generic[Spec]):
 
     def compile_blocks(self) -> None:
         """Run the blocks through torch.compile from now on; see models/compilation.py."""
+        from alignment.models.compilation import compile_blocks
+
         for stack in self.children():
             if isinstance(stack, Transformer):
                 compile_blocks(stack.blocks, stack.embed.weight.device)
                 stack.compiled = True
-
-
-def _selected_of_own(
-    own_tokens: Tensor, select: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor] | None:
-    """`select`, of the own tokens among all."""
-    return None if select is None else lambda states: select(select_rows(states, own_tokens))
 
 
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
@@ -138,11 +106,7 @@ def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     Raises:
         UserError: `capacity` is more than the model's positions.
     """
-    if capacity > trunk.spec.max_positions:
-        raise UserError(
-            f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {trunk.spec.max_positions} "
-            "positions; lower max_new_tokens or shorten the prompts"
-        )
+    check_capacity(capacity, trunk.spec.max_positions)
     attention, weight = trunk.spec.blocks[0].attention, like_hidden_states(trunk.embed)
     if not isinstance(attention, AttentionSpec):
         raise ValueError("this attention is bidirectional; nothing can be decoded token by token")

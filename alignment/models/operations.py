@@ -28,30 +28,30 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     Raises:
         ValueError: cross-attention, disentangled attention or a convolution, whose operations are not counted here.
     """
-    narrow = spec.width if spec.projection is None else spec.projection.width
-    matrices = 0 if spec.projection is None else narrow * spec.width
+    if not is_counted(spec):
+        raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
+    before_head, transform = spec.output_width or spec.width, spec.head.transform
+    matrices = 0 if spec.projection is None else spec.projection.width * spec.width
     matrices += 0 if spec.output_width is None else spec.width * spec.output_width
-    before_head = spec.output_width or spec.width
-    transform = spec.head.transform
-    matrices += before_head * spec.vocabulary if transform is None else 0
-    matrices += 0 if transform is None else (before_head + spec.vocabulary) * transform.width
+    if transform is None:
+        matrices += before_head * spec.vocabulary
+    else:
+        matrices += (before_head + spec.vocabulary) * transform.width
     return 2 * matrices + sum(block_operations(block, spec.width, tokens) for block in spec.layers)
 
 
 def is_counted(spec: TransformerSpec) -> bool:
-    """Whether `forward_operations` counts every layer of this architecture."""
-    return all(_is_counted(block) for block in spec.layers)
-
-
-def _is_counted(spec: BlockSpec) -> bool:
-    return not isinstance(spec.attention, DisentangledSpec) and spec.cross is None and spec.convolution is None
+    """True where `forward_operations` counts every layer of this architecture."""
+    return all(
+        not isinstance(block.attention, DisentangledSpec) and block.cross is None and block.convolution is None
+        for block in spec.layers
+    )
 
 
 def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
     """Floating-point operations of one layer."""
     attention = spec.attention
-    if isinstance(attention, DisentangledSpec) or not _is_counted(spec):
-        raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
+    assert isinstance(attention, AttentionSpec)
     inner, shared = (heads * attention.head_dim for heads in (attention.heads, attention.key_value_heads))
     projections = 2 * width * (2 * inner + 2 * shared)
     return projections + 4 * inner * keys_seen(attention, tokens) + _feedforward_operations(spec.feedforward, width)

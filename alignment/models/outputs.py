@@ -1,4 +1,4 @@
-"""What the models return: named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them."""
+"""Outputs of the models: named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them."""
 
 from typing import NamedTuple
 

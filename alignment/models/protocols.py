@@ -1,4 +1,4 @@
-"""What training loops, generation and evaluation need of a model; our modules and the wrapped ones of transformers fit."""
+"""The models that training loops, generation and evaluation take: modules of ours, and wrapped ones of transformers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, overload, runtime_checkable
@@ -11,61 +11,40 @@ from alignment.ragged import Ragged, Seq2Seq
 
 
 class Module(Protocol):
-    """The part of `nn.Module` that callers use, with the config a checkpoint is saved with.
-
-    Attributes:
-        config: Hugging Face's config.json.
-        training: whether it is in training mode.
-    """
+    """The part of `nn.Module` that callers use, with the Hugging Face config that a checkpoint is saved with."""
 
     config: HFConfig
     training: bool
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All parameters, each once."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch to training mode; returns the model."""
-        ...
-
-    def eval(self) -> Any:
-        """Switch to eval mode; returns the model."""
-        ...
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
 
 
 class LanguageModelSpec(Protocol):
-    """Sizes that every language model knows."""
+    """Rows of a language model's token table, and tokens of its longest document."""
 
     @property
-    def vocabulary(self) -> int:
-        """Rows of the token table."""
-        ...
-
+    def vocabulary(self) -> int: ...
     @property
-    def max_positions(self) -> int:
-        """Longest document, tokens."""
-        ...
+    def max_positions(self) -> int: ...
 
 
 class DecodingCache(Protocol):
-    """What a model keeps of the documents it is continuing, one row per document.
+    """Keys and values, or the like, of documents that are being continued, one row per document.
 
     Attributes:
         lengths: tokens of each row, [rows].
+        rows: documents held.
+        capacity: most tokens one document may have.
     """
 
     lengths: Tensor
 
     @property
-    def rows(self) -> int:
-        """Documents held."""
-        ...
-
+    def rows(self) -> int: ...
     @property
-    def capacity(self) -> int:
-        """Most tokens one document may have."""
-        ...
+    def capacity(self) -> int: ...
 
     def keep(self, rows: Tensor) -> None:
         """Hold only these rows from now on, in this order; rows: indices, or one boolean per row, [n]."""
@@ -80,9 +59,7 @@ class GenerativeModel(Module, Protocol):
     """A policy or a reference: a decoder, or an encoder-decoder, that can be trained and continued token by token."""
 
     @property
-    def spec(self) -> LanguageModelSpec:
-        """Sizes."""
-        ...
+    def spec(self) -> LanguageModelSpec: ...
 
     @overload
     def __call__(

@@ -24,7 +24,7 @@ from alignment.models.weights_config import Quantization
 
 Model = TypeVar("Model", bound=nn.Module)
 RECORD = "alignment_quantization.json"  # in an adapter's directory
-DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
+DECODED_ROWS = 64  # up to this many rows, as in decoding, bitsandbytes' fused kernel is faster on a GPU
 ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last names of layers that choose experts
 
 
@@ -51,7 +51,8 @@ def quantize_blocks(model: Model, quantize: Quantization) -> Model:
     for name, layer in list(quantizable_layers(model)):
         stored = getattr(layer.weight, "stored", None)  # not read yet, see stored_parameters.py
         weight = layer.weight.data if stored is None else stored.read()
-        weight = weight.to(_fast_device(weight))
+        if torch.cuda.is_available():  # quantizing takes a CPU a second for a few million numbers
+            weight = weight.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _quantized(layer, weight, quantize))
     return model
@@ -65,11 +66,6 @@ def quantizable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         inside = any(name.startswith(prefix) for prefix in lists)
         if type(module) is nn.Linear and inside and name.rpartition(".")[2] not in routers:
             yield name, module
-
-
-def _fast_device(weight: Tensor) -> torch.device:
-    """This process's GPU where there is one, since quantizing takes a CPU a second for a few million numbers."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else weight.device
 
 
 @torch.no_grad()
@@ -97,20 +93,19 @@ def dequantized(layer: nn.Linear) -> Tensor:
 
 
 def quantization_of(model: nn.Module) -> Quantization | None:
-    """How the blocks of a model are quantized."""
-    kinds: set[Quantization] = {getattr(module, "kind") for module in model.modules() if is_quantized(module)}  # noqa: B009
-    return next(iter(kinds), None)
+    """The quantization of a model's blocks."""
+    return next((getattr(module, "kind") for module in model.modules() if is_quantized(module)), None)  # noqa: B009
 
 
 def write_quantization(model: nn.Module, directory: Path) -> None:
-    """Write beside an adapter how the weights were quantized that it was trained on; nothing where they were not."""
+    """Write the quantization of a model's blocks beside an adapter; nothing where there is none."""
     kind = quantization_of(model)
     if kind is not None:
         write_json(directory / RECORD, {"quantize": kind})
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How the weights were quantized that a directory's adapter was trained on, as far as it says.
+    """The quantization of the weights that a directory's adapter was trained on; None where it names none.
 
     Raises:
         UserError: the file is no JSON object, or names something else.
@@ -127,7 +122,7 @@ def read_quantization(directory: Path) -> Quantization | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Whether a layer comes from `quantize_blocks`."""
+    """True for layers that `quantize_blocks` made."""
     return hasattr(layer, "read_weight")
 
 

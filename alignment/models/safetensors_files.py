@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,39 +53,18 @@ class StoredTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, mapped from the file: what is used of it is read when it is used. Do not write to it.
+        """The tensor on the CPU, mapped from the file: its pages are read when they are used. Do not write to it.
 
         Raises:
             UserError: the file cannot be read.
         """
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                return file.get_tensor(self.name)
-        except (SafetensorError, OSError, OverflowError) as error:
-            raise UserError(f"{self.path}: not a readable safetensors file ({error})") from error
-
-
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read.
-
-    Raises:
-        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
-    """
-    return {name: tensor for tensors in _tensors_by_file(directory).values() for name, tensor in tensors.items()}
+        with _opened(self.path) as file:
+            return file.get_tensor(self.name)
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each of a directory's tensors, from the files' headers alone."""
     return {name: tuple(tensor.shape) for name, tensor in stored_tensors(directory).items()}
-
-
-def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files with a directory's weights.
-
-    Raises:
-        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
-    """
-    return list(_tensors_by_file(directory))
 
 
 def check_sizes(directory: Path, config: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -118,12 +98,17 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, value
 
 
-def _tensors_by_file(directory: Path) -> dict[str, dict[str, StoredTensor]]:
-    """The tensors of each safetensors file of a directory."""
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read.
+
+    Raises:
+        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
+    """
     check_directory(directory)
     if (directory / WEIGHTS).is_file():
-        return {WEIGHTS: _file_tensors(directory / WEIGHTS)}
-    if not (directory / INDEX).is_file():
+        return _file_tensors(directory / WEIGHTS)
+    path = directory / INDEX
+    if not path.is_file():
         pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
         if pickles:
             raise UserError(
@@ -131,7 +116,6 @@ def _tensors_by_file(directory: Path) -> dict[str, dict[str, StoredTensor]]:
                 f"refused; save the model again with safetensors"
             )
         raise UserError(f"{directory}: no {WEIGHTS} and no {INDEX}")
-    path = directory / INDEX
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path}: no readable 'weight_map'; it must map each tensor to its file")
@@ -142,21 +126,36 @@ def _tensors_by_file(directory: Path) -> dict[str, dict[str, StoredTensor]]:
         if Path(shard).name != shard or not shard.endswith(".safetensors")
     )
     raise_all(f"{path}: shard {shard} is missing" for shard in shards if not (directory / shard).is_file())
-    found = {shard: _file_tensors(directory / shard) for shard in shards}
-    file_of = {name: shard for shard, tensors in found.items() for name in tensors}
+    tensors = {name: tensor for shard in shards for name, tensor in _file_tensors(directory / shard).items()}
+    file_of = {name: tensor.path.name for name, tensor in tensors.items()}
     raise_all(
         f"{path}: tensor {name} is listed in {weight_map.get(name)} and found in {file_of.get(name)}"
         for name in sorted(weight_map.keys() | file_of.keys())
         if weight_map.get(name) != file_of.get(name)
     )
-    return found
+    return tensors
 
 
 def _file_tensors(path: Path) -> dict[str, StoredTensor]:
+    tensors = read_safetensors(path)  # mapped, not read
+    return {name: StoredTensor(path, name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        UserError: the file cannot be read as safetensors.
+    """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
-            return {name: StoredTensor(path, name, tensor.shape, tensor.dtype) for name, tensor in mapped.items()}
+            yield file
     except (SafetensorError, OSError, OverflowError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 
@@ -166,16 +165,3 @@ def widest_type(directory: Path) -> torch.dtype:
     types = {tensor.dtype for tensor in stored_tensors(directory).values()}
     (low,) = types if len(types) == 1 else (torch.float32,)
     return low if low in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one safetensors file.
-
-    Raises:
-        UserError: the file cannot be read as safetensors.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
-    except (SafetensorError, OSError, OverflowError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from error

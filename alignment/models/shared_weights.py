@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
+from alignment.models.external.load import external_scalar_over
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
-from alignment.models.external.over_trunk import external_scalar_over
 from alignment.models.frozen_weights import store_frozen
 from alignment.models.heads import score_labels
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
@@ -39,7 +39,7 @@ class SharedWeights:
     network: `refuse_trained` finds the first, and trees that are merged are loaded without this class.
 
     Attributes:
-        weights: how the weights are held.
+        weights: types of the weights in memory.
         shared: False: every call reads weights of its own, because FSDP2 and ZeRO shard each network by itself.
     """
 
@@ -72,9 +72,10 @@ class SharedWeights:
             device: as for `language_model`.
         """
         original = self._original(Path(directory))
-        scalar = None
+        scalar: ScalarModel | ExternalScalarModel | None = None
         if isinstance(original, ScalarModel | ExternalScalarModel):
-            scalar = _with_own_head(original)
+            scalar = share_weights(original)
+            scalar.head.weight = nn.Parameter(original.head.weight.detach().clone(), requires_grad=False)
         elif isinstance(original, LanguageModel) and new_head is not None:
             scalar = _scalar_over(original)
         elif isinstance(original, ExternalLanguageModel) and new_head is not None:
@@ -134,13 +135,6 @@ def refuse_trained(networks: Mapping[str, nn.Module]) -> None:
                 f"{name} would be trained, and {' and '.join(holders)} hold the same tensor: every one of them would "
                 "change; freeze it, or load that network with weights of its own"
             )
-
-
-def _with_own_head(original: ScalarModel | ExternalScalarModel) -> ScalarModel | ExternalScalarModel:
-    """A scalar model over the same trunk, its head copied."""
-    scalar = share_weights(original)
-    scalar.head.weight = nn.Parameter(original.head.weight.detach().clone(), requires_grad=False)
-    return scalar
 
 
 def _scalar_over(language: LanguageModel) -> ScalarModel:

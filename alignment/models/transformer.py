@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +11,20 @@ from alignment.models.activation_checkpointing import Keep, checkpointed
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import FanInInitSpec, InitSpec
-from alignment.models.layers.attention import AttentionSpec
-from alignment.models.layers.attention_context import AttentionContext
-from alignment.models.layers.block import BlockSpec, ignores_spare_rows, selects_tokens
-from alignment.models.layers.continued_rows import continue_rows, continuing_contexts
-from alignment.models.layers.cross_attention import Source
+from alignment.models.layers.attention import AttentionContext, AttentionSpec
+from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
+from alignment.models.layers.layer_contexts import (
+    PositionModules,
+    continue_rows,
+    continuing_contexts,
+    decoding_contexts,
+    training_contexts,
+)
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.padded_layout import with_spare_rows
-from alignment.models.layers.position_embeddings import PositionsSpec
-from alignment.models.matrix_products import products_by_onednn, spare_rows
+from alignment.models.layers.positions import PositionsSpec
+from alignment.models.layers.sdpa import Source
 from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
@@ -52,7 +53,7 @@ class TransformerSpec:
         positions: vectors added to the token embedding; rotary angles and position biases belong to `AttentionSpec`.
         norm: after the last block; `output_dropout` acts on its output.
         tied_head: the language head shares the token embedding's weight.
-        order: which block each layer runs; None: each its own (ALBERT runs one block in every layer).
+        order: number of the block of each layer; None: each its own (ALBERT runs one block in every layer).
         projection: where the token table is narrower than D.
         output_width: columns of a last linear layer before the head; None: there is none.
         embedding_scale: factor on token vectors.
@@ -88,28 +89,12 @@ class TransformerSpec:
 
     @property
     def causal(self) -> bool:
-        """Whether tokens see only what is before them: a decoder."""
+        """True for a decoder, whose tokens see only those before them."""
         return self.blocks[0].attention.causal
 
     def build(self) -> "Transformer":
         """The trunk, its weights not initialized."""
-        blocks = [block.build(self.width) for block in self.blocks]
-        narrow = self.width if self.projection is None else self.projection.width
-        wide_positions = self.projection is None or self.projection.before_positions
-        modules = TransformerModules(
-            norm=self.norm.build(self.width),
-            position_modules=_position_modules(self.blocks),
-            positions=None
-            if self.positions is None
-            else self.positions.build(self.width if wide_positions else narrow),
-            embedding_norm=None if self.embedding_norm is None else self.embedding_norm.build(narrow),
-            project_in=None if self.projection is None else nn.Linear(narrow, self.width, bias=self.projection.bias),
-            project_out=None if self.output_width is None else nn.Linear(self.width, self.output_width, bias=False),
-            relative=RelativeEmbedding(2 * self.relative, self.width, self.relative_norm.build(self.width))
-            if self.relative
-            else None,
-        )
-        return Transformer(self, blocks, modules)
+        return Transformer(self)
 
 
 def _position_modules(blocks: Sequence[BlockSpec]) -> PositionModules:
@@ -125,66 +110,36 @@ def _position_modules(blocks: Sequence[BlockSpec]) -> PositionModules:
     return PositionModules(rotaries, bias.build(heads, causal))  # type: ignore[union-attr]
 
 
-class TransformerModules(NamedTuple):
-    """The modules of a trunk beside its blocks; None where the architecture has no such module.
-
-    Attributes:
-        position_modules: rotary tables and the shared position bias.
-        positions: positions [N] -> vectors added to the embedding, [N, E].
-        embedding_norm, norm: before the first block, after the last.
-        project_in, project_out: between the width of the token table and that of the blocks.
-        relative: DeBERTa's vectors of relative positions.
-    """
-
-    norm: nn.Module
-    position_modules: PositionModules
-    positions: nn.Module | None = None
-    embedding_norm: nn.Module | None = None
-    project_in: nn.Module | None = None
-    project_out: nn.Module | None = None
-    relative: nn.Module | None = None
-
-
-class PromptTokens(NamedTuple):
-    """Which tokens of a batch have the vectors of a soft prompt, [B * P], and these vectors, [B * P, E]."""
-
-    tokens: Tensor
-    vectors: Tensor
-
-    @classmethod
-    def of(cls, batch: Ragged, prompt: Tensor) -> "PromptTokens":
-        """The first P tokens of every document, where a prompt is shared once for its documents; prompt: [P, E]."""
-        firsts = distinct_firsts(batch)
-        index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
-        return cls(index.flatten(), prompt.repeat(len(firsts), 1))
-
-
 class Transformer(nn.Module):
     """Token ids in, hidden states after the final norm out.
 
     Attributes:
-        kept_activations: with activation checkpointing, which activations of each block are kept, the others being
+        kept_activations: with activation checkpointing, the activations of each block that are kept, the others being
             recomputed in the backward pass; None: no checkpointing, all are kept.
-        compiled: whether the blocks run through torch.compile.
+        compiled: True where the blocks run through torch.compile.
     """
 
-    def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], modules: TransformerModules):
+    def __init__(self, spec: TransformerSpec):
         super().__init__()
         self.spec = spec
-        self.embed = _embedding(spec.vocabulary, spec.projection.width if spec.projection else spec.width)
-        self.positions = modules.positions
-        self.segments = _embedding(spec.segments, self.embed.embedding_dim) if spec.segments else None
-        self.embedding_norm, self.project_in, self.project_out = (
-            modules.embedding_norm,
-            modules.project_in,
-            modules.project_out,
-        )
+        width, projection, blocks = spec.width, spec.projection, [block.build(spec.width) for block in spec.blocks]
+        narrow = width if projection is None else projection.width
+        project_in = None if projection is None else nn.Linear(narrow, width, bias=projection.bias)
+        project_out = None if spec.output_width is None else nn.Linear(width, spec.output_width, bias=False)
+        positions_width = width if projection is None or projection.before_positions else narrow
+        self.embed = _embedding(spec.vocabulary, narrow)
+        self.positions = None if spec.positions is None else spec.positions.build(positions_width)
+        self.segments = _embedding(spec.segments, narrow) if spec.segments else None
+        self.embedding_norm = None if spec.embedding_norm is None else spec.embedding_norm.build(narrow)
+        self.project_in, self.project_out = project_in, project_out
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
-        self.norm = modules.norm
+        self.norm = spec.norm.build(width)
         self.output_dropout = nn.Dropout(spec.output_dropout) if spec.output_dropout else nn.Identity()
-        self.distance, self.relative = modules.position_modules.bias, modules.relative
-        self._rotaries = modules.position_modules.rotaries
+        self._rotaries, self.distance = _position_modules(spec.blocks)
+        self.relative = None
+        if spec.relative:
+            self.relative = RelativeEmbedding(2 * spec.relative, width, spec.relative_norm.build(width))
         self.kept_activations: Keep | None = None
         self.compiled = False
 
@@ -207,7 +162,7 @@ class Transformer(nn.Module):
             prompt: vectors of a soft prompt, [P, E], read in place of the first P tokens of every document.
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
-            source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
+            source: documents that an encoder read, one for each of the batch's; with a cache, for all of its rows.
             select: keeps the tokens whose states are needed, [N, ...] -> [M, ...]; the last layer saves the others' work.
 
         Returns:
@@ -220,28 +175,22 @@ class Transformer(nn.Module):
             refuse_shared(batch, "a forward that fills a cache or reads an encoder's states")
         offset = 0 if prefix is None else prefix.shape[2]
         self._check_length(batch, offset, 0 if prompt is None else len(prompt))
-        cache_write = None
-        if cache is not None:
-            rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
-            cache_write = CacheWrite(cache, _reserve(cache, batch, rows, offset))
-            _write_prefix(cache, prefix, rows)
-        spare = spare_rows(len(batch.tokens)) if self._takes_spare_rows(batch) else 0
+        addresses = None if cache is None else _reserve(cache, batch, rows, prefix)
         contexts = training_contexts(
-            self.spec.layers, self._position_modules(), batch, parameter=like_hidden_states(self.embed), training=self.training,
+            self.spec.layers, self.position_modules, batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            cache_write=cache_write, spare=spare,
+            cache=cache, addresses=addresses,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
-        first = None if prompt is None else PromptTokens.of(batch, prompt)
-        selection = None
+        first = None
+        if prompt is not None:
+            firsts = distinct_firsts(batch)
+            index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
+            first = index.flatten(), prompt.repeat(len(firsts), 1)
         if select is not None and not self.compiled and selects_tokens(self.blocks[-1]) and not self.spec.order:
-            selection = _Selection(select, spare > 0)
-            contexts[-1] = replace(contexts[-1], select=selection)
-        x = with_spare_rows(self.embedded(batch.tokens, positions, batch.segments, first), spare)
-        states = self._run(x, contexts)
-        if selection is not None:
-            return states[: selection.count]
-        states = states[: len(states) - spare]
+            contexts[-1] = replace(contexts[-1], select=select)
+            select = None
+        states = self._run(self.embedded(batch.tokens, positions, batch.segments, first), contexts)
         return states if select is None else select(states)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -249,7 +198,7 @@ class Transformer(nn.Module):
         if cache.longest >= cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens per row and one row is full")
         positions = cache.lengths
-        contexts = decoding_contexts(self.spec.layers, self._position_modules(), cache)
+        contexts = decoding_contexts(self.spec.layers, self.position_modules, cache)
         hidden = self._run(self.embedded(tokens, positions, None), contexts)
         cache.lengths, cache.longest = positions + 1, cache.longest + 1
         return hidden
@@ -258,32 +207,38 @@ class Transformer(nn.Module):
         """Hidden states [N, D] of new tokens behind documents in the cache, whose rows then hold both.
 
         Args:
-            batch: what is new in each document, without what its row holds, N tokens.
+            batch: the new tokens of each document, N in all.
             cache: filled by `forward`; without gradient only.
             rows: cache row of each document, none of them empty, [B].
         """
         refuse_shared(batch, "a forward that continues the rows of a cache")
         new = continue_rows(batch, cache, rows, self.spec.layers[0].attention.heads)
-        contexts = continuing_contexts(self.spec.layers, self._position_modules(), cache, new)
+        contexts = continuing_contexts(self.spec.layers, self.position_modules, cache, new)
         return self._run(self.embedded(batch.tokens, new.positions, None), contexts)
 
-    def _position_modules(self) -> PositionModules:
+    @property
+    def position_modules(self) -> PositionModules:
+        """The rotary tables and the position bias of all layers."""
         return PositionModules(self._rotaries, self.distance)
 
     def token_vectors(self, tokens: Tensor) -> Tensor:
-        """What the token table gives, scaled, [N, E]; segments and positions are not in it."""
+        """Rows of the token table, scaled, [N, E]; without segments and positions."""
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
         return x
 
     def embedded(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, prompt: PromptTokens | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        prompt: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The input of the first block, [N, D]; the tokens of a soft prompt have its vectors."""
+        """The input of the first block, [N, D]; `prompt`: indices of the tokens of a soft prompt, and their vectors."""
         x = self.token_vectors(tokens)
         if prompt is not None:
-            x = x.index_copy(0, prompt.tokens, prompt.vectors.to(x.dtype))
+            x = x.index_copy(0, prompt[0], prompt[1].to(x.dtype))
         projection = self.spec.projection
         if self.project_in is not None and projection is not None and projection.before_positions:
             x = self.project_in(x)
@@ -296,12 +251,6 @@ class Transformer(nn.Module):
         if self.project_in is not None and projection is not None and not projection.before_positions:
             x = self.project_in(x)
         return x
-
-    def _takes_spare_rows(self, batch: Ragged) -> bool:
-        """Whether products run by kernels made for each shape, and nothing in the blocks depends on the number of rows."""
-        made = batch.tokens.device.type == "cpu" and products_by_onednn() and not self.compiled
-        padded = len(set(batch.lengths)) > 1 or batch.shared is not None
-        return made and padded and all(ignores_spare_rows(block) for block in self.spec.blocks)
 
     def _run(self, x: Tensor, contexts: Sequence[AttentionContext]) -> Tensor:
         """The states after the final norm, of the blocks' input [N, D]."""
@@ -326,47 +275,28 @@ class Transformer(nn.Module):
         )
 
 
-class _Selection:
-    """`select` with spare rows behind what it keeps.
-
-    Attributes:
-        count: tokens that it kept last.
-    """
-
-    def __init__(self, select: Callable[[Tensor], Tensor], with_spare: bool):
-        self._select, self._with_spare, self.count = select, with_spare, 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        kept = self._select(x)
-        self.count = len(kept)
-        return with_spare_rows(kept, spare_rows(self.count) if self._with_spare else 0)
-
-
 def _embedding(count: int, width: int) -> nn.Embedding:
     """A table of vectors. On the meta device nothing is drawn for it: there normal_ would load torch's compiler, a second."""
     weight = torch.empty(count, width)
     return nn.Embedding(count, width, _weight=weight if weight.is_meta else None)
 
 
-def _reserve(cache: Cache, batch: Ragged, rows: Tensor, offset: int) -> Tensor:
-    """Note the documents' lengths in the cache; returns the address of every token, [N * KV]."""
+def _reserve(cache: Cache, batch: Ragged, rows: Tensor | None, prefix: Tensor | None) -> Tensor:
+    """Note the documents' lengths in the cache and write the prefix; returns the address of every token, [N * KV]."""
     if torch.is_grad_enabled():
         raise ValueError("a cache keeps no gradient: fill it under torch.no_grad()")
+    offset = 0 if prefix is None else prefix.shape[2]
     longest = max(batch.lengths) + offset
     if longest > cache.capacity:
         raise ValueError(f"the cache holds {cache.capacity} tokens per row, a document needs {longest}")
     sizes = batch.sizes
+    rows = torch.arange(len(sizes), device=sizes.device) if rows is None else rows
     cache.lengths[rows] = sizes + offset
     cache.longest = max(cache.longest, longest)
+    if prefix is not None:
+        slots = torch.arange(offset, device=rows.device)
+        addresses = cache.addresses(rows.repeat_interleave(offset), slots.repeat(len(rows)))
+        for layer, (keys, values) in enumerate(prefix):
+            cache.write(layer, addresses, keys.repeat(len(rows), 1, 1), values.repeat(len(rows), 1, 1))
     rows_of_tokens = torch.repeat_interleave(rows, sizes, output_size=len(batch.tokens))
     return cache.addresses(rows_of_tokens, batch.positions + offset)
-
-
-def _write_prefix(cache: Cache, prefix: Tensor | None, rows: Tensor) -> None:
-    """The prefix into the first slots of `rows`."""
-    if prefix is None:
-        return
-    slots = torch.arange(prefix.shape[2], device=rows.device)
-    addresses = cache.addresses(rows.repeat_interleave(len(slots)), slots.repeat(len(rows)))
-    for layer, (keys, values) in enumerate(prefix):
-        cache.write(layer, addresses, keys.repeat(len(rows), 1, 1), values.repeat(len(rows), 1, 1))

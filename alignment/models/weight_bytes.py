@@ -1,6 +1,6 @@
 """Bytes that the weights of models take in memory, each tensor counted once however many models and names hold it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -44,36 +44,23 @@ def total_bytes(*models: nn.Module) -> int:
 
 
 def describe_weights(model: nn.Module) -> str:
-    """One sentence: how many weights of a model are frozen and how many train, in which types, and their bytes."""
+    """One sentence: the weights of a model that are frozen and that train, their types and bytes."""
     holders = {id(each): (each, layer) for layer in model.modules() for each in layer.parameters(recurse=False)}
-    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (what happens to it, type) -> (numbers, bytes) of each
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (frozen or trained, type) -> (numbers, bytes) of each
     for parameter, layer in holders.values():
+        size, kind = parameter.nbytes, str(parameter.dtype).removeprefix("torch.")
+        if not parameter.is_floating_point():  # quantized: with what its layer needs to dequantize it
+            kind = "nf4" if hasattr(parameter, "quant_state") else "int8"
+            held = (*_constants(layer), *_constants(parameter), parameter)
+            size = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
         use = "trained" if parameter.requires_grad else "frozen"
-        found = groups.setdefault((use, _type_name(parameter)), [])
-        found.append((parameter.numel(), _bytes_with_constants(layer, parameter)))
-    parts = [
-        f"{len(found)} tensors" if use == "frozen" else f"{sum(numbers for numbers, _ in found):,} numbers"
-        for (use, _), found in groups.items()
-    ]
-    return "weights: " + ", ".join(
-        f"{part} {use} in {kind} ({written(sum(size for _, size in found))})"
-        for part, ((use, kind), found) in zip(parts, groups.items(), strict=True)
-    )
-
-
-def _type_name(parameter: nn.Parameter) -> str:
-    """The type of a parameter, or how it is quantized."""
-    if parameter.is_floating_point():
-        return str(parameter.dtype).removeprefix("torch.")
-    return "nf4" if hasattr(parameter, "quant_state") else "int8"
-
-
-def _bytes_with_constants(layer: nn.Module, parameter: nn.Parameter) -> int:
-    """Bytes of a parameter and of what its layer needs to dequantize it."""
-    if parameter.is_floating_point():
-        return parameter.nbytes
-    constants = {tensor.data_ptr(): tensor.nbytes for holder in (layer, parameter) for tensor in _constants(holder)}
-    return sum((constants | {parameter.data_ptr(): parameter.nbytes}).values())
+        groups.setdefault((use, kind), []).append((parameter.numel(), size))
+    parts = []
+    for (use, kind), found in groups.items():
+        numbers, sizes = zip(*found, strict=True)
+        count = f"{len(found)} tensors" if use == "frozen" else f"{sum(numbers):,} numbers"
+        parts.append(f"{count} {use} in {kind} ({written(sum(sizes))})")
+    return "weights: " + ", ".join(parts)
 
 
 def written(count: float) -> str:
@@ -86,13 +73,10 @@ def written(count: float) -> str:
 
 def _constants(holder: object) -> Iterator[Tensor]:
     """Tensors of a quantized parameter or layer that are neither parameters nor buffers."""
-    for name in QUANTIZATION:
-        yield from _tensors_in([vars(holder).get(name)])
-
-
-def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
+    values = [vars(holder).get(name) for name in QUANTIZATION]
+    while values:
+        value = values.pop(0)
         if isinstance(value, Tensor):
             yield value
         elif type(value).__module__.startswith("bitsandbytes"):
-            yield from _tensors_in(vars(value).values())
+            values += vars(value).values()

@@ -1,14 +1,20 @@
-"""The setting of every stage for the type of its weights. What it does to a model is in frozen_weights.py."""
+"""The setting of every stage for the type of its weights. frozen_weights.py applies it to a model."""
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+
+from alignment.settings import Settings
 
 Quantization = Literal["nf4", "int8"]
 
 
 @dataclass(frozen=True)
-class WeightsConfig:
-    """How weights are held in memory. Computations run in `training.precision`, whatever the weights' type.
+class WeightsConfig(Settings):
+    """Types of weights in memory. Computations run in `training.precision`, whatever the weights' type.
 
     Attributes:
         dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that they
@@ -32,22 +38,33 @@ def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False)
 
     Args:
         weights: the stage's setting.
-        frozen: whether weights of the model in training are frozen, because it has an adapter.
-        judges: whether the stage has frozen networks beside it, a reference or a reward model, which may have any type.
+        frozen: True where weights of the model in training are frozen, because it has an adapter.
+        judges: True where frozen networks stand beside it, a reference or a reward model, which may have any type.
 
     Raises:
         ValueError: a type below float32, or quantization, without frozen weights.
     """
-    if frozen:
-        return
-    if weights.quantize is not None:
+    if not frozen and weights.quantize is not None:
         raise ValueError(
             f"weights.quantize {weights.quantize} needs `adapter`: quantized weights are frozen, and without an adapter "
             "nothing would train; set adapter.kind=lora, or leave weights.quantize out"
         )
-    if weights.dtype in ("bfloat16", "float16") and not judges:
+    if not frozen and weights.dtype in ("bfloat16", "float16") and not judges:
         raise ValueError(
             f"weights.dtype {weights.dtype} needs `adapter`: all weights train here, and a weight of that type does not "
             "change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set training.precision=bf16 "
             "to compute in bfloat16"
+        )
+
+
+@functools.cache
+def warn_of_slow_bfloat16() -> None:
+    """Warn, once in a process, if the CPU has no instructions for bfloat16 (AVX-512 BF16, AMX, Arm's BF16)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # without the function nobody can tell
+    found = [has for name, has in capabilities.items() if "bf16" in name]
+    if found and not any(found):
+        warnings.warn(
+            "this CPU has no bfloat16 instructions: results are right, but products take several times as long as in "
+            "float32; set training.precision=fp32, or --dtype float32 where a model is only used",
+            stacklevel=3,
         )

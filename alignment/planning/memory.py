@@ -24,8 +24,8 @@ from alignment.generation.sampling import sampling_log_probs
 from alignment.losses import language
 from alignment.models.layers import layer_contexts
 from alignment.models.layers.sdpa import varlen_computes
+from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.value_head import attach_value_head
 from alignment.planning.layout import Layout
 from alignment.planning.stages import DOCUMENTS, Stage, StageConfig
 from alignment.planning.starts import is_encoder

@@ -25,7 +25,7 @@ from alignment.hotel_world.grammar import CLAIM, find_claims, fold
 from alignment.loading import architecture_of, best_device, find_base, find_directory, load_model, load_tokenizer
 from alignment.models.families import is_external_type
 from alignment.models.language_model import LanguageModel
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length

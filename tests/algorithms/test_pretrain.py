@@ -30,7 +30,7 @@ from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.distill_init import init_from_teacher, spaced_layers
+from alignment.models.new_weights import init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 

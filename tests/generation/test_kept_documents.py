@@ -12,8 +12,8 @@ from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig
 from alignment.generation.filling import LEAST_SHARED, KeptDocuments, common_prefix_length
 from alignment.models import transformer
 from alignment.models.build import build_language_model
-from alignment.models.layers.continued_rows import continue_rows
 from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.layer_contexts import continue_rows
 from tests.generation.test_engine import assert_same, finish
 
 ROTARY = {

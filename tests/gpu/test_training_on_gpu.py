@@ -63,7 +63,7 @@ def test_ppo_samples_and_learns_in_bfloat16(device, stage, make_stage, read_metr
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_a_quantized_base_trains_under_lora(device, make_stage, checkpoints, read_metrics, tmp_path, quantize):
     pytest.importorskip("bitsandbytes")
-    from alignment.models.weights import WeightsConfig
+    from alignment.models.weights_config import WeightsConfig
 
     run, config = make_stage(
         "sft",

@@ -18,7 +18,7 @@ from alignment.commands.doctor import attention_kernel
 from alignment.models.activation_checkpointing import checkpointed
 from alignment.models.build import build_language_model
 from alignment.models.layers import AttentionSpec
-from alignment.models.layers.padded_layout import pad_layout, rectangle_mask
+from alignment.models.layers.padded_layout import attention_masks, pad_layout
 from alignment.models.layers.sdpa import PaddedAttention, VarlenAttention, varlen_applies
 from alignment.ragged import Ragged
 
@@ -60,13 +60,9 @@ def test_the_kernel_path_equals_the_padded_path(monkeypatch, key_heads, window, 
     query, key, value = (torch.randn(15, heads, 8, generator=generator) for heads in (4, key_heads, key_heads))
     spec = AttentionSpec(4, key_heads, 8, 0.3, False, False, causal=causal, window=window)
     layout = pad_layout(LENGTHS, 4)
-    rectangles = zip(layout.lengths, layout.groups, strict=True)
-    masks = [
-        rectangle_mask(lengths, columns, offset=0, causal=causal, window=window, bias=None, device="cpu")
-        for lengths, (_, columns) in rectangles
-    ]
-    kernel = VarlenAttention(STARTS, max(LENGTHS), spec)(query, key, value, 0.0)
-    padded = PaddedAttention(layout, spec, masks)(query, key, value, 0.0)
+    masks = attention_masks(layout, layout, causal=causal, window=window, bias=None, device="cpu")
+    kernel = VarlenAttention(spec, STARTS, max(LENGTHS), STARTS, max(LENGTHS))(query, key, value, 0.0)
+    padded = PaddedAttention(spec, layout, layout, masks)(query, key, value, 0.0)
     assert_close(kernel, padded, atol=1e-6, rtol=0)
 
 
@@ -74,7 +70,7 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     x = torch.randn(15, 4, 8)
     with pytest.raises(ValueError, match="no attention dropout"):
-        VarlenAttention(STARTS, max(LENGTHS), AttentionSpec(4, 4, 8, 0.3, False, False))(x, x, x, 0.1)
+        VarlenAttention(AttentionSpec(4, 4, 8, 0.3, False, False), STARTS, 40, STARTS, 40)(x, x, x, 0.1)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -1,12 +1,14 @@
 """Several new tokens behind what cache rows hold: the numbers of a prefill of the whole documents, in every decoder family."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, PromptSpec, attach
 from alignment.models import transformer
-from alignment.models.layers.continued_rows import continue_rows
+from alignment.models.layers.layer_contexts import continue_rows
 from alignment.ragged import Ragged
 from tests.models.test_shared_prompts import VARIANTS, build
 
@@ -99,8 +101,8 @@ def one_behind(new):
 
 
 def future_seen(new):
-    shifted = tuple(each._replace(before=tuple(count + 1 for count in each.before)) for each in new.rectangles)
-    return new._replace(rectangles=shifted)
+    longer = tuple(tuple(length + 1 for length in lengths) for lengths in new.keys.lengths)
+    return new._replace(keys=replace(new.keys, lengths=longer))
 
 
 def another_row(new):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from alignment.models.layers import DisentangledSpec
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.disentangled import Convolution, DisentangledAttention, relative_classes, relative_rows
 from alignment.models.layers.padded_layout import pad_layout
 

@@ -10,11 +10,10 @@ from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.encoder_decoder import last_positions, shifted
 from alignment.models.layers import AttentionSpec
-from alignment.models.layers.attention import CrossAttention
-from alignment.models.layers.attention_context import AttentionContext
-from alignment.models.layers.cross_attention import CachedCrossAttention, Source, cross_attentions, with_memory_write
+from alignment.models.layers.attention import AttentionContext, CrossAttention
 from alignment.models.layers.kv_cache import CrossAttentionCache
 from alignment.models.layers.padded_layout import pad_layouts, padding_mask
+from alignment.models.layers.sdpa import CachedCrossAttention, Source, cross_attentions
 from alignment.ragged import Ragged, Seq2Seq
 
 T5 = {
@@ -82,9 +81,9 @@ def test_cross_attention_from_memory_equals_the_whole_one():
     layer, lengths = cross_attention(), (4, 9, 1)
     states, x = torch.randn(sum(lengths), 10), torch.randn(3, 12)
     source = Source(states, Ragged.build([[1] * n for n in lengths]))
-    [attend] = cross_attentions([layer.spec], source, Ragged.build([[1]] * 3))
     memory = CrossAttentionCache(padding_mask(torch.tensor(lengths), max(lengths)))
-    whole = layer(x, AttentionContext(attend=None, cross_attend=with_memory_write(memory, source, attend)))  # type: ignore[arg-type]
+    [attend] = cross_attentions([layer.spec], source, Ragged.build([[1]] * 3), memory)
+    whole = layer(x, AttentionContext(attend=None, cross_attend=attend))  # type: ignore[arg-type]
     assert memory.keys[0].shape == memory.values[0].shape == (3, 3, 9, 5)
     kept = layer(x, AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(kept, whole)
@@ -115,7 +114,7 @@ def test_batches_equal_pairs_alone_and_padded_ones_on_either_side(model):
     ]
     for side in ("left", "right"):
         (ids, mask), (target_ids, target_mask) = padded(sources, side), padded(targets, side)
-        logits = model(ids, mask, target_ids, target_mask).logits
+        logits = model(ids, mask, decoder_input_ids=target_ids, decoder_attention_mask=target_mask).logits
         assert_close(logits[target_mask], torch.cat(alone), atol=1e-5, rtol=1e-5)
         assert not logits[~target_mask].any()
     log_probs = [

@@ -8,9 +8,15 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.models.layers import AttentionSpec, BlockSpec, ExpertsSpec, LayerNormSpec, PlainFeedForwardSpec
-from alignment.models.layers.experts import Experts, balance_loss
-from alignment.models.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from alignment.models.layers import (
+    AttentionSpec,
+    BlockSpec,
+    ExpertsSpec,
+    GatedFeedForwardSpec,
+    LayerNormSpec,
+    PlainFeedForwardSpec,
+)
+from alignment.models.layers.feedforward import Experts, balance_loss
 from alignment.ragged import Ragged
 
 WIDTH = 8
@@ -24,8 +30,7 @@ ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
 
 def experts(kind: type, count: int, chosen: int, normalized: bool) -> Experts:
     torch.manual_seed(0)
-    parts = [kind(WIDTH, 6, ACTIVATIONS["silu"], True) for _ in range(count)]
-    return Experts(WIDTH, parts, chosen, normalized)
+    return Experts(ExpertsSpec(kind(6, "silu", True), count, chosen, normalized), WIDTH)
 
 
 @torch.no_grad()
@@ -34,13 +39,15 @@ def token_by_token(layer: Experts, x: torch.Tensor) -> torch.Tensor:
     out = []
     for token in x:
         probabilities = (layer.router.weight @ token).softmax(0).tolist()
-        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[: layer.experts_per_token]
-        total = sum(probabilities[e] for e in best) if layer.normalized else 1.0
+        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[
+            : layer.spec.experts_per_token
+        ]
+        total = sum(probabilities[e] for e in best) if layer.spec.normalized else 1.0
         out.append(sum(probabilities[e] / total * layer.experts[e](token[None])[0] for e in best))
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("kind", [FeedForward, GatedFeedForward])
+@pytest.mark.parametrize("kind", [PlainFeedForwardSpec, GatedFeedForwardSpec])
 @pytest.mark.parametrize(("count", "chosen", "normalized"), [(4, 2, True), (4, 1, False), (3, 3, True), (1, 1, True)])
 def test_experts_are_the_sum_over_the_chosen(kind, count, chosen, normalized):
     layer, x = experts(kind, count, chosen, normalized), torch.randn(50, WIDTH)
@@ -51,14 +58,14 @@ def test_switch_trains_its_router_through_the_probability_of_the_one_chosen():
     # With one expert per token a normalized weight is 1 whatever the router says; Switch keeps the probability.
     x = torch.randn(20, WIDTH)
     for normalized, moves in ((True, False), (False, True)):
-        layer = experts(FeedForward, 4, 1, normalized)
+        layer = experts(PlainFeedForwardSpec, 4, 1, normalized)
         layer(x).square().sum().backward()
         assert layer.router.weight.grad is not None
         assert (layer.router.weight.grad.abs().max() > 1e-4) == moves
 
 
 def test_no_token_is_dropped_where_all_want_the_same_expert():
-    layer, x = experts(FeedForward, 4, 1, True), torch.rand(30, WIDTH)
+    layer, x = experts(PlainFeedForwardSpec, 4, 1, True), torch.rand(30, WIDTH)
     with torch.no_grad():
         layer.router.weight.zero_()[2] = 1.0
     assert_close(layer(x), layer.experts[2](x))
@@ -66,7 +73,7 @@ def test_no_token_is_dropped_where_all_want_the_same_expert():
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     # Not none: distributed averaging waits for every parameter.
-    layer = experts(FeedForward, 4, 1, True)
+    layer = experts(PlainFeedForwardSpec, 4, 1, True)
     with torch.no_grad():
         layer.router.weight.zero_()[2] = 1.0
     layer(torch.rand(30, WIDTH)).sum().backward()
@@ -78,7 +85,7 @@ def test_a_switch_layer_is_built_from_its_specification():
     switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, experts_per_token=1, normalized=False)
     layer = BlockSpec(attention, switch, LayerNormSpec(1e-5)).build(WIDTH).feedforward
     assert isinstance(layer, Experts)
-    assert (len(layer.experts), layer.experts_per_token, layer.normalized) == (4, 1, False)
+    assert len(layer.experts) == 4 and layer.spec == switch
 
 
 def test_balance_of_even_and_of_collapsed_routing():

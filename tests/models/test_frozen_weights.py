@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from alignment.adapters import LoRASpec, attach
-from alignment.models import bfloat16, frozen_weights
+from alignment.models import frozen_weights
 from alignment.models.frozen_weights import FrozenEmbedding, FrozenLinear, frozen_linear, store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.weight_bytes import describe_weights, total_bytes
-from alignment.models.weights_config import WeightsConfig
+from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
 from alignment.ragged import Ragged, Seq2Seq
 
 AUTO = WeightsConfig()
@@ -166,15 +166,15 @@ def test_bytes_are_half_of_float32_and_are_described(low):
 
 def test_a_cpu_without_bfloat16_instructions_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False, "amx_bf16": False})
-    bfloat16.warn_of_slow_bfloat16.cache_clear()
+    warn_of_slow_bfloat16.cache_clear()
     with pytest.warns(UserWarning, match="no bfloat16 instructions.*precision=fp32"):
-        bfloat16.warn_of_slow_bfloat16()
+        warn_of_slow_bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bfloat16.warn_of_slow_bfloat16()
-    bfloat16.warn_of_slow_bfloat16.cache_clear()
+        warn_of_slow_bfloat16()
+    warn_of_slow_bfloat16.cache_clear()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bfloat16.warn_of_slow_bfloat16()
-    bfloat16.warn_of_slow_bfloat16.cache_clear()
+        warn_of_slow_bfloat16()
+    warn_of_slow_bfloat16.cache_clear()

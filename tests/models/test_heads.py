@@ -90,7 +90,7 @@ def test_h23_score_is_read_at_the_last_real_token(scalar_model, documents):
 
 
 def test_h23_a_value_that_is_the_position_reads_length_minus_one(scalar_model, batch, monkeypatch):
-    monkeypatch.setattr(scalar_model, "_outputs", lambda batch: batch.positions.float()[:, None])
+    monkeypatch.setattr(scalar_model, "_scores", lambda batch: batch.positions.float()[:, None])
     ids, mask = torch.ones(2, 6, dtype=torch.long), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
     assert scalar_model(ids, mask).logits[:, 0].tolist() == [3, 1]
 

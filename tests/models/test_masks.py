@@ -8,15 +8,10 @@ from alignment.models.layers.padded_layout import (
     pad_layout,
     pad_layouts,
     padding_mask,
-    relative_positions,
     select_rows,
     unpad,
     visible,
 )
-
-
-def test_the_last_query_stands_where_the_last_key_does():
-    assert relative_positions(2, 4).tolist() == [[-2, -1, 0, 1], [-3, -2, -1, 0]]
 
 
 def test_visible_cuts_at_the_query_and_at_the_window():

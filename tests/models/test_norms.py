@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
 from alignment.models.layers.norms import Float32RMSNorm, RMSNorm, UnitOffsetRMSNorm
 
@@ -100,12 +100,12 @@ KEEP = nn.Identity()
         # (10 + 31) / 10 = 4.1; (4.1 + 3 * 4.1 + 2) / 10
         (PostNormBlock(A, F, Tenth, KEEP), 1.84),
         # attention: (3 * 1 + 1) / 10 = 0.4, x = 10.4; feed-forward: (3 * 1.04 + 2) / 10 = 0.512
-        (SandwichBlock(A, F, Tenth, KEEP, inner=Tenth), 10.912),
+        (SandwichBlock(A, F, Tenth, KEEP), 10.912),
         # attention: 31 / 10, x = 13.1; feed-forward: (39.3 + 2) / 10 = 4.13
-        (SandwichBlock(A, F, Tenth, KEEP, inner=nn.Identity), 17.23),
+        (SandwichBlock(A, F, Tenth, KEEP, attention_norm=nn.Identity, feedforward_norm=nn.Identity), 17.23),
         # both read 1: 4 + 5
-        (ParallelBlock(A, F, Tenth, KEEP, shared=True), 19.0),
-        (ParallelBlock(A, F, Tenth, KEEP, shared=False), 19.0),
+        (ParallelBlock(A, F, Tenth, KEEP, feedforward_norm=None), 19.0),
+        (ParallelBlock(A, F, Tenth, KEEP), 19.0),
     ],
 )
 def test_where_the_norms_of_a_layer_stand(block, expected):
@@ -113,7 +113,7 @@ def test_where_the_norms_of_a_layer_stand(block, expected):
 
 
 def test_a_parallel_block_with_two_norms_reads_the_same_x_through_each():
-    block = ParallelBlock(A, F, Tenth, KEEP, shared=False)
+    block = ParallelBlock(A, F, Tenth, KEEP)
     block.feedforward_norm = Hundredth()
     # 10 + (3 * 1 + 1) + (3 * 0.1 + 2)
     assert_close(block(torch.tensor([10.0]), ALL), torch.tensor([16.3]))

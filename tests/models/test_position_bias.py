@@ -7,8 +7,12 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from alignment.models.layers.padded_layout import relative_positions
-from alignment.models.layers.position_bias import Alibi, BFloat16Alibi, RelativeBias, alibi_slopes, relative_buckets
+from alignment.models.layers.positions import Alibi, BFloat16Alibi, RelativeBias, alibi_slopes, relative_buckets
+
+
+def relative_positions(queries: int, keys: int) -> torch.Tensor:
+    """Key position minus query position; the last query has the position of the last key."""
+    return torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
 
 
 def test_slopes_of_eight_heads_are_the_papers():

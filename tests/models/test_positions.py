@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.models.layers import LinearScaling, Llama3Scaling, RotarySpec
-from alignment.models.layers.position_embeddings import LearnedPositions, SinusoidalPositions
+from alignment.models.layers.positions import LearnedPositions, SinusoidalPositions
 from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)

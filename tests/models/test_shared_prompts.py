@@ -12,10 +12,11 @@ from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec, attach
 from alignment.models.build import build_model
-from alignment.models.layers import AttentionSpec
+from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers.layer_contexts import varlen_attentions
+from alignment.models.layers.padded_layout import attention_masks, shared_layouts
 from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySpec, YarnScaling, equal_angles
-from alignment.models.layers.sdpa import PaddedAttention, VarlenAttention
-from alignment.models.layers.shared_layout import continued_mask, piece_starts, shared_keys, shared_layout
+from alignment.models.layers.sdpa import PaddedAttention
 from alignment.models.shared_prompts import prompt_sharing, supports_shared_prompts
 from alignment.ragged import Ragged
 
@@ -212,12 +213,10 @@ def test_the_kernel_path_equals_the_padded_path(monkeypatch, key_heads, window):
     _, batch = two_forms()
     assert batch.shared is not None
     spec = AttentionSpec(4, key_heads, 8, 0.3, False, False, window=window)
-    layout, keys = shared_layout(batch.lengths, batch.shared, 4, "cpu"), shared_keys(batch.lengths, batch.shared, "cpu")
-    masks = [continued_mask(each, offset=0, window=window, bias=None, device="cpu") for each in layout.rectangles]
-    paths = (
-        VarlenAttention(piece_starts(batch), max(batch.pieces), spec, keys),
-        PaddedAttention(layout.queries, spec, masks, keys=layout.keys),
-    )
+    queries, keys = shared_layouts(batch, 4)
+    masks = attention_masks(queries, keys, window=window, bias=None, device="cpu")
+    [varlen] = varlen_attentions([BlockSpec(spec, PlainFeedForwardSpec(1, "relu", False), RMSNormSpec(1e-6))], batch)
+    paths = (varlen, PaddedAttention(spec, queries, keys, masks))
     found = []
     for path in paths:
         generator = torch.Generator().manual_seed(0)
@@ -234,8 +233,7 @@ def test_a_prompt_beyond_the_window_is_not_read():
     """By hand, window 3: a response's second token still reads one token of its prompt of 8, the third one none."""
     _, batch = two_forms([(8, (4, 2))])
     assert batch.shared is not None
-    [_, responses] = shared_layout(batch.lengths, batch.shared, 2, "cpu").rectangles
-    mask = continued_mask(responses, offset=0, window=3, bias=None, device="cpu")
+    [_, mask] = attention_masks(*shared_layouts(batch, 2), window=3, bias=None, device="cpu")
     assert mask is not None and mask.shape == (1, 1, 4, 12)  # both responses begin at position 8
     read = [row.nonzero().flatten().tolist() for row in mask[0, 0]]
     assert read == [[6, 7, 8], [7, 8, 9], [8, 9, 10], [9, 10, 11]]

@@ -20,7 +20,7 @@ from alignment.data.tokenizers.tokenizer import encode
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.models.vocabulary import grow_vocabulary
+from alignment.models.new_weights import grow_vocabulary
 from alignment.training import TrainingConfig
 from tests.stopping import run_stopped
 

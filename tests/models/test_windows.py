@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
-from alignment.models.layers.attention_context import AttentionFn
+from alignment.models.layers.attention import AttentionFn
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.layer_contexts import PositionModules, new_tokens, padded_attentions
+from alignment.models.layers.layer_contexts import PositionModules, decoding_masks, padded_attentions
 from alignment.models.layers.padded_layout import pad_layout
-from alignment.models.layers.sdpa import CachedAttention, with_cache_write
+from alignment.models.layers.sdpa import CachedAttention, CacheWrite
 from alignment.ragged import Ragged
 
 LENGTHS = (40, 7, 1, 33, 40, 12)
@@ -63,8 +63,10 @@ def document_by_document(query: Tensor, key: Tensor, value: Tensor, spec: Attent
     return torch.cat([one_by_one(q, k, v, spec) for q, k, v in pieces])
 
 
-def attentions(*specs: AttentionSpec, prefix: Tensor | None = None) -> list[AttentionFn]:
-    return padded_attentions(layers_of(*specs), POSITION_MODULES, BATCH, pad_layout(LENGTHS, HEADS), prefix)
+def attentions(*specs: AttentionSpec, prefix: Tensor | None = None, lengths=LENGTHS) -> list[AttentionFn]:
+    layout = pad_layout(lengths, HEADS)
+    masks = POSITION_MODULES.masks(layout, layout, 0 if prefix is None else prefix.shape[2], torch.device("cpu"))
+    return padded_attentions(layers_of(*specs), layout, layout, masks, prefix)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -105,9 +107,8 @@ def test_a_prefix_is_the_positions_before_the_first_token(window, softcap):
 @pytest.mark.parametrize(("window", "softcap"), SHAPES)
 def test_gradients_are_those_of_small_differences(window, softcap):
     lengths = (4, 1, 9)
-    batch = Ragged.build([[0] * length for length in lengths])
     spec = attention(window=None if window is None else min(window, 3), softcap=softcap)
-    [attend] = padded_attentions(layers_of(spec), POSITION_MODULES, batch, pad_layout(lengths, HEADS), None)
+    [attend] = attentions(spec, lengths=lengths)
     inputs = [x.requires_grad_() for x in random_heads(spec, sum(lengths))]
     assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, 0.0), inputs)
 
@@ -126,14 +127,14 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
     sizes = torch.tensor(LENGTHS)
     [attend] = attentions(spec)
     addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
-    with_cache_write(cache, addresses, 0, attend)(query, key, value, 0.0)
+    CacheWrite(cache, 0, addresses, attend)(query, key, value, 0.0)
     documents = [list(x.split(LENGTHS)) for x in (key, value)]
     for step in range(steps):
         positions = sizes + step
-        [one] = new_tokens(
-            layers_of(spec), POSITION_MODULES, positions, cache.addresses(rows, positions), max(LENGTHS) + step + 1
-        )
-        mixed = CachedAttention(cache, 0, one, spec)(*(x[step] for x in new), 0.0)
+        width = max(LENGTHS) + step + 1
+        [mask] = decoding_masks(layers_of(spec), POSITION_MODULES, positions, width)
+        attend = CacheWrite(cache, 0, cache.addresses(rows, positions), CachedAttention(cache, 0, spec, width, mask))
+        mixed = attend(*(x[step] for x in new), 0.0)
         for row in range(len(LENGTHS)):
             for stored, x in zip(documents, new[1:], strict=True):
                 stored[row] = torch.cat([stored[row], x[step, row : row + 1]])

@@ -15,11 +15,12 @@ from alignment.adapters.attach import attach, merged_state
 from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
+from alignment.losses.language import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
 from alignment.models.external.models import ExternalClassifier
 from alignment.models.frozen_weights import store_frozen, train_in_float32
-from alignment.models.heads import VocabularyHead, target_outputs
+from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.huggingface.stored_parameters import read_parameters
 from alignment.models.init_weights import InitSpec
@@ -72,7 +73,7 @@ class DoubleHeadsModel(nn.Module):
         logits = self.classifier.head(pooled(read.states, read.batch, self.classifier.pooling))
         before = select_rows(read.states, read.batch.before)
         tokens = batch.tokens[batch.target_index]
-        return DoubleHeadsOutput(logits, target_outputs(self.language_head, before, tokens).log_probs)
+        return DoubleHeadsOutput(logits, chunked_token_log_probs(self.language_head, before, tokens).log_probs)
 
 
 def start_classifier(

@@ -34,9 +34,9 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
+from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
-from alignment.models.value_head import attach_value_head
 from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration

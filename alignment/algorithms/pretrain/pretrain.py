@@ -39,8 +39,8 @@ from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenize
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.new_weights import init_from_teacher
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.settings import Rule, Settings, refusal
 from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_metrics

@@ -8,7 +8,6 @@ transformers ignores keys that it does not know.
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
 from pathlib import Path
@@ -102,6 +101,34 @@ def load_external(
     return model
 
 
+def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel | None:
+    """The scalar model with the language model's trunk (the very module, not a copy) and a new head of zeros, fp32.
+
+    Returns:
+        None where transformers' class for scores has another trunk than its language model, or more than a linear head.
+    """
+    auto, trunk = _auto_class(AUTO_CLASSES["scalar"][0]), language.inner.base_model
+    settings = deepcopy(trunk.config)
+    if type(settings) not in auto._model_mapping:
+        return None
+    settings.update(score_settings({}))
+    with torch.device("meta"):
+        inner: Any = auto.from_config(settings, trust_remote_code=False)
+    if type(inner.base_model) is not type(trunk) or trunk is language.inner:
+        return None
+    setattr(inner, inner.base_model_prefix, trunk)
+    trunk.config.update(score_settings({}))
+    inner.config = trunk.config
+    new = [module for module in inner.modules() if any(x.is_meta for x in module.parameters(recurse=False))]
+    if new != [getattr(inner, "score", None)] or not isinstance(inner.score, nn.Linear):
+        return None
+    inner.score.to_empty(device=next(trunk.parameters()).device).to(torch.float32)
+    nn.init.zeros_(inner.score.weight)
+    if inner.score.bias is not None or any(x.is_meta for x in inner.buffers()) or not scores_every_token(inner):
+        return None
+    return ExternalScalarModel(inner, inner.config.to_dict(), "scalar").eval()
+
+
 def save_external(
     model: ExternalModel,
     directory: str | Path,
@@ -129,8 +156,14 @@ def save_external(
     first_names = {id(tensor): name for name, tensor in reversed(own.items())}  # a tied tensor is written once
     kept = {name: state[f"inner.{name}"].cpu() for name in own if name in first_names.values()}
     model.inner.config.update({key: value for key, value in model.config.items() if key in CHANGED_KEYS})
-    with tempfile.TemporaryDirectory(dir=directory) as folder, _default_generation_config(model):
-        model.inner.save_pretrained(folder, state_dict=kept, max_shard_size=max_shard_size)
+    generation_config = getattr(model.inner, "generation_config", None)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        try:
+            if generation_config_of(model) is not None:  # transformers refuses to write some that it reads
+                model.inner.generation_config = model.inner.generation_config_class()
+            model.inner.save_pretrained(folder, state_dict=kept, max_shard_size=max_shard_size)
+        finally:
+            model.inner.generation_config = generation_config
         written = sorted(Path(folder).iterdir(), key=lambda path: path.name == CONFIG)  # config last
         for path in directory.glob("model*.safetensors*"):  # of an earlier save in more files or fewer
             if path.name not in {new.name for new in written}:
@@ -151,21 +184,9 @@ def named_as_transformers(model: ExternalModel, state: Mapping[str, Tensor]) -> 
 
 
 def external_architecture(directory: Path) -> Architecture:
-    """Which kind of language model transformers has for a directory; of the weights only the shapes are read."""
+    """The kind of language model that transformers has for a directory; of the weights only the shapes are read."""
     kind, _ = _read_settings(directory, "language", {})
     return "encoder" if kind == "masked" else "encoder-decoder" if kind == "encoder-decoder" else "decoder"
-
-
-@contextmanager
-def _default_generation_config(model: ExternalModel) -> Iterator[None]:
-    """Let transformers write default generation settings: it refuses to write some that it reads; we write them later."""
-    original = getattr(model.inner, "generation_config", None)
-    if generation_config_of(model) is not None:
-        model.inner.generation_config = model.inner.generation_config_class()
-    try:
-        yield
-    finally:
-        model.inner.generation_config = original
 
 
 def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, "PreTrainedConfig"]:
@@ -213,18 +234,23 @@ def _refuse_keys(directory: Path, config: HFConfig) -> None:
             _refuse_keys(directory, value)
 
 
-def _check_weights(directory: Path, auto_class: str, settings: "PreTrainedConfig") -> None:
-    """Refuse an architecture with far more parameters than the file has, before memory is allocated for them."""
+def _auto_class(name: str) -> Any:
     import transformers
 
-    if type(settings) not in getattr(transformers, auto_class)._model_mapping:
+    return getattr(transformers, name)
+
+
+def _check_weights(directory: Path, auto_class: str, settings: "PreTrainedConfig") -> None:
+    """Refuse an architecture with far more parameters than the file has, before memory is allocated for them."""
+    auto = _auto_class(auto_class)
+    if type(settings) not in auto._model_mapping:
         raise UserError(
             f"{directory}: transformers has no {auto_class.removeprefix('Auto')} for {settings.model_type!r}"
         )
     held = sum(map(prod, read_shapes(directory).values()))
     try:
         with torch.device("meta"):
-            empty = getattr(transformers, auto_class).from_config(deepcopy(settings), trust_remote_code=False)
+            empty = auto.from_config(deepcopy(settings), trust_remote_code=False)
     except Exception as error:  # any type, depending on what the class does with impossible sizes
         raise UserError(
             f"{directory}/{CONFIG}: no model can be built from it ({type(error).__name__}: {error})"
@@ -255,10 +281,8 @@ def _from_pretrained(
     directory: Path, auto_class: str, settings: "PreTrainedConfig", dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, Any]]:
     """transformers' model and its report of missing, unexpected and mismatched keys."""
-    import transformers
-
     try:
-        return getattr(transformers, auto_class).from_pretrained(
+        return _auto_class(auto_class).from_pretrained(
             directory, config=settings, dtype="auto" if dtype is None else dtype, local_files_only=True, use_safetensors=True,
             trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
@@ -272,17 +296,18 @@ def _compute_buffers(inner: "PreTrainedModel", auto_class: str, settings: "PreTr
 
     transformers computes them in the type of the weights.
     """
+    stored = inner.state_dict()
     low = [
-        name for name, buffer in inner.named_buffers() if buffer.is_floating_point() and buffer.dtype != torch.float32
+        name
+        for name, buffer in inner.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype != torch.float32 and name not in stored
     ]
-    low = [name for name in low if name not in inner.state_dict()]
     if not low:
         return
-    import transformers
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        exact = getattr(transformers, auto_class).from_config(deepcopy(settings), dtype=torch.float32)
+        exact = _auto_class(auto_class).from_config(deepcopy(settings), dtype=torch.float32)
     for name in low:
         owner, _, own = name.rpartition(".")
         setattr(inner.get_submodule(owner), own, exact.get_buffer(name))

@@ -18,15 +18,9 @@ from alignment.losses.language import (
     token_log_probs_and_entropy,
 )
 from alignment.models.activation_checkpointing import checkpoint_calls
-from alignment.models.compilation import compile_blocks
-from alignment.models.external.cache import (
-    EncoderDecoderCache,
-    RereadCache,
-    SharedCache,
-    can_share_cache,
-    check_capacity,
-)
+from alignment.models.external.cache import ExternalCache, RereadCache, Seq2SeqCache, SharedCache, can_share_cache
 from alignment.models.external.padding import (
+    VirtualTokens,
     document_logits,
     forward_documents,
     forward_tokens,
@@ -35,9 +29,8 @@ from alignment.models.external.padding import (
     scores_every_token,
     token_scores,
 )
-from alignment.models.external.virtual_tokens import VirtualTokens
+from alignment.models.model import Model, Padded, check_capacity, from_padded, padded_values
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput, value_output
-from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -62,28 +55,19 @@ class ExternalSpec:
     max_positions: int
 
 
-class ExternalModel(nn.Module):
+class ExternalModel(Model):
     """Base of the wrappers around transformers' models.
 
     Attributes:
         inner: transformers' model.
-        config: its config.json.
-        task: as in `load_external`.
-        source: "transformers"; our own models have "native".
-        generation_config: content of generation_config.json, if the model generates and the file is there.
-        prefix, prefix_enabled, soft_prompt, soft_prompt_enabled: as in `NativeModel`.
     """
 
     source = "transformers"
-    generation_config: dict[str, Any] | None = None
     inner: Any
 
     def __init__(self, inner: "PreTrainedModel", config: HFConfig, task: str):
-        super().__init__()
-        self.inner, self.config, self.task = inner, config, task
-        self.prefix: nn.Module | None = None
-        self.soft_prompt: nn.Module | None = None
-        self.prefix_enabled = self.soft_prompt_enabled = True
+        super().__init__(config, task)
+        self.inner = inner
         tables = [module for name, module in inner.named_modules() if name.endswith("position_embeddings")]
         padding = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
         self._first_position = max((index + 1 for index in padding if index is not None), default=0)  # 2 in Longformer
@@ -98,19 +82,23 @@ class ExternalModel(nn.Module):
         )
 
     def active_virtual_tokens(self) -> VirtualTokens:
-        """The soft prompt or prefix that acts; neither where there is none, or it is disabled."""
-        prompt = self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
-        return VirtualTokens(prompt, self.prefix() if self.prefix is not None and self.prefix_enabled else None)
-
-    def virtual_tokens(self) -> int:
-        """Positions that a prefix or soft prompt takes in front of every document."""
-        virtual = self.active_virtual_tokens()
-        return virtual.prompt_size + virtual.prefix_size
+        """The soft prompt or prefix that acts."""
+        return VirtualTokens(self.active_soft_prompt(), self.active_prefix())
 
     @property
     def padding_id(self) -> int:
         """Token id at padding: the config's own, since some classes look for it; 0 where there is none."""
         return getattr(self.inner.config, "pad_token_id", None) or 0
+
+    def logits_of(self, batch: Ragged, tokens: Tensor | None = None, *fields: str) -> Tensor:
+        """Logits of all tokens, [N, ...], or of some, [M, ...]; `fields` of transformers' output are stacked."""
+        forward = output_fields(self.inner, *(fields or ("logits",)), virtual=self.active_virtual_tokens())
+        return forward_tokens(forward, batch, self.padding_id, tokens)
+
+    def _layers(self) -> list[nn.Module]:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
     def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
         """Recompute layers in the backward pass (non-reentrant) instead of keeping their activations.
@@ -125,13 +113,10 @@ class ExternalModel(nn.Module):
             )
         if keep != "nothing":
             raise UserError(f"training.keep_activations: {keep!r} needs a model of ours; transformers' keep nothing")
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        # transformers' own switch has no effect in eval mode, in which DPO and PPO train.
-        layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        layers = self._layers()
         if not (layers and self.inner.supports_gradient_checkpointing):
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
-        for layer in layers:
+        for layer in layers:  # transformers' own switch has no effect in eval mode, in which DPO and PPO train
             checkpoint_calls(layer, enabled)
 
     def compile_blocks(self) -> None:
@@ -140,128 +125,100 @@ class ExternalModel(nn.Module):
         Raises:
             UserError: the class has no layers that can be told apart.
         """
-        from transformers.modeling_layers import GradientCheckpointingLayer
+        from alignment.models.compilation import compile_blocks
 
-        layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        layers = self._layers()
         if not layers:
             raise UserError(f"training.compile: {type(self.inner).__name__} has no layers to compile; set it to false")
         compile_blocks(layers, self.inner.get_input_embeddings().weight.device)
 
 
-class ExternalLanguageModel(ExternalModel):
+class ExternalDecoder(ExternalModel):
+    """A language model that can be continued token by token."""
+
+    @torch.no_grad()
+    def prefill(self, batch: Ragged | Seq2Seq, cache: ExternalCache) -> Tensor:
+        """Fill the cache with the documents and return the logits [B, V] after each document's (target's) last token."""
+        return cache.fill(self.inner, batch)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, cache: ExternalCache) -> Tensor:
+        """Append one token per cache row, tokens [B], and return the logits [B, V] after it."""
+        return cache.step(self.inner, tokens)
+
+
+class ExternalLanguageModel(ExternalDecoder):
     """A decoder of transformers, with the interface of `LanguageModel`."""
 
-    def forward(
+    def outputs(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        batch: Ragged,
         *,
-        batch: Ragged | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
         token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's targets.
-
-        Args:
-            input_ids, attention_mask, batch, temperature, entropy, token_loss: as in `LanguageModel.forward`.
-            return_logits: return the `logits` [M, V] of the targets instead of their log-probabilities.
-        """
-        forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
-        if batch is None:
-            padded = from_padded(input_ids, attention_mask)
-            return LogitsOutput(padded.restore(forward_tokens(forward, padded.batch, self.padding_id)))
-        logits = forward_tokens(forward, batch, self.padding_id, batch.before)
+        """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
+        logits = self.logits_of(batch, batch.before)
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
             return output
-        tokens = batch.tokens[batch.target_index]
-        return output._replace(losses=regularized_token_loss(logits / temperature, tokens, token_loss))
+        losses = regularized_token_loss(logits / temperature, batch.target_labels, token_loss)
+        return output._replace(losses=losses)
 
-    def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
+    def padded_outputs(self, padded: Padded) -> LogitsOutput:
+        """Logits of padded rows, [B, T, V], zeros at padding."""
+        return LogitsOutput(padded.restore(self.logits_of(padded.batch)))
+
+    def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
-        virtual = self.active_virtual_tokens()
-        capacity += virtual.prompt_size + virtual.prefix_size
+        virtual, capacity = self.active_virtual_tokens(), capacity + self.virtual_tokens()
         check_capacity(capacity, self.spec.max_positions)
         kind = SharedCache if can_share_cache(self.inner, virtual) else RereadCache
         return kind(rows, capacity, virtual)
-
-    @torch.no_grad()
-    def prefill(self, batch: Ragged, cache: SharedCache | RereadCache) -> Tensor:
-        """Fill the cache with the documents and return the logits [B, V] after each document's last token."""
-        return cache.fill(self.inner, batch)
-
-    @torch.no_grad()
-    def decode(self, tokens: Tensor, cache: SharedCache | RereadCache) -> Tensor:
-        """Append one token per cache row, tokens [B], and return the logits [B, V] after it."""
-        return cache.step(self.inner, tokens)
 
 
 class ExternalMaskedLanguageModel(ExternalModel):
     """An encoder of transformers with its masked-language head, with the interface of `MaskedLanguageModel`."""
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        batch: Ragged | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        return_logits: bool = False,
+    def outputs(
+        self, batch: Ragged, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's labels."""
-        forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
-        if batch is None:
-            padded = from_padded(input_ids, attention_mask, token_type_ids)
-            return LogitsOutput(padded.restore(forward_tokens(forward, padded.batch, self.padding_id)))
-        logits = forward_tokens(forward, batch, self.padding_id, batch.target_index)
+        """Log-probabilities of the labels at the batch's targets, or their logits."""
+        logits = self.logits_of(batch, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
+    def padded_outputs(self, padded: Padded) -> LogitsOutput:
+        """Logits of padded rows, [B, T, V], zeros at padding."""
+        return LogitsOutput(padded.restore(self.logits_of(padded.batch)))
 
-class ExternalSeq2SeqModel(ExternalModel):
+
+class ExternalSeq2SeqModel(ExternalDecoder):
     """An encoder-decoder of transformers, with the interface of `Seq2SeqModel`.
 
     All sources of a batch are one rectangle, and all targets another.
     """
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,
-        batch: Seq2Seq | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        return_logits: bool = False,
+    def outputs(
+        self, batch: Seq2Seq, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of padded targets, zeros at padding; or log-probabilities of a batch's targets."""
-        if batch is None:
-            source = from_padded(input_ids, attention_mask).batch
-            padded = from_padded(decoder_input_ids, decoder_attention_mask)
-            return LogitsOutput(padded.restore(self._decoder_logits(Seq2Seq(source, padded.batch))))
+        """Log-probabilities of the target tokens, or their logits."""
         logits = self._decoder_logits(batch)[batch.decoder.before]
         return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
-    def new_cache(self, rows: int, capacity: int) -> EncoderDecoderCache:
+    def padded_outputs(
+        self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None
+    ) -> LogitsOutput:
+        """Logits [B, T, V] of padded targets, zeros at padding; `padded` are the sources."""
+        target = from_padded(decoder_input_ids, decoder_attention_mask)
+        return LogitsOutput(target.restore(self._decoder_logits(Seq2Seq(padded.batch, target.batch))))
+
+    def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` targets of up to `capacity` tokens each."""
         virtual = self.active_virtual_tokens()
         check_capacity(capacity + virtual.prefix_size, self.spec.max_positions)
-        return EncoderDecoderCache(rows, capacity + virtual.prefix_size, virtual)
-
-    @torch.no_grad()
-    def prefill(self, batch: Seq2Seq, cache: EncoderDecoderCache) -> Tensor:
-        """Fill the cache with sources and targets (of one length) and return the logits [B, V] after each target."""
-        return cache.fill(self.inner, batch)
-
-    @torch.no_grad()
-    def decode(self, tokens: Tensor, cache: EncoderDecoderCache) -> Tensor:
-        """Append one token per cache row, tokens [B], and return the logits [B, V] after it."""
-        return cache.step(self.inner, tokens)
+        return Seq2SeqCache(rows, capacity + virtual.prefix_size, virtual)
 
     def _decoder_logits(self, batch: Seq2Seq) -> Tensor:
         """Logits at every target token, [N, V]."""
@@ -285,22 +242,16 @@ class ExternalScalarModel(ExternalModel):
         """The score head."""
         return self.inner.score
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        batch: Ragged | None = None,
-        tokens: Tensor | None = None,
-    ) -> ValueOutput:
-        """`values` [N], or [M] of `tokens`; or [B, T] with zeros at padding, and `logits` [B, 1]; see `ScalarModel`."""
-        if batch is not None:
-            outputs = self._outputs(batch)
-            return value_output(outputs if tokens is None else outputs[tokens])
-        padded = from_padded(input_ids, attention_mask)
-        return padded.value_output(self._outputs(padded.batch))
+    def outputs(self, batch: Ragged, *, tokens: Tensor | None = None) -> ValueOutput:
+        """Values of every token, [N], or of `tokens`, [M]."""
+        scores = self._scores(batch)
+        return value_output(scores if tokens is None else scores[tokens])
 
-    def _outputs(self, batch: Ragged) -> Tensor:
+    def padded_outputs(self, padded: Padded) -> ValueOutput:
+        """Values [B, T] with zeros at padding, and `logits` [B, 1]; see `ScalarModel`."""
+        return padded_values(padded, self._scores(padded.batch))
+
+    def _scores(self, batch: Ragged) -> Tensor:
         forward = token_scores(self.inner, self.active_virtual_tokens())
         return forward_tokens(forward, batch, self.padding_id).float()  # [N, k]
 
@@ -308,33 +259,18 @@ class ExternalScalarModel(ExternalModel):
 class ExternalClassifier(ExternalModel):
     """Class logits of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or of span ends [N, 2] ("span")."""
 
-    task: str
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        batch: Ragged | None = None,
-    ) -> ClassifierOutput:
-        """Class logits; logits of tokens in a padded call are [B, T, C], zeros at padding."""
-        if batch is not None:
-            return ClassifierOutput(self._logits(batch).float())
-        padded = from_padded(input_ids, attention_mask, token_type_ids)
-        logits = self._logits(padded.batch)
-        return ClassifierOutput((logits if self.task == "sequence" else padded.restore(logits)).float())
-
-    def _logits(self, batch: Ragged) -> Tensor:
+    def outputs(self, batch: Ragged) -> ClassifierOutput:
+        """Class logits, fp32."""
         virtual = self.active_virtual_tokens()
         if self.task == "tokens":
-            return forward_tokens(output_fields(self.inner, "logits", virtual=virtual), batch, self.padding_id)
-        if self.task == "span":
-            fields = output_fields(self.inner, "start_logits", "end_logits", virtual=virtual)
-            return forward_tokens(fields, batch, self.padding_id)
-        if scores_every_token(self.inner):
-            return forward_tokens(token_scores(self.inner, virtual), batch, self.padding_id, batch.last)
-        return forward_documents(document_logits(self.inner, virtual), batch, self.padding_id)
+            logits = self.logits_of(batch)
+        elif self.task == "span":
+            logits = self.logits_of(batch, None, "start_logits", "end_logits")
+        elif scores_every_token(self.inner):
+            logits = forward_tokens(token_scores(self.inner, virtual), batch, self.padding_id, batch.last)
+        else:
+            logits = forward_documents(document_logits(self.inner, virtual), batch, self.padding_id)
+        return ClassifierOutput(logits.float())
 
 
 def _target_output(
@@ -343,8 +279,7 @@ def _target_output(
     """The logits [M, V] of the targets, or the targets' log-probabilities (and entropies) in fp32."""
     if return_logits:
         return LogitsOutput(logits)
-    labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
     logits = logits.float() / temperature
     if entropies:
-        return LanguageOutput(*token_log_probs_and_entropy(logits, labels))
-    return LanguageOutput(token_log_probs(logits, labels))
+        return LanguageOutput(*token_log_probs_and_entropy(logits, batch.target_labels))
+    return LanguageOutput(token_log_probs(logits, batch.target_labels))

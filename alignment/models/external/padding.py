@@ -4,22 +4,81 @@ Padding is always on the right: under causal attention, and in any recurrence, i
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from alignment.models.external.virtual_tokens import NO_VIRTUAL_TOKENS, VirtualTokens
 from alignment.ragged import Ragged, refuse_shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 # (input_ids [b, T], attention_mask [b, T], token_type_ids [b, T] or None, columns wanted [c] or None: all)
 # -> [b, T or c, ...], or [b, ...] for documents
 PaddedForward = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 CHEAP_PADDING = 2048  # positions of padding that cost less than one more forward
+
+
+class VirtualTokens(NamedTuple):
+    """A soft prompt, a prefix, or neither.
+
+    Attributes:
+        prompt: vectors read as the first tokens of every document (an encoder-decoder's source), [P, E].
+        prefix: keys and values before every document (an encoder-decoder's target), [layers, 2, P, K, head_dim].
+    """
+
+    prompt: Tensor | None = None
+    prefix: Tensor | None = None
+
+    @property
+    def prompt_size(self) -> int:
+        """Tokens of the soft prompt."""
+        return 0 if self.prompt is None else len(self.prompt)
+
+    @property
+    def prefix_size(self) -> int:
+        """Tokens of the prefix."""
+        return 0 if self.prefix is None else self.prefix.shape[2]
+
+    def inputs(self, inner: "PreTrainedModel", ids: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Arguments of the forward of `inner` that reads a rectangle, padded on the right, behind these tokens.
+
+        Args:
+            ids, mask: [B, T].
+        """
+        if self.prompt is not None:
+            vectors = inner.get_input_embeddings()(ids)
+            prompt = self.prompt.to(vectors.dtype).expand(len(ids), *self.prompt.shape)
+            mask = F.pad(mask, (self.prompt_size, 0), value=1)
+            return {"inputs_embeds": torch.cat([prompt, vectors], dim=1), "attention_mask": mask}
+        if self.prefix is not None:
+            mask, past = F.pad(mask, (self.prefix_size, 0), value=1), self.decoder_cache(inner, len(ids))
+            return {"input_ids": ids, "attention_mask": mask, "past_key_values": past}
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def decoder_cache(self, inner: "PreTrainedModel", rows: int) -> "DynamicCache":
+        """A cache that holds the prefix, for a decoder to go on from; gradients go through it."""
+        from transformers.cache_utils import DynamicCache
+
+        assert self.prefix is not None
+        embedding: Any = inner.get_input_embeddings()
+        dtype = getattr(embedding, "compute_dtype", embedding.weight.dtype)  # frozen weights may be of a lower type
+        prefix = self.prefix.to(dtype)
+        layers = prefix.transpose(2, 3)[:, :, None].expand(-1, -1, rows, -1, -1, -1)  # [layers, 2, B, K, P, head_dim]
+        return DynamicCache([(keys, values) for keys, values in layers])
+
+    def target_cache(self, inner: "PreTrainedModel", rows: int) -> "EncoderDecoderCache":
+        """The same for the decoder of an encoder-decoder, whose cross-attention has nothing before the source."""
+        from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+        return EncoderDecoderCache(self.decoder_cache(inner, rows), DynamicCache())
+
+
+NO_VIRTUAL_TOKENS = VirtualTokens()
 
 
 class PaddedRows(NamedTuple):
@@ -52,12 +111,6 @@ def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) 
     return PaddedRows(torch.where(real, batch.tokens[index], padding_id), real.long(), segments, index[real])
 
 
-def pad_groups(batch: Ragged, padding_id: int) -> Iterator[tuple[list[int], PaddedRows]]:
-    """All documents in a few rectangles of documents of similar length, with their row numbers."""
-    for rows in groups_with_little_padding(batch.lengths):
-        yield rows, pad_rows(batch, padding_id, rows)
-
-
 def groups_with_little_padding(lengths: Sequence[int]) -> list[list[int]]:
     """Row numbers in groups, longest first; at most a fifth of a group's rectangle, or 2048 positions, is padding."""
     groups: list[list[int]] = []
@@ -85,7 +138,8 @@ def forward_tokens(forward: PaddedForward, batch: Ragged, padding_id: int, token
     if token_index is not None:
         wanted = torch.zeros_like(wanted).index_fill(0, token_index, True)
     outputs, indices = [], []
-    for _, (ids, mask, segments, index) in pad_groups(batch, padding_id):
+    for rows in groups_with_little_padding(batch.lengths):
+        ids, mask, segments, index = pad_rows(batch, padding_id, rows)
         here = wanted[index]
         cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, like `index`
         columns = None if token_index is None else cells.any(0).nonzero().squeeze(1)
@@ -99,19 +153,20 @@ def forward_tokens(forward: PaddedForward, batch: Ragged, padding_id: int, token
 def forward_documents(forward: PaddedForward, batch: Ragged, padding_id: int) -> Tensor:
     """The output of `forward` for each document of a ragged batch, [B, ...]."""
     outputs, order = [], []
-    for rows, (ids, mask, segments, _) in pad_groups(batch, padding_id):
+    for rows in groups_with_little_padding(batch.lengths):
+        ids, mask, segments, _ = pad_rows(batch, padding_id, rows)
         outputs.append(forward(ids, mask, segments, None))
         order += rows
     return torch.cat(outputs)[torch.tensor(order, device=batch.tokens.device).argsort()]
 
 
 def accepts(inner: "PreTrainedModel", argument: str) -> bool:
-    """Whether the forward of a transformers model has an argument of this name."""
+    """True where the forward of a transformers model has an argument of this name."""
     return argument in inspect.signature(inner.forward).parameters
 
 
 def scores_every_token(inner: "PreTrainedModel") -> bool:
-    """Whether a sequence classifier applies one linear layer to each token's hidden state and reads it at the last one."""
+    """True for sequence classifiers that apply one linear layer to each token's hidden state, and read it at the last one."""
     return isinstance(getattr(inner, "score", None), nn.Linear)
 
 
@@ -120,7 +175,7 @@ def output_fields(inner: "PreTrainedModel", *fields: str, virtual: VirtualTokens
 
     Args:
         fields: outputs at every token.
-        virtual: what stands in front of every document; the outputs at its tokens are left out.
+        virtual: tokens in front of every document; the outputs at these are left out.
     """
 
     def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
@@ -152,7 +207,7 @@ def _run(
     if accepts(inner, "use_cache"):
         options["use_cache"] = False
     if segments is not None and accepts(inner, "token_type_ids") and getattr(inner.config, "type_vocab_size", 2) > 1:
-        options["token_type_ids"] = virtual.segments(segments)
+        options["token_type_ids"] = F.pad(segments, (virtual.prompt_size, 0))  # type 0 for the prompt
     if hasattr(inner.base_model, "set_attention_type"):  # a short rectangle leaves BigBird without its sparse attention
         cast(Any, inner.base_model).set_attention_type(inner.config.attention_type)
     return inner(**virtual.inputs(inner, ids, mask), **options)

@@ -1,10 +1,14 @@
-"""The parts of a transformer, one file each: the spec that describes a part stands beside the module it builds."""
+"""The parts of a transformer, one file each: the spec of a part beside the module that it builds."""
 
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.block import BlockSpec
 from alignment.models.layers.disentangled import ConvolutionSpec, DisentangledSpec
-from alignment.models.layers.experts import ExpertsSpec, FeedForwardSpec
-from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedForwardSpec
+from alignment.models.layers.feedforward import (
+    ExpertsSpec,
+    FeedForwardSpec,
+    GatedFeedForwardSpec,
+    PlainFeedForwardSpec,
+)
 from alignment.models.layers.norms import (
     Float32RMSNormSpec,
     LayerNormSpec,
@@ -13,8 +17,15 @@ from alignment.models.layers.norms import (
     RMSNormSpec,
     UnitOffsetRMSNormSpec,
 )
-from alignment.models.layers.position_bias import AlibiSpec, BFloat16AlibiSpec, PositionBiasSpec, RelativeBiasSpec
-from alignment.models.layers.position_embeddings import LearnedPositionsSpec, PositionsSpec, SinusoidalPositionsSpec
+from alignment.models.layers.positions import (
+    AlibiSpec,
+    BFloat16AlibiSpec,
+    LearnedPositionsSpec,
+    PositionBiasSpec,
+    PositionsSpec,
+    RelativeBiasSpec,
+    SinusoidalPositionsSpec,
+)
 from alignment.models.layers.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -26,32 +37,9 @@ from alignment.models.layers.rotary import (
 )
 
 __all__ = [
-    "AlibiSpec",
-    "AttentionSpec",
-    "BFloat16AlibiSpec",
-    "BlockSpec",
-    "ConvolutionSpec",
-    "DisentangledSpec",
-    "DynamicScaling",
-    "ExpertsSpec",
-    "FeedForwardSpec",
-    "Float32RMSNormSpec",
-    "GatedFeedForwardSpec",
-    "LayerNormSpec",
-    "LearnedPositionsSpec",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongScaling",
-    "NoNormSpec",
-    "NormSpec",
-    "PlainFeedForwardSpec",
-    "PositionBiasSpec",
-    "PositionsSpec",
-    "RMSNormSpec",
-    "RelativeBiasSpec",
-    "RotaryScaling",
-    "RotarySpec",
-    "SinusoidalPositionsSpec",
-    "UnitOffsetRMSNormSpec",
-    "YarnScaling",
-]
+    "AlibiSpec", "AttentionSpec", "BFloat16AlibiSpec", "BlockSpec", "ConvolutionSpec", "DisentangledSpec",
+    "DynamicScaling", "ExpertsSpec", "FeedForwardSpec", "Float32RMSNormSpec", "GatedFeedForwardSpec", "LayerNormSpec",
+    "LearnedPositionsSpec", "LinearScaling", "Llama3Scaling", "LongScaling", "NoNormSpec", "NormSpec",
+    "PlainFeedForwardSpec", "PositionBiasSpec", "PositionsSpec", "RMSNormSpec", "RelativeBiasSpec", "RotaryScaling",
+    "RotarySpec", "SinusoidalPositionsSpec", "UnitOffsetRMSNormSpec", "YarnScaling",
+]  # fmt: skip

@@ -1,17 +1,57 @@
-"""Multi-head and grouped-query attention: projections of queries, keys, values and output.
+"""Multi-head and grouped-query attention: projections of queries, keys, values and output, and what a layer is called with.
 
-The scores are computed by the `AttentionContext` that a layer is called with; DeBERTa's attention is in disentangled.py.
+The scores are computed by `AttentionContext.attend` (sdpa.py); DeBERTa's attention is in disentangled.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
 
-from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.norms import NormSpec
-from alignment.models.layers.position_bias import PositionBiasSpec
-from alignment.models.layers.rotary import RotarySpec, rotate
+from alignment.models.layers.padded_layout import PaddedLayout
+from alignment.models.layers.positions import PositionBiasSpec
+from alignment.models.layers.rotary import RotarySpec, Rotation, rotate
+
+# (queries [N, H, K], keys [N, KV, K], values [N, KV, K], dropout) -> [N, H, K]
+AttentionFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+ProjectKeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # an encoder's states [M, D] -> keys and values [M, KV, K]
+# (queries [N, H, K], projection of the encoder's states, dropout) -> [N, H, K]
+CrossAttentionFn = Callable[[Tensor, ProjectKeyValue, float], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """Input of an attention layer beside x; `layer_contexts` makes one for each layer and forward.
+
+    Attributes:
+        attend: attention among the batch's own tokens.
+        rotation: angles of the tokens' positions, where the layer rotates queries and keys.
+        cross_attend: attention on an encoder's states.
+        layout: how documents lie in rectangles, for layers that do more than `attend` (DeBERTa).
+        relative: vectors of relative positions, for the same layers, [2 * S, D].
+        select: keeps the tokens whose output is needed, [N, ...] -> [M, ...]; None: all. The last layer of a trunk needs
+            keys and values of all tokens, and the output of few.
+    """
+
+    attend: AttentionFn
+    rotation: Rotation | None = None
+    cross_attend: CrossAttentionFn | None = None
+    layout: PaddedLayout | None = None
+    relative: Tensor | None = None
+    select: Callable[[Tensor], Tensor] | None = None
+
+    def needed(self, x: Tensor) -> Tensor:
+        """The tokens of x [N, ...] whose output is needed."""
+        return x if self.select is None else self.select(x)
+
+    def outside_graphs(self) -> "AttentionContext":
+        """The same context, its attention left out of the graphs of torch.compile."""
+        from alignment.models.compilation import OutsideGraphs  # loads the compiler
+
+        cross_attend = None if self.cross_attend is None else OutsideGraphs(self.cross_attend)
+        return replace(self, attend=OutsideGraphs(self.attend), cross_attend=cross_attend)
 
 
 @dataclass(frozen=True)
@@ -20,12 +60,12 @@ class AttentionSpec:
 
     Attributes:
         scale: factor on the scores, commonly head_dim ** -0.5.
-        bias: whether query, key and value have one; `output_bias` for the layer after.
+        bias: queries, keys and values have one; `output_bias`: so has the output.
         dropout: probability on the attention weights, in training only.
         causal: a token sees itself and the tokens before it; else all tokens.
-        window: a token sees only tokens less than so many positions away; None: all.
+        window: a token sees only tokens less than this many positions away; None: all.
         softcap: scores become softcap * tanh(score / softcap).
-        query_key_norm: norm of queries and keys, of each head by itself or of all heads as one vector.
+        query_key_norm: norm of queries and keys, of each head alone or of all heads as one vector.
         rotary, position_bias: how positions act on the scores.
     """
 
@@ -56,63 +96,55 @@ class Attention(nn.Module):
     norm of queries and keys: Henry et al. 2020, arXiv:2010.04245.
     """
 
-    def __init__(self, spec: AttentionSpec, width: int):
+    def __init__(self, spec: AttentionSpec, width: int, states_width: int | None = None):
         super().__init__()
         inner, shared = spec.heads * spec.head_dim, spec.key_value_heads * spec.head_dim
         self.query = nn.Linear(width, inner, bias=spec.bias)
-        self.key = nn.Linear(width, shared, bias=spec.bias)
-        self.value = nn.Linear(width, shared, bias=spec.bias)
+        self.key = nn.Linear(states_width or width, shared, bias=spec.bias)
+        self.value = nn.Linear(states_width or width, shared, bias=spec.bias)
         self.output = nn.Linear(inner, width, bias=spec.output_bias)
         if spec.query_key_norm is not None:
             alone = spec.norm_heads == "each"
             self.query_norm = spec.query_key_norm.build(spec.head_dim if alone else inner)
             self.key_norm = spec.query_key_norm.build(spec.head_dim if alone else shared)
-        self.normed = spec.query_key_norm is not None
         self.spec = spec
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D], or [M, D] of the tokens that are needed."""
-        query, key, value = self.query(x), self.key(x), self.value(x).unflatten(-1, (-1, self.spec.head_dim))
-        if self.normed:
+        query, key, value = self.query(x), self.key(x), self._heads(self.value(x))
+        normed = self.spec.query_key_norm is not None
+        if normed:
             query, key = self._norm(query, self.query_norm), self._norm(key, self.key_norm)
-        query = query.unflatten(-1, (-1, self.spec.head_dim))
-        key = key.unflatten(-1, (-1, self.spec.head_dim))
+        query, key = self._heads(query), self._heads(key)
         if context.rotation is not None:
             query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        if self.normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
+        if normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
             query, key = query.to(value.dtype), key.to(value.dtype)
         mixed = context.attend(query, key, value, self.spec.dropout if self.training else 0.0)
         return self.output(context.needed(mixed.reshape(len(x), -1)))
 
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.spec.head_dim))
+
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """x [N, H * K], normalized head by head or as one vector."""
-        return norm(x) if self.spec.norm_heads == "all" else norm(x.unflatten(-1, (-1, self.spec.head_dim))).flatten(1)
+        return norm(x) if self.spec.norm_heads == "all" else norm(self._heads(x)).flatten(1)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Attention):
     """output(attend(query(x), ...)), with keys and values projected from an encoder's states.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
     """
 
-    def __init__(self, spec: AttentionSpec, width: int, states_width: int):
-        super().__init__()
-        inner, shared = spec.heads * spec.head_dim, spec.key_value_heads * spec.head_dim
-        self.query = nn.Linear(width, inner, bias=spec.bias)
-        self.key = nn.Linear(states_width, shared, bias=spec.bias)
-        self.value = nn.Linear(states_width, shared, bias=spec.bias)
-        self.output = nn.Linear(inner, width, bias=spec.output_bias)
-        self.spec = spec
-
     def project_key_value(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's states [M, D'], [M, KV, K] each."""
-        head_dim = self.spec.head_dim
-        return self.key(states).unflatten(-1, (-1, head_dim)), self.value(states).unflatten(-1, (-1, head_dim))
+        return self._heads(self.key(states)), self._heads(self.value(states))
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         if context.cross_attend is None:
             raise ValueError("a decoder with cross-attention was called without an encoder's states")
-        query = self.query(x).unflatten(-1, (-1, self.spec.head_dim))
-        mixed = context.cross_attend(query, self.project_key_value, self.spec.dropout if self.training else 0.0)
+        dropout = self.spec.dropout if self.training else 0.0
+        mixed = context.cross_attend(self._heads(self.query(x)), self.project_key_value, dropout)
         return self.output(mixed.reshape(len(x), -1))

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from alignment.models.layers.attention import AttentionSpec, CrossAttention
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention import AttentionContext, AttentionSpec, CrossAttention
 from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock, DisentangledSpec
-from alignment.models.layers.experts import Experts, ExpertsSpec, FeedForwardSpec
+from alignment.models.layers.feedforward import Experts, FeedForwardSpec
 from alignment.models.layers.norms import NormSpec
 
 Norm = Callable[[], nn.Module]
@@ -41,51 +40,39 @@ class BlockSpec:
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""
         attention, feedforward = self.attention.build(width), self.feedforward.build(width)
-        cross = None if self.cross is None else CrossAttention(self.cross, width, width)
+        cross = None if self.cross is None else CrossAttention(self.cross, width)
         norm, dropout = partial(self.norm.build, width), nn.Dropout(self.dropout) if self.dropout else nn.Identity()
-        match self.wiring:
-            case "pre":
-                first = None if self.attention_norm is None else partial(self.attention_norm.build, width)
-                return Block(attention, feedforward, norm, dropout, attention_norm=first, cross=cross)
-            case "post":
-                block = PostNormBlock(attention, feedforward, norm, dropout, cross=cross)
-                if self.convolution is None:
-                    return block
-                return ConvolvedBlock(block, self.convolution.build(width, dropout), norm())
-            case "residual":
-                return NormedResidualBlock(attention, feedforward, norm, dropout)
-            case "sandwich" | "output":
-                inner = norm if self.wiring == "sandwich" else nn.Identity
-                return SandwichBlock(attention, feedforward, norm, dropout, inner)
-            case "parallel" | "parallel_shared":
-                return ParallelBlock(attention, feedforward, norm, dropout, shared=self.wiring == "parallel_shared")
-
-
-def selects_tokens(block: nn.Module) -> bool:
-    """Whether a block can compute its output for some tokens alone, after keys and values of all; see `AttentionContext`.
-
-    Experts are balanced over all tokens, and attention on an encoder's states is laid out for all.
-    """
-    if not isinstance(block, Block | NormedResidualBlock | SandwichBlock | ParallelBlock):
-        return False
-    return not getattr(block, "crosses", False) and not isinstance(block.feedforward, Experts)
-
-
-def ignores_spare_rows(spec: BlockSpec) -> bool:
-    """Whether a layer computes each row by itself but for attention: rows that belong to no document change nothing.
-
-    Experts are balanced over all rows; an encoder's states, convolutions and relative positions are laid out for the
-    documents' own.
-    """
-    alone = spec.cross is None and spec.convolution is None
-    return alone and isinstance(spec.attention, AttentionSpec) and not isinstance(spec.feedforward, ExpertsSpec)
+        norms: dict[str, Norm | None] = {}
+        if self.attention_norm is not None:
+            norms = {"attention_norm": partial(self.attention_norm.build, width)}
+        elif self.wiring == "output":
+            norms = {"attention_norm": nn.Identity, "feedforward_norm": nn.Identity}
+        elif self.wiring == "parallel_shared":
+            norms = {"feedforward_norm": None}
+        block = BLOCKS[self.wiring](attention, feedforward, norm, dropout, cross=cross, **norms)
+        if self.convolution is None:
+            return block
+        return ConvolvedBlock(block, self.convolution.build(width, dropout), norm())
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feedforward(norm(x)). Pre-norm, as in GPT-2 and Llama.
+    """x + attention(norm(x)), then x + feedforward(norm(x)). Pre-norm, as in GPT-2 and Llama; base of the other wirings.
 
     With `cross` a third part between the two attends to an encoder's states, as in T5.
+
+    Attributes:
+        ORDER: the modules, in the order of their parameters.
     """
+
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "attention_norm", "attention", "cross_norm", "cross", "feedforward_norm", "feedforward",
+    )  # fmt: skip
+    attention: nn.Module
+    attention_norm: nn.Module
+    cross: nn.Module
+    cross_norm: nn.Module
+    feedforward: nn.Module
+    feedforward_norm: nn.Module  # None in a parallel block whose parts share one norm
 
     def __init__(
         self,
@@ -94,14 +81,16 @@ class Block(nn.Module):
         norm: Norm,
         dropout: nn.Module,
         *,
-        attention_norm: Norm | None = None,
         cross: nn.Module | None = None,
+        **norms: Norm | None,
     ):
         super().__init__()
-        self.attention_norm, self.attention = (attention_norm or norm)(), attention
-        if cross is not None:
-            self.cross_norm, self.cross = norm(), cross
-        self.feedforward_norm, self.feedforward = norm(), feedforward
+        parts = {"attention": attention, "cross": cross, "feedforward": feedforward}
+        for name in self.ORDER:
+            build = norms.get(name, norm)
+            if cross is None and name.startswith("cross"):
+                continue
+            self.add_module(name, parts[name] if name in parts else build and build())
         self.dropout, self.crosses = dropout, cross is not None
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
@@ -112,14 +101,8 @@ class Block(nn.Module):
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
 
 
-class NormedResidualBlock(nn.Module):
-    """n + attention(n) of n = norm(x), the feed-forward likewise: what a part adds to is normed too (some BLOOMs)."""
-
-    def __init__(self, attention: nn.Module, feedforward: nn.Module, norm: Norm, dropout: nn.Module):
-        super().__init__()
-        self.attention_norm, self.attention = norm(), attention
-        self.feedforward_norm, self.feedforward = norm(), feedforward
-        self.dropout = dropout
+class NormedResidualBlock(Block):
+    """n + attention(n) with n = norm(x), the feed-forward likewise: the residual branch uses the normed input (BLOOM)."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -128,24 +111,10 @@ class NormedResidualBlock(nn.Module):
         return x + self.dropout(self.feedforward(x))
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + feedforward(x)), as in the first Transformer and BERT."""
 
-    def __init__(
-        self,
-        attention: nn.Module,
-        feedforward: nn.Module,
-        norm: Norm,
-        dropout: nn.Module,
-        *,
-        cross: nn.Module | None = None,
-    ):
-        super().__init__()
-        self.attention, self.attention_norm = attention, norm()
-        if cross is not None:
-            self.cross, self.cross_norm = cross, norm()
-        self.feedforward, self.feedforward_norm = feedforward, norm()
-        self.dropout, self.crosses = dropout, cross is not None
+    ORDER = ("attention", "attention_norm", "cross", "cross_norm", "feedforward", "feedforward_norm")
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -155,17 +124,18 @@ class PostNormBlock(nn.Module):
         return self.feedforward_norm(x + self.dropout(self.feedforward(x)))
 
 
-class SandwichBlock(nn.Module):
+class SandwichBlock(Block):
     """x + norm(attention(norm(x))), the feed-forward likewise: Gemma 2. Without the inner norms: OLMo 2.
 
     Source: Ding et al. 2021, arXiv:2105.13290, section 2.4.
     """
 
-    def __init__(self, attention: nn.Module, feedforward: nn.Module, norm: Norm, dropout: nn.Module, inner: Norm):
-        super().__init__()
-        self.attention_norm, self.attention, self.attention_output_norm = inner(), attention, norm()
-        self.feedforward_norm, self.feedforward, self.feedforward_output_norm = inner(), feedforward, norm()
-        self.dropout = dropout
+    ORDER = (
+        "attention_norm", "attention", "attention_output_norm",
+        "feedforward_norm", "feedforward", "feedforward_output_norm",
+    )  # fmt: skip
+    attention_output_norm: nn.Module
+    feedforward_output_norm: nn.Module
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -175,22 +145,39 @@ class SandwichBlock(nn.Module):
         return x + self.dropout(self.feedforward_output_norm(self.feedforward(self.feedforward_norm(x))))
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(Block):
     """x + attention(norm(x)) + feedforward(norm(x)): both read the same x. One norm may serve both.
 
     Source: Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022, arXiv:2204.06745, section 2.1.
     """
 
-    def __init__(self, attention: nn.Module, feedforward: nn.Module, norm: Norm, dropout: nn.Module, *, shared: bool):
-        super().__init__()
-        self.attention_norm, self.attention = norm(), attention
-        if not shared:
-            self.feedforward_norm = norm()
-        self.feedforward, self.dropout, self.shared = feedforward, dropout, shared
+    ORDER = ("attention_norm", "attention", "feedforward_norm", "feedforward")
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         normed = self.attention_norm(x)
         attended = self.dropout(self.attention(normed, context))
         x, normed = context.needed(x), context.needed(normed)
-        return x + attended + self.dropout(self.feedforward(normed if self.shared else self.feedforward_norm(x)))
+        normed = normed if self.feedforward_norm is None else self.feedforward_norm(x)
+        return x + attended + self.dropout(self.feedforward(normed))
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre": Block,
+    "post": PostNormBlock,
+    "sandwich": SandwichBlock,
+    "output": SandwichBlock,
+    "parallel": ParallelBlock,
+    "parallel_shared": ParallelBlock,
+    "residual": NormedResidualBlock,
+}
+
+
+def selects_tokens(block: nn.Module) -> bool:
+    """True for blocks that compute their output for some tokens alone, after keys and values of all; see `AttentionContext`.
+
+    Experts are balanced over all tokens, and attention on an encoder's states is laid out for all.
+    """
+    if not isinstance(block, Block) or isinstance(block, PostNormBlock):
+        return False
+    return not block.crosses and not isinstance(block.feedforward, Experts)

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.feedforward import ACTIVATIONS
-from alignment.models.layers.padded_layout import PaddedLayout, key_mask, pad, relative_positions, unpad
+from alignment.models.layers.padded_layout import PaddedLayout, key_masks, pad, unpad
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DisentangledAttention(nn.Module):
     published weights, and transformers, have i - j.
     """
 
-    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see compilation.py
 
     def __init__(self, spec: DisentangledSpec, width: int):
         super().__init__()
@@ -107,45 +107,35 @@ class DisentangledAttention(nn.Module):
                 "this attention needs the vectors of relative positions, and documents laid out in rectangles"
             )
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
-        relative = self._project_relative(F.dropout(context.relative, self.spec.relative_dropout, self.training))
-        rectangles = zip(pad(query, layout), pad(key, layout), pad(value, layout), layout.lengths, strict=True)
-        mixed = [self._attend(q, k, v, relative, lengths) for q, k, v, lengths in rectangles]
+        vectors = F.dropout(context.relative, self.spec.relative_dropout, self.training)
+        relative_query, relative_key = self._project_relative(vectors)
+        dropout = self.spec.dropout if self.training else 0.0
+        mixed = []
+        masks = key_masks(layout, x.device)
+        for q, k, v, real in zip(pad(query, layout), pad(key, layout), pad(value, layout), masks, strict=True):
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, T, K]
+            positions = torch.arange(q.shape[2], device=q.device)
+            rows = relative_rows(positions - positions[:, None], self.spec)  # [T, T]: of query i and key j
+            terms = [] if relative_key is None else [_scores_at(q, relative_key, rows)]
+            terms += [] if relative_query is None else [_scores_at(k, relative_query, rows.T).transpose(-1, -2)]
+            bias = self.scale * sum(terms[1:], terms[0])
+            bias = bias if real is None else bias.masked_fill(~real, -torch.inf)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=self.scale)
+            mixed.append(attended.transpose(1, 2))
         return self.output(unpad(mixed, layout).flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.spec.heads, self.spec.head_dim))
 
-    def _project_relative(self, relative: Tensor) -> "RelativeProjections":
+    def _project_relative(self, relative: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Queries and keys of relative positions, [2 * S, H, K] each; None where their term is left out."""
         spec = self.spec
         query = self.query if spec.shared_projection else getattr(self, "position_query", None)
         key = self.key if spec.shared_projection else getattr(self, "position_key", None)
-        return RelativeProjections(
+        return (
             self._heads(query(relative)) if query is not None and spec.position_to_content else None,
             self._heads(key(relative)) if key is not None and spec.content_to_position else None,
         )
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, relative: "RelativeProjections", lengths: tuple[int, ...]
-    ) -> Tensor:
-        """One rectangle: [B, T, H, K] each; returns [B, T, H, K]."""
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        columns = q.shape[2]
-        rows = relative_rows(relative_positions(columns, columns, q.device), self.spec)  # [T, T]: of query i and key j
-        terms = [] if relative.key is None else [_scores_at(q, relative.key, rows)]
-        terms += [] if relative.query is None else [_scores_at(k, relative.query, rows.T).transpose(-1, -2)]
-        bias, real = self.scale * sum(terms), key_mask(lengths, columns, q.device)
-        assert isinstance(bias, Tensor)
-        bias = bias if real is None else bias.masked_fill(~real, -torch.inf)
-        dropout = self.spec.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=self.scale)
-        return mixed.transpose(1, 2)
-
-
-class RelativeProjections(NamedTuple):
-    """Queries and keys of relative positions, [2 * S, H, K] each; None where their term is left out."""
-
-    query: Tensor | None
-    key: Tensor | None
 
 
 def _scores_at(content: Tensor, projected: Tensor, rows: Tensor) -> Tensor:
@@ -178,7 +168,7 @@ def relative_classes(relative: Tensor, buckets: int, max_distance: int) -> Tenso
 class Convolution(nn.Module):
     """activation(convolution(x)) over each document's tokens; beyond its ends lie zeros."""
 
-    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see compilation.py
 
     def __init__(self, layer: nn.Conv1d, activation: Callable[[Tensor], Tensor], dropout: nn.Module):
         super().__init__()
@@ -186,14 +176,11 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        rectangles = zip(pad(x, layout), layout.lengths, strict=True)
-        mixed = unpad([self.layer(_zeros_at_padding(*pair).mT).mT for pair in rectangles], layout)
-        return self.activation(self.dropout(mixed))
-
-
-def _zeros_at_padding(rectangle: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    real = key_mask(lengths, rectangle.shape[1], rectangle.device)
-    return rectangle if real is None else rectangle * real[:, 0, 0, :, None]
+        mixed = []
+        for rectangle, real in zip(pad(x, layout), key_masks(layout, x.device), strict=True):
+            zeroed = rectangle if real is None else rectangle * real[:, 0, 0, :, None]
+            mixed.append(self.layer(zeroed.mT).mT)
+        return self.activation(self.dropout(unpad(mixed, layout)))
 
 
 class ConvolvedBlock(nn.Module):

@@ -1,9 +1,10 @@
 """Keys and values already seen, one row per document being continued. A prefix is a cache row that starts non-empty.
 
 The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths.
-Reading them back is what decoding spends its time on, so a head's slots lie together.
+Decoding spends its time on reading them back, so a head's slots lie together.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 class CachedDocument(NamedTuple):
-    """A copy of what a row holds: for each layer keys and values [K, length, head_dim]."""
+    """A copy of a row: for each layer keys and values [K, length, head_dim]."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -24,7 +25,7 @@ class CrossAttentionCache:
     Attributes:
         keys, values: one [rows, K, S, head_dim] per layer.
         mask: True at real tokens, [rows, 1, 1, S].
-        owners: which of the documents first encoded each row holds, [rows].
+        owners: index of the encoded document in each row, [rows].
     """
 
     def __init__(self, mask: Tensor):
@@ -33,26 +34,31 @@ class CrossAttentionCache:
         self.mask = mask
         self.owners = torch.arange(len(mask), device=mask.device)
 
+    def append(self, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
+        """Add the keys and values of the next layer, [M, K, head_dim], for documents of these lengths."""
+        for store, x in ((self.keys, key), (self.values, value)):
+            rows = torch.nn.utils.rnn.pad_sequence(list(x.split(list(lengths))), batch_first=True)
+            store.append(rows.transpose(1, 2).contiguous())
+
     def select(self, rows: Tensor) -> None:
         """Hold these rows from now on, in this order; a row may come more than once."""
         owners = self.owners[rows]
-        # Beams that are reordered have the same source: asking costs a GPU less than copying all that was read of it.
+        # Reordered beams have the same source: comparing costs a GPU less than copying keys and values.
         if torch.equal(owners, self.owners):
             return
-        self.owners = owners
+        self.owners, self.mask = owners, self.mask[rows]
         self.keys = [x[rows] for x in self.keys]
         self.values = [x[rows] for x in self.values]
-        self.mask = self.mask[rows]
 
 
 class Cache:
     """Preallocated keys and values of every layer.
 
     Attributes:
-        keys, values: one [rows, K, capacity, head_dim] per layer; there may be more rows than documents held, for those
-            to come.
+        keys, values: one [rows, K, capacity, head_dim] per layer; more rows than documents may be allocated.
         lengths: filled slots of each row, [rows].
         longest: the largest of `lengths`, as a plain number; after `reorder` perhaps more than that.
+        memory: an encoder's states as keys and values, where the decoder has cross-attention.
     """
 
     def __init__(
@@ -67,7 +73,7 @@ class Cache:
         device: torch.device,
     ):
         shape = (rows, key_value_heads, capacity, head_dim)
-        # Zeros, not whatever was in memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
+        # Zeros, not uninitialized memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
@@ -85,15 +91,15 @@ class Cache:
         return self.keys[0].shape[2]
 
     def addresses(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Where `write` puts the heads of tokens at `rows` [n] and `slots` [n], [n * K]; the same for all layers."""
+        """Addresses, for `write`, of the heads of tokens at `rows` [n] and `slots` [n], [n * K]; the same for all layers."""
         heads = self.keys[0].shape[1]
         heads_of_rows = rows[:, None] * heads + torch.arange(heads, device=rows.device)
         return (heads_of_rows * self.capacity + slots[:, None]).flatten()
 
     def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values of the first n rows, [n and more, K, head_dim], at `addresses` [n * K]."""
+        """Put keys and values [n, K, head_dim] at `addresses` [n * K]."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1)[: len(addresses)].to(store.dtype))
+            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1).to(store.dtype))
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""
@@ -114,9 +120,12 @@ class Cache:
 
     def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
         """Make rows `targets` [n] copies of rows `sources` [n], none of them a target, that hold up to `width` tokens."""
+        self._copy(sources, targets, width)
+        self.lengths[targets] = self.lengths[sources]
+
+    def _copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
         for store in (*self.keys, *self.values):
             store[targets, :, :width] = store[sources, :, :width]
-        self.lengths[targets] = self.lengths[sources]
 
     def save(self, row: int, length: int) -> CachedDocument:
         """A copy of the first `length` slots of a row."""
@@ -126,9 +135,8 @@ class Cache:
     def load(self, row: int, document: CachedDocument, length: int | None = None) -> None:
         """Put a saved document into a row, or the first `length` slots of it."""
         length = document.length if length is None else length
-        for stores, saved in ((self.keys, document.keys), (self.values, document.values)):
-            for store, part in zip(stores, saved, strict=True):
-                store[row, :, :length] = part[:, :length]
+        for store, part in zip((*self.keys, *self.values), (*document.keys, *document.values), strict=True):
+            store[row, :, :length] = part[:, :length]
         self.lengths[row] = length
         self.longest = max(self.longest, length)
 
@@ -140,41 +148,37 @@ class Cache:
                 the indices lie on the CPU.
         """
         rows = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-        count, width, device = len(rows), self.longest, self.lengths.device
-        targets = torch.arange(count, device=rows.device)
-        sources = rows
+        device, targets, sources = self.lengths.device, torch.arange(len(rows), device=rows.device), rows
         if not rows.is_cuda:
             moved = (rows != targets).nonzero().squeeze(1)
             sources, targets = rows[moved].to(device), moved.to(device)
-        rows = rows.to(device)
         if len(targets):
-            for store in (*self.keys, *self.values):
-                store[targets, :, :width] = store[sources, :, :width]
-        self.lengths = self.lengths[rows]
-        self.longest = int(self.lengths.max()) if count else 0
-        if self.memory is not None:
-            self.memory.select(rows)
+            self._copy(sources, targets, self.longest)
+        self._hold(rows.to(device))
+        self.longest = int(self.lengths.max()) if len(rows) else 0
 
     def reorder(self, rows: Tensor) -> None:
         """Put row `rows[i]` at position i, for all rows at once; a row may come several times, or not at all.
 
-        Beam search goes on this way: two beams may continue the same one. Only rows that change are copied, so a
-        hypothesis that stays where it is costs nothing.
+        For beam search, where two beams may continue the same one. Only rows that change are copied, so a hypothesis
+        that stays where it is costs nothing.
 
         Args:
             rows: indices, [n]; n need not be the number of rows held now.
         """
-        if len(rows) == self.rows and not rows.is_cuda:  # there, asking which rows change would stall the GPU
-            moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(1)
-            for store in (*self.keys, *self.values):
-                store[moved, :, : self.longest] = store[rows[moved], :, : self.longest]
-        else:
+        dropped = len(rows) != self.rows  # the search is done with whole documents
+        if dropped or rows.is_cuda:  # there, asking which rows change would stall the GPU
             for stores in (self.keys, self.values):
                 for layer, store in enumerate(stores):
                     stores[layer] = store[rows]
-        counted = len(rows) != self.rows  # the search dropped whole documents, perhaps the longest: rare, worth a look
+        else:
+            moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(1)
+            self._copy(rows[moved], moved, self.longest)
+        self._hold(rows)
+        if dropped:
+            self.longest = int(self.lengths.max()) if len(rows) else 0
+
+    def _hold(self, rows: Tensor) -> None:
         self.lengths = self.lengths[rows]
         if self.memory is not None:
             self.memory.select(rows)
-        if counted:
-            self.longest = int(self.lengths.max()) if len(rows) else 0

@@ -1,39 +1,49 @@
-"""Builds every layer's `AttentionContext` for one forward: masks, angles and biases that layers share are made once."""
+"""Builds every layer's `AttentionContext` for one forward: masks, angles and biases that layers share are made once.
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+There are three kinds of forward: whole documents (training and prefill), one new token for every row of a cache
+(decoding), and several new tokens behind some of its rows (a prompt whose beginning is cached).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as cached
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.layers.attention import AttentionSpec
-from alignment.models.layers.attention_context import AttentionContext, AttentionFn
+from alignment.models.layers.attention import AttentionContext, AttentionFn, AttentionSpec
 from alignment.models.layers.block import BlockSpec
-from alignment.models.layers.cross_attention import CachedCrossAttention, Source, cross_attentions, with_memory_write
-from alignment.models.layers.disentangled import DisentangledSpec
 from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
 from alignment.models.layers.padded_layout import (
     PaddedLayout,
+    attention_masks,
+    choose_rectangles,
+    layout_of,
+    narrowed,
     pad_layout,
     padding_mask,
-    rectangle_mask,
+    shared_keys,
+    shared_layouts,
     visible,
-    with_spare_rows,
 )
-from alignment.models.layers.rotary import LongScaling, Rotary, RotarySpec, Rotation
+from alignment.models.layers.rotary import DynamicScaling, LongScaling, Rotary, RotarySpec, Rotation
 from alignment.models.layers.sdpa import (
     CachedAttention,
-    NewTokens,
+    CachedCrossAttention,
+    CacheWrite,
+    ContinuedAttention,
     PaddedAttention,
+    Source,
     VarlenAttention,
+    cross_attentions,
     varlen_applies,
-    with_cache_write,
 )
-from alignment.models.layers.shared_layout import continued_mask, piece_starts, shared_keys, shared_layout
-from alignment.ragged import Ragged, SharedPrompts
+from alignment.ragged import Ragged
+
+Masks = Callable[[bool, int | None, bool], list[Tensor | None]]  # (causal, window, with a bias) -> of each rectangle
 
 
 class PositionModules(NamedTuple):
@@ -42,12 +52,22 @@ class PositionModules(NamedTuple):
     rotaries: Mapping[RotarySpec, Rotary]
     bias: nn.Module | None
 
+    def rotations(
+        self, layers: Sequence[BlockSpec], positions: Tensor, longest: int, sizes: Callable[[], Tensor]
+    ) -> list[Rotation | None]:
+        """The rotation of each layer's queries and keys; layers with one spec share it. Arguments as for `Rotary`."""
+        made = {spec: rotary(positions, longest, sizes) for spec, rotary in self.rotaries.items()}
+        return [made.get(getattr(layer.attention, "rotary", None)) for layer in layers]  # type: ignore[arg-type]
 
-class CacheWrite(NamedTuple):
-    """Where the keys and values of a batch go: `addresses` [N * KV] of `cache`, from `Cache.addresses`."""
+    def masks(self, queries: PaddedLayout, keys: PaddedLayout, offset: int, device: torch.device) -> Masks:
+        """`attention_masks` of these layouts, made once for all layers that need the same."""
 
-    cache: Cache
-    addresses: Tensor
+        @cached
+        def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
+            bias = self.bias if biased else None
+            return attention_masks(queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device)
+
+        return masks
 
 
 def training_contexts(
@@ -60,19 +80,18 @@ def training_contexts(
     prefix: Tensor | None = None,
     relative: Tensor | None = None,
     source: Source | None = None,
-    cache_write: CacheWrite | None = None,
-    spare: int = 0,
+    cache: Cache | None = None,
+    addresses: Tensor | None = None,
 ) -> list[AttentionContext]:
     """Each layer's context for whole documents, in training and in prefill.
 
     Args:
         parameter: any of the model's, for its type and device.
-        training: whether dropout acts.
+        training: True where dropout acts.
         prefix: keys and values in front of every document, [layers, 2, P, KV, K]; positions then start at P.
         relative: DeBERTa's vectors of relative positions, [2 * S, D].
         source: what an encoder read, one document for each of the batch's.
-        cache_write: where keys and values are also written to.
-        spare: rows behind the batch's tokens that belong to no document.
+        cache, addresses: filled with keys and values, at the `Cache.addresses` of the tokens, [N * KV].
     """
     if batch.shared is not None and not shares_prompts(layers):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
@@ -80,134 +99,50 @@ def training_contexts(
     layout = None
     if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
         attends = varlen_attentions(layers, batch)
-    elif batch.shared is not None:
-        attends = shared_attentions(layers, modules, batch, batch.shared, prefix=prefix, spare=spare)
     else:
-        layout = pad_layout(batch.lengths, layers[0].attention.heads, batch.tokens.device)
-        layout = replace(layout, spare=spare)
-        attends = padded_attentions(layers, modules, batch, layout, prefix)
-    if cache_write is not None:
-        attends = [with_cache_write(*cache_write, layer, attend) for layer, attend in enumerate(attends)]
+        heads, device = layers[0].attention.heads, batch.tokens.device
+        if batch.shared is None:
+            queries = keys = layout = pad_layout(batch.lengths, heads, device)
+        else:
+            queries, keys = shared_layouts(batch, heads)
+        attends = padded_attentions(layers, queries, keys, modules.masks(queries, keys, offset, device), prefix)
+    if cache is not None and addresses is not None:
+        attends = [CacheWrite(cache, layer, addresses, attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
-    positions = with_spare_rows(positions, spare)
-    sizes = partial(_token_sizes, batch, offset, spare)
-    turns = rotations(layers, modules, positions, max(batch.lengths) + offset, sizes)
-    memory = None if cache_write is None else cache_write.cache
-    across = [None] * len(layers) if source is None else _cross_attentions(layers, source, batch, memory)
+    turns = modules.rotations(layers, positions, max(batch.lengths) + offset, partial(_token_sizes, batch, offset))
+    across = [None] * len(layers)
+    if source is not None:
+        memory = None
+        if cache is not None:
+            memory = CrossAttentionCache(padding_mask(source.batch.sizes, max(source.batch.lengths)))
+            cache.memory = memory
+        across = cross_attentions([layer.cross for layer in layers if layer.cross is not None], source, batch, memory)
     return [
         AttentionContext(attend, turn, cross, layout, relative)
         for attend, turn, cross in zip(attends, turns, across, strict=True)
     ]
 
 
-def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache) -> list[AttentionContext]:
-    """Each layer's context for one new token per row of the cache, which stands at position `cache.lengths`."""
-    check_original_context(cache, layers)
-    positions, width, memory = cache.lengths, cache.longest + 1, cache.memory
-    addresses = cache.addresses(torch.arange(len(positions), device=positions.device), positions)
-    turns = rotations(layers, modules, positions, width, lambda: positions + 1)
-    news = new_tokens(layers, modules, positions, addresses, width, dtype=cache.keys[0].dtype)
-    return [
-        AttentionContext(
-            CachedAttention(cache, layer, new, block.attention),  # type: ignore[arg-type]
-            turn,
-            None if memory is None or block.cross is None else CachedCrossAttention(memory, layer, block.cross),
-        )
-        for layer, (block, turn, new) in enumerate(zip(layers, turns, news, strict=True))
-    ]
-
-
-def rotations(
-    layers: Sequence[BlockSpec], modules: PositionModules, positions: Tensor, longest: int, sizes: Callable[[], Tensor]
-) -> list[Rotation | None]:
-    """The rotation of each layer's queries and keys at `positions` [N]; layers with one spec share it."""
-    made = {spec: rotary(positions, longest, sizes) for spec, rotary in modules.rotaries.items()}
-    specs = [getattr(layer.attention, "rotary", None) for layer in layers]
-    return [None if spec is None else made[spec] for spec in specs]
-
-
-def _token_sizes(batch: Ragged, offset: int, spare: int) -> Tensor:
-    """Tokens of the document each token belongs to, prefix included, of the longest one for a shared prompt's, [N + spare]."""
-    if batch.shared is None:
-        sizes = batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
-        return with_spare_rows(sizes, spare) + offset
-    longest = [0] * len(batch.shared.lengths)
-    for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
-        if prompt is not None:
-            longest[prompt] = max(longest[prompt], length)
-    sizes = torch.tensor([*longest, *batch.lengths])
-    sizes = sizes.repeat_interleave(torch.tensor(batch.pieces), output_size=len(batch.tokens))
-    return with_spare_rows(sizes.to(batch.tokens.device), spare) + offset
+def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
+    """True where tokens see only what is before them in every layer: then a prompt is the same for all of its responses."""
+    return all(isinstance(layer.attention, AttentionSpec) and layer.attention.causal for layer in layers)
 
 
 def padded_attentions(
-    layers: Sequence[BlockSpec], modules: PositionModules, batch: Ragged, layout: PaddedLayout, prefix: Tensor | None
+    layers: Sequence[BlockSpec], queries: PaddedLayout, keys: PaddedLayout, masks: Masks, prefix: Tensor | None = None
 ) -> list[AttentionFn]:
-    """Each layer's attention inside whole documents, padded to rectangles; see `training_contexts`."""
-    offset = 0 if prefix is None else prefix.shape[2]
-
-    @cache
-    def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
-        bias = modules.bias if biased else None
-        return [
-            rectangle_mask(
-                lengths, columns, offset=offset, causal=causal, window=window, bias=bias, device=batch.tokens.device
-            )
-            for (_, columns), lengths in zip(layout.groups, layout.lengths, strict=True)
-        ]
-
+    """Each layer's attention inside documents padded to rectangles."""
     attends: list[AttentionFn] = []
-    for layer, block in enumerate(layers):
-        spec = block.attention
-        if isinstance(spec, DisentangledSpec):
-            if prefix is not None:
-                raise UserError("disentangled attention takes no prefix; use LoRA instead")
+    for layer, spec in enumerate(block.attention for block in layers):
+        if isinstance(spec, AttentionSpec):
+            layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
+            front = None if prefix is None else prefix[layer]
+            attends.append(PaddedAttention(spec, queries, keys, layer_masks, front))
+        elif prefix is not None:
+            raise UserError("disentangled attention takes no prefix; use LoRA instead")
+        else:
             attends.append(_no_attention)
-            continue
-        own_prefix = None if prefix is None else prefix[layer]
-        layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
-        attends.append(PaddedAttention(layout, spec, layer_masks, own_prefix))
     return attends
-
-
-def shared_attentions(
-    layers: Sequence[BlockSpec],
-    modules: PositionModules,
-    batch: Ragged,
-    shared: SharedPrompts,
-    *,
-    prefix: Tensor | None,
-    spare: int,
-) -> list[AttentionFn]:
-    """Each layer's attention in a batch with shared prompts: a document's own tokens read its prompt's keys too."""
-    offset, device = 0 if prefix is None else prefix.shape[2], batch.tokens.device
-    specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
-    layout = shared_layout(batch.lengths, shared, specs[0].heads, device)
-    queries = replace(layout.queries, spare=spare)
-
-    @cache
-    def masks(window: int | None, biased: bool) -> list[Tensor | None]:
-        bias = modules.bias if biased else None
-        return [
-            continued_mask(rectangle, offset=offset, window=window, bias=bias, device=device)
-            for rectangle in layout.rectangles
-        ]
-
-    return [
-        PaddedAttention(
-            queries,
-            spec,
-            masks(spec.window, spec.position_bias is not None),
-            None if prefix is None else prefix[layer],
-            layout.keys,
-        )
-        for layer, spec in enumerate(specs)
-    ]
-
-
-def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
-    """Whether tokens see only what is before them in every layer: then a prompt is the same for all of its responses."""
-    return all(isinstance(layer.attention, AttentionSpec) and layer.attention.causal for layer in layers)
 
 
 def _no_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -216,61 +151,81 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> 
 
 def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[AttentionFn]:
     """Each layer's attention inside whole documents through the variable-length kernel."""
-
-    @cache
-    def attention(spec: Hashable) -> AttentionFn:
-        assert isinstance(spec, AttentionSpec)
-        return VarlenAttention(starts, max(batch.pieces), spec, keys)
-
-    starts, keys = batch.starts, None
+    keys, lengths, starts = None, batch.lengths, batch.starts
+    key_starts = starts
     if batch.shared is not None:
-        keys = shared_keys(batch.lengths, batch.shared, batch.tokens.device)
-        starts = piece_starts(batch)
-    return [attention(layer.attention) for layer in layers]
+        keys, device = shared_keys(batch), batch.tokens.device
+        [lengths] = keys.lengths
+        starts, key_starts = (
+            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
+            for sizes in (batch.pieces, lengths)
+        )
+    longest = max(batch.pieces), max(lengths)
+    specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    return [VarlenAttention(spec, starts, longest[0], key_starts, longest[1], keys) for spec in specs]
 
 
-def _cross_attentions(layers: Sequence[BlockSpec], source: Source, batch: Ragged, cache: Cache | None) -> list:
-    """Each layer's attention on an encoder's states; with a cache, their keys and values are kept there."""
-    attends = cross_attentions([layer.cross for layer in layers if layer.cross is not None], source, batch)
-    if cache is None:
-        return attends
-    cache.memory = CrossAttentionCache(padding_mask(source.batch.sizes, max(source.batch.lengths)))
-    return [with_memory_write(cache.memory, source, attend) for attend in attends]
+def _token_sizes(batch: Ragged, offset: int) -> Tensor:
+    """Tokens of the document of each token, prefix included; of the longest one for a shared prompt's tokens, [N]."""
+    sizes, pieces = batch.sizes, batch.sizes
+    if batch.shared is not None:
+        longest = [0] * len(batch.shared.lengths)
+        for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
+            if prompt is not None:
+                longest[prompt] = max(longest[prompt], length)
+        sizes, pieces = (torch.tensor(x).to(batch.tokens.device) for x in ([*longest, *batch.lengths], batch.pieces))
+    return sizes.repeat_interleave(pieces, output_size=len(batch.tokens)) + offset
 
 
-def new_tokens(
+def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache) -> list[AttentionContext]:
+    """Each layer's context for one new token per row of the cache, at position `cache.lengths`."""
+    check_original_context(cache, layers)
+    positions, width, memory = cache.lengths, cache.longest + 1, cache.memory
+    addresses = cache.addresses(torch.arange(len(positions), device=positions.device), positions)
+    turns = modules.rotations(layers, positions, width, lambda: positions + 1)
+    masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype)
+    contexts = []
+    for layer, (block, turn, mask) in enumerate(zip(layers, turns, masks, strict=True)):
+        assert isinstance(block.attention, AttentionSpec)
+        attend = CacheWrite(cache, layer, addresses, CachedAttention(cache, layer, block.attention, width, mask))
+        cross = None if memory is None or block.cross is None else CachedCrossAttention(memory, layer, block.cross)
+        contexts.append(AttentionContext(attend, turn, cross))
+    return contexts
+
+
+def decoding_masks(
     layers: Sequence[BlockSpec],
     modules: PositionModules,
     positions: Tensor,
-    addresses: Tensor,
     width: int,
     *,
     dtype: torch.dtype | None = None,
-) -> list[NewTokens]:
-    """For each layer which of `width` slots one new token per row, at `positions` [B], attends to.
+) -> list[Tensor]:
+    """Each layer's mask of `width` slots for one new token per row, at `positions` [B]; broadcast to [B, H, 1, width].
 
     Args:
         dtype: of masks that are added to the scores; None: they are booleans.
     """
     relative = torch.arange(width, device=positions.device) - positions[:, None, None]  # [B, 1, width]
 
-    @cache
-    def new(window: int | None, biased: bool) -> NewTokens:
+    @cached
+    def mask(window: int | None, biased: bool) -> Tensor:
         seen = visible(relative, True, window)[:, None]
         if biased and modules.bias is not None:
-            seen = modules.bias(relative).masked_fill(~seen, -torch.inf)
-        elif dtype is not None:  # what the kernel would make of booleans, once for all layers
-            seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-        return NewTokens(addresses, width, seen)
+            return modules.bias(relative).masked_fill(~seen, -torch.inf)
+        if dtype is None:
+            return seen
+        # What the kernel would make of booleans, once for all layers.
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
-    specs = [layer.attention for layer in layers]
-    return [new(spec.window, spec.position_bias is not None) for spec in specs if isinstance(spec, AttentionSpec)]
+    specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    return [mask(spec.window, spec.position_bias is not None) for spec in specs]
 
 
 def check_original_context(cache: Cache, layers: Sequence[BlockSpec]) -> None:
     """Refuse a row's first token beyond the original context of LongRoPE scaling (Phi-3).
 
-    All keys that the row holds were rotated by other angles than a document of the new length has.
+    The keys of the row have other angles than those of a document of the new length.
     """
     scalings = {getattr(getattr(layer.attention, "rotary", None), "scaling", None) for layer in layers}
     for original in (scaling.original_positions for scaling in scalings if isinstance(scaling, LongScaling)):
@@ -280,3 +235,88 @@ def check_original_context(cache: Cache, layers: Sequence[BlockSpec]) -> None:
                 "them, because there all its positions have other angles; shorten the prompt or lower max_new_tokens "
                 f"so that both fit into {original}, or give more than {original} tokens to begin with"
             )
+
+
+class ContinuedRows(NamedTuple):
+    """New tokens behind documents in a cache, whose lengths already count them.
+
+    Attributes:
+        positions: of each new token in its document, which is its slot in the row, [N].
+        addresses: of its keys and values, from `Cache.addresses`, [N * KV].
+        sizes: tokens of the document that each new token belongs to, [N].
+        queries, keys: layouts of the new tokens, and of the rows with them; keys are padded in the cache.
+        rows: cache rows of each rectangle's documents.
+    """
+
+    positions: Tensor
+    addresses: Tensor
+    sizes: Tensor
+    queries: PaddedLayout
+    keys: PaddedLayout
+    rows: tuple[Tensor, ...]
+
+
+def continue_rows(batch: Ragged, cache: Cache, rows: Tensor, heads: int) -> ContinuedRows:
+    """Lengthen cache `rows` [B], none of them empty, by the documents of the batch.
+
+    Raises:
+        ValueError: an empty row, more tokens than a row has room for, or a gradient that a cache would not keep.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError("a cache keeps no gradient: continue its rows under torch.no_grad()")
+    lengths = cache.lengths[rows]
+    before: list[int] = lengths.tolist()
+    if not all(before):
+        raise ValueError("a row without a token cannot be continued: fill it by a prefill")
+    whole = [held + new for held, new in zip(before, batch.lengths, strict=True)]
+    if max(whole) > cache.capacity:
+        raise ValueError(f"the cache holds {cache.capacity} tokens per row, a document needs {max(whole)}")
+    device, sizes = batch.tokens.device, lengths + batch.sizes
+    held, own_rows, token_sizes = (
+        each.repeat_interleave(batch.sizes, output_size=len(batch.tokens)) for each in (lengths, rows, sizes)
+    )
+    positions = batch.positions + held
+    rectangles = choose_rectangles(batch.lengths, heads)
+    cache.lengths[rows] = sizes
+    cache.longest = max(cache.longest, *whole)
+    return ContinuedRows(
+        positions,
+        cache.addresses(own_rows, positions),
+        token_sizes,
+        layout_of(batch.lengths, narrowed(rectangles, batch.lengths), device),
+        PaddedLayout(
+            tuple((len(group), width) for group, width in narrowed(rectangles, whole)),
+            tuple(tuple(whole[i] for i in group) for group, _ in rectangles),
+        ),
+        tuple(rows[torch.tensor(group, device=device)] for group, _ in rectangles),
+    )
+
+
+def continuing_contexts(
+    layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache, new: ContinuedRows
+) -> list[AttentionContext]:
+    """Each layer's context for new tokens that read their cache row and, causally, themselves."""
+    masks = modules.masks(new.queries, new.keys, 0, new.positions.device)
+    longest = max(max(lengths) for lengths in new.keys.lengths)
+    turns = modules.rotations(layers, new.positions, longest, lambda: new.sizes)
+    contexts = []
+    for layer, (block, turn) in enumerate(zip(layers, turns, strict=True)):
+        spec = block.attention
+        if not isinstance(spec, AttentionSpec) or not spec.causal or block.cross is not None:
+            raise ValueError("only the rows of a decoder without an encoder can be continued")
+        layer_masks = masks(True, spec.window, spec.position_bias is not None)
+        stores = cache.keys[layer], cache.values[layer]
+        attend = ContinuedAttention(spec, new.queries, new.keys, layer_masks, cache_rows=new.rows, stores=stores)
+        contexts.append(AttentionContext(CacheWrite(cache, layer, new.addresses, attend), turn))
+    return contexts
+
+
+def longest_continued(layers: Sequence[BlockSpec]) -> int | None:
+    """Most tokens of a document whose beginning has the keys that it has alone; None: no limit.
+
+    Beyond the original context of dynamic and LongRoPE scaling the angles of all tokens depend on the document's length.
+    """
+    rotaries = [layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    scalings = [rotary.scaling for rotary in rotaries if rotary is not None]
+    limits = [each.original_positions for each in scalings if isinstance(each, DynamicScaling | LongScaling)]
+    return min(limits, default=None)

@@ -77,35 +77,29 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return self.weight * root_mean_square_removed(x.float(), self.eps).to(x.dtype)
+        return self.weight * self.quotient(x).to(x.dtype)
+
+    def quotient(self, x: Tensor) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last axis, fp32."""
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-class Float32RMSNorm(nn.Module):
+class Float32RMSNorm(RMSNorm):
     """weight * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as OLMo 2 does."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return (self.weight * root_mean_square_removed(x.float(), self.eps)).to(x.dtype)
+        return (self.weight * self.quotient(x)).to(x.dtype)
 
 
-class UnitOffsetRMSNorm(nn.Module):
+class UnitOffsetRMSNorm(RMSNorm):
     """(1 + weight) * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as Gemma does."""
 
     def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-        self.eps = eps
+        super().__init__(width, eps)
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return (root_mean_square_removed(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
-
-
-def root_mean_square_removed(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return (self.quotient(x) * (1 + self.weight.float())).to(x.dtype)

@@ -1,6 +1,9 @@
 """Documents padded to rectangles for attention, and the masks of those rectangles (True: may attend).
 
-Each document has a row of its own, so no mask is needed to keep documents apart.
+Each document has a row of its own, so no mask is needed to keep documents apart. Queries and keys have a layout each, whose
+rectangles hold the same rows: the same layout where documents read themselves alone; another for the keys where a row
+also reads keys without queries: those of a shared prompt, or of a cache row. The last query of a row has the position of
+its last key.
 """
 
 from collections.abc import Sequence
@@ -9,65 +12,11 @@ from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from alignment.ragged import Ragged, runs
 
 ROUND_TO = 16  # the CPU kernel works on tiles: 64 columns are faster than 60
 CALL_COST = 32_000  # one more attention call costs about as much as this many attention weights (heads * T * T)
-
-
-def relative_positions(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """Key position minus query position, [queries, keys]; the last query has the position of the last key."""
-    query_positions = torch.arange(keys - queries, keys, device=device)
-    return torch.arange(keys, device=device) - query_positions[:, None]
-
-
-def visible(relative: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a key at each relative position may be attended to; the shape of `relative`."""
-    seen = relative <= 0 if causal else torch.ones_like(relative, dtype=torch.bool)
-    return seen if window is None else seen & (relative.abs() < window)
-
-
-def padding_mask(lengths: Tensor, width: int) -> Tensor:
-    """[B, 1, 1, width]: row b attends to its first `lengths[b]` keys."""
-    return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
-
-
-def key_mask(lengths: Sequence[int], columns: int, device: torch.device | str) -> Tensor | None:
-    """`padding_mask` of plain numbers, [B, 1, 1, columns]; None where no row is padded."""
-    return None if min(lengths) == columns else padding_mask(torch.tensor(lengths).to(device), columns)
-
-
-def rectangle_mask(
-    lengths: Sequence[int],
-    columns: int,
-    *,
-    offset: int,
-    causal: bool,
-    window: int | None,
-    bias: nn.Module | None,
-    device: torch.device | str,
-) -> Tensor | None:
-    """The mask or bias of a rectangle's scores beside the causal flag; None where the flag suffices.
-
-    Args:
-        lengths: real tokens of each row.
-        columns: tokens of each row, padding included; `offset` prefix slots come before them as keys.
-        bias: relative positions [Q, S] -> biases [H, Q, S].
-
-    Returns:
-        None, [1 or B, 1 or H, columns, offset + columns], or [B, 1, 1, columns].
-    """
-    keys = offset + columns
-    windowed = window is not None and window < keys
-    real = None if causal else key_mask([offset + length for length in lengths], keys, device)
-    if not windowed and bias is None and not (causal and offset):
-        return real
-    relative = relative_positions(columns, keys, device)
-    seen = visible(relative, causal, window)[None, None]
-    if real is not None:
-        # A padded query may be out of reach of every real key; it then sees itself, for a softmax over nothing is NaN.
-        seen = (seen & real) | (relative == 0)
-    return seen if bias is None else bias(relative)[None].masked_fill(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -82,7 +31,6 @@ class PaddedLayout:
         slots: index of each token when all rectangles lie end to end, [N]; None: the batch is one rectangle already.
         source: token that fills each slot; token 0, unseen, at padding, [S].
         copies: further slots of the first tokens, where documents share these; any number of them each.
-        spare: rows of zeros behind the N tokens, where `spare_rows` asks for them; with `slots` only.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -90,52 +38,79 @@ class PaddedLayout:
     slots: Tensor | None = None
     source: Tensor | None = None
     copies: tuple[Tensor, ...] = ()
-    spare: int = 0
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Tokens [N, ...] in their slots, [S, ...]; no gradient comes back from padding."""
+        return x if self.slots is None else _FillSlots.apply(x, self.source, self.slots, *self.copies)
 
 
 def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
     """The layout of documents with these `lengths` that costs least, by a greedy rule."""
     if min(lengths) == max(lengths):
         return PaddedLayout(((len(lengths), lengths[0]),), (tuple(lengths),))
-    return layout_of(lengths, in_rectangles(choose_columns(lengths, heads)), device)
+    return layout_of(lengths, choose_rectangles(lengths, heads), device)
 
 
 def pad_layouts(
     ours: Sequence[int], theirs: Sequence[int], heads: int, device: torch.device | str = "cpu"
 ) -> tuple[PaddedLayout, PaddedLayout]:
     """Layouts of two sets of documents such that rectangle i of both holds the same rows in the same order."""
-    rectangles = in_rectangles(choose_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
-    one, other = ([(rows, max(lengths[i] for i in rows)) for rows, _ in rectangles] for lengths in (ours, theirs))
-    return layout_of(ours, one, device), layout_of(theirs, other, device)
+    rectangles = choose_rectangles([max(pair) for pair in zip(ours, theirs, strict=True)], heads)
+    one, other = (layout_of(lengths, narrowed(rectangles, lengths), device) for lengths in (ours, theirs))
+    return one, other
 
 
-def in_rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Documents of equal `columns` together, widest first: (their numbers, the columns)."""
-    order = sorted(range(len(columns)), key=columns.__getitem__, reverse=True)
-    return [(list(rows), width) for width, rows in groupby(order, key=columns.__getitem__)]
+def shared_keys(batch: Ragged) -> PaddedLayout:
+    """The keys that the pieces of a batch with shared prompts read, piece after piece without padding.
+
+    The pieces are the shared prompts, which read themselves, and what each document has to itself, which reads its prompt
+    and itself (`Ragged.pieces`).
+    """
+    shared, device = batch.shared, batch.tokens.device
+    assert shared is not None
+    prompts = sum(shared.lengths)
+    firsts = [prompts + start for start in [0, *accumulate(batch.lengths)][:-1]]  # index of each document's first key
+    own = [length - before for length, before in zip(batch.lengths, shared.of_each, strict=True)]
+    of_own = runs([first + before for first, before in zip(firsts, shared.of_each, strict=True)], own)
+    keys = torch.arange(prompts)
+    first_keys: list[list[int]] = [[] for _ in shared.lengths]  # of the documents that begin with each prompt
+    for prompt, first in zip(shared.of_documents, firsts, strict=True):
+        if prompt is not None:
+            first_keys[prompt].append(first)
+    most = len(first_keys[0])  # of the first prompt: see `SharedPrompts`
+    rounds = [[each[number] for each in first_keys if len(each) > number] for number in range(most)]
+    copies = [runs(starts, shared.lengths[: len(starts)]) for starts in rounds]
+    return PaddedLayout(
+        ((1, prompts + sum(batch.lengths)),),
+        ((*shared.lengths, *batch.lengths),),
+        torch.cat([keys, of_own]).to(device, non_blocking=True),
+        torch.cat([keys.to(device, non_blocking=True), shared.documents]),
+        tuple(index.to(device, non_blocking=True) for index in copies),
+    )
 
 
-def layout_of(
-    lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
-) -> PaddedLayout:
-    """The layout with these rectangles: (numbers of its documents, columns) each."""
-    firsts = [0] * len(lengths)
-    first = 0
-    for rows, width in rectangles:
-        for row in rows:
-            firsts[row], first = first, first + width
-    starts = [0, *accumulate(lengths)]
-    shifts = torch.tensor(firsts) - torch.tensor(starts[:-1])
-    tokens = torch.arange(starts[-1])
-    slots = tokens + torch.repeat_interleave(shifts, torch.tensor(lengths), output_size=starts[-1])
-    source = torch.zeros(first, dtype=torch.long).index_copy_(0, slots, tokens)
-    groups = tuple((len(rows), width) for rows, width in rectangles)
-    sizes = tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles)
-    return PaddedLayout(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
+def shared_layouts(batch: Ragged, heads: int) -> tuple[PaddedLayout, PaddedLayout]:
+    """Layouts of the queries and keys of a batch with shared prompts; prompts and documents have rectangles of their own."""
+    keys, shared = shared_keys(batch), batch.shared
+    assert shared is not None
+    [lengths] = keys.lengths
+    documents = choose_rectangles(batch.lengths, heads)
+    rectangles = choose_rectangles(shared.lengths, heads)
+    rectangles += [([len(shared.lengths) + row for row in rows], columns) for rows, columns in documents]
+    queries, padded = (
+        layout_of(sizes, narrowed(rectangles, sizes), batch.tokens.device) for sizes in (batch.pieces, lengths)
+    )
+    slots, source = padded.slots, padded.source
+    assert slots is not None and source is not None and keys.slots is not None and keys.source is not None
+    copies = tuple(slots[index] for index in keys.copies)
+    return queries, PaddedLayout(padded.groups, padded.lengths, slots[keys.slots], keys.source[source], copies)
 
 
-def choose_columns(lengths: Sequence[int], heads: int) -> list[int]:
-    """Width of the rectangle each document goes into: shorter ones get their own where that saves more than a call."""
+Rectangles = list[tuple[list[int], int]]  # the numbers of the documents in each rectangle, and its columns
+
+
+def choose_rectangles(lengths: Sequence[int], heads: int) -> Rectangles:
+    """Rectangles for documents of these lengths, widest first: short ones get their own where that saves more than a call."""
     rounded = [-(-length // ROUND_TO) * ROUND_TO for length in lengths]
     width_of: dict[int, int] = {}
     current = 0
@@ -144,75 +119,159 @@ def choose_columns(lengths: Sequence[int], heads: int) -> list[int]:
         if not current or saved > CALL_COST:
             current = width
         width_of[width] = current
-    return [width_of[width] for width in rounded]
+    columns = [width_of[width] for width in rounded]
+    order = sorted(range(len(columns)), key=columns.__getitem__, reverse=True)
+    return [(list(rows), width) for width, rows in groupby(order, key=columns.__getitem__)]
 
 
-def with_spare_rows(x: Tensor, spare: int) -> Tensor:
-    """x [N, ...] and rows of zeros behind it, [N + spare, ...]."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, spare)) if spare else x
+def narrowed(rectangles: Rectangles, lengths: Sequence[int]) -> Rectangles:
+    """The rectangles, each as wide as the longest of its documents."""
+    return [(rows, max(lengths[row] for row in rows)) for rows, _ in rectangles]
 
 
-class _SelectRows(torch.autograd.Function):
-    """`select_rows`: its backward writes rows where index_select's would add them up one by one."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = len(x)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        (index,), (grad,) = ctx.saved_tensors, grad_outputs
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
-
-
-def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first axis; `index` names no row twice."""
-    return _SelectRows.apply(x, index)
+def layout_of(lengths: Sequence[int], rectangles: Rectangles, device: torch.device | str) -> PaddedLayout:
+    """The layout of documents with these `lengths` in these rectangles."""
+    firsts = [0] * len(lengths)
+    size = 0
+    for rows, width in rectangles:
+        for row in rows:
+            firsts[row], size = size, size + width
+    slots = runs(firsts, lengths)
+    source = torch.zeros(size, dtype=torch.long).index_copy_(0, slots, torch.arange(len(slots)))
+    return PaddedLayout(
+        tuple((len(rows), width) for rows, width in rectangles),
+        tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles),
+        slots.to(device, non_blocking=True),
+        source.to(device, non_blocking=True),
+    )
 
 
 class _FillSlots(torch.autograd.Function):
-    """`fill_slots`: the gradients of a token's copies are added up in one order, so that a run repeats bit for bit."""
+    """x[source]; the gradients of a token's copies are added up in one order, so that a run repeats bit for bit."""
 
     @staticmethod
     def forward(ctx, x: Tensor, source: Tensor, slots: Tensor, *copies: Tensor) -> Tensor:
         ctx.save_for_backward(slots, *copies)
-        ctx.rows = len(x)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         (slots, *copies), (grad,) = ctx.saved_tensors, grad_outputs
-        total = with_spare_rows(grad.index_select(0, slots), ctx.rows - len(slots))
+        total = grad.index_select(0, slots)
         for more in copies:
             total[: len(more)] += grad.index_select(0, more)
         return total, None, None, *[None] * len(copies)
 
 
-def fill_slots(x: Tensor, source: Tensor, slots: Tensor, copies: Sequence[Tensor] = ()) -> Tensor:
-    """x[source] along the first axis, where no gradient comes back from padding, [S, ...].
-
-    Args:
-        x: tokens, [N, ...], and perhaps more rows, which are in no slot.
-        source: token in each slot, [S].
-        slots: a slot of each token, [N].
-        copies: further slots of the first tokens; padding, whose token is any, is in none of these.
-    """
-    return _FillSlots.apply(x, source, slots, *copies)
-
-
 def pad(x: Tensor, layout: PaddedLayout) -> tuple[Tensor, ...]:
     """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `unpad` is the inverse without copies."""
-    if layout.slots is not None:
-        assert layout.source is not None
-        x = fill_slots(x, layout.source, layout.slots, layout.copies)
-    pieces = x.split([documents * columns for documents, columns in layout.groups])
+    pieces = layout.fill(x).split([documents * columns for documents, columns in layout.groups])
     return tuple(piece.unflatten(0, group) for piece, group in zip(pieces, layout.groups, strict=True))
 
 
 def unpad(rectangles: Sequence[Tensor], layout: PaddedLayout) -> Tensor:
-    """Tokens [N, ...] of rectangles, and spare rows behind them; the inverse of `pad`."""
+    """Tokens [N, ...] of rectangles; the inverse of `pad`."""
     flat = [rectangle.flatten(0, 1) for rectangle in rectangles]
     x = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return x if layout.slots is None else with_spare_rows(select_rows(x, layout.slots), layout.spare)
+    return x if layout.slots is None else select_rows(x, layout.slots)
+
+
+class _SelectRows(torch.autograd.Function):
+    """x[index]; the backward writes rows where index_select's would add them up one by one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, repeated: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index, repeated)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        (index, repeated), (grad,) = ctx.saved_tensors, grad_outputs
+        total = grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad)
+        if repeated is not None:
+            rows = index[repeated]
+            total.index_fill_(0, rows, 0.0).index_add_(0, rows, grad[repeated])
+        return total, None, None
+
+
+def select_rows(x: Tensor, index: Tensor, repeated: Tensor | None = None) -> Tensor:
+    """x[index] along the first axis.
+
+    Args:
+        index: no row twice, but for those that `repeated` names.
+        repeated: the places in `index` of all rows that come more than once.
+    """
+    return _SelectRows.apply(x, index, repeated)
+
+
+def states_before_targets(states: Tensor, batch: Ragged) -> Tensor:
+    """The hidden states that predict each target, [M, D]; a prompt's last one predicts the first token of each response."""
+    return select_rows(states, batch.before, None if batch.shared is None else batch.shared.repeated)
+
+
+def visible(relative: Tensor, causal: bool, window: int | None) -> Tensor:
+    """True where a key may be attended to; `relative`: key positions minus query positions."""
+    seen = relative <= 0 if causal else torch.ones_like(relative, dtype=torch.bool)
+    return seen if window is None else seen & (relative.abs() < window)
+
+
+def padding_mask(lengths: Tensor, width: int) -> Tensor:
+    """[B, 1, 1, width]: row b attends to its first `lengths[b]` keys."""
+    return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+def key_mask(lengths: Sequence[int], columns: int, device: torch.device | str) -> Tensor | None:
+    """`padding_mask` of plain numbers, [B, 1, 1, columns]; None where no row is padded."""
+    return None if min(lengths) == columns else padding_mask(torch.tensor(lengths).to(device), columns)
+
+
+def key_masks(layout: PaddedLayout, device: torch.device | str) -> list[Tensor | None]:
+    """`key_mask` of each rectangle."""
+    groups = zip(layout.lengths, layout.groups, strict=True)
+    return [key_mask(lengths, columns, device) for lengths, (_, columns) in groups]
+
+
+def attention_masks(
+    queries: PaddedLayout,
+    keys: PaddedLayout,
+    *,
+    offset: int = 0,
+    causal: bool = True,
+    window: int | None,
+    bias: nn.Module | None,
+    device: torch.device | str,
+) -> list[Tensor | None]:
+    """The mask or bias of each rectangle's scores; None where the kernel's causal flag suffices.
+
+    Args:
+        queries, keys: layouts with the same rows.
+        offset: prefix slots that come before all keys.
+        window: as in `AttentionSpec`.
+        bias: relative positions [..., Q, S] -> biases [..., H, Q, S].
+
+    Returns:
+        For each rectangle None, [1 or B, 1 or H, columns, offset + key columns], or [B, 1, 1, key columns].
+    """
+    sizes = zip(queries.lengths, keys.lengths, strict=True)
+    masks: list[Tensor | None] = []
+    for (asking, read), (_, columns), (_, key_columns) in zip(sizes, queries.groups, keys.groups, strict=True):
+        width = offset + key_columns
+        before = [total - own for own, total in zip(asking, read, strict=True)]  # keys before the first query
+        real = None if causal else key_mask([offset + length for length in read], width, device)
+        windowed = window is not None and window < width
+        if not (any(before) or windowed or bias is not None or (causal and offset)):
+            masks.append(real)
+            continue
+        positions = torch.arange(offset + before[0], offset + before[0] + columns, device=device)[None]
+        if len(set(before)) > 1:
+            # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is NaN.
+            first, last = (torch.tensor(x).to(device)[:, None] for x in (before, [length - 1 for length in read]))
+            positions = offset + torch.minimum(first + torch.arange(columns, device=device), last)
+        relative = torch.arange(width, device=device) - positions[..., None]  # [1 or B, columns, width]
+        seen = visible(relative, causal, window)[:, None]
+        if real is not None:
+            # A padded query may be out of reach of every real key; it then sees itself.
+            seen = (seen & real) | (relative == 0)[:, None]
+        masks.append(seen if bias is None else bias(relative).masked_fill(~seen, -torch.inf))
+    return masks

@@ -89,7 +89,7 @@ class RotarySpec:
 
     @property
     def by_length(self) -> bool:
-        """Whether the angles of a token depend on the length of its document, beyond the original context."""
+        """True where the angles of a token depend on the length of its document, beyond the original context."""
         return isinstance(self.scaling, DynamicScaling | LongScaling)
 
     def build(self) -> "Rotary":
@@ -146,7 +146,7 @@ def _rotation(angles: Tensor, spec: RotarySpec) -> Rotation:
 
 
 def equal_angles(spec: RotarySpec, lengths: Sequence[int]) -> bool:
-    """Whether documents of these lengths turn the tokens that they begin with by the same angles."""
+    """True where documents of these lengths turn the tokens that they begin with by the same angles."""
     match spec.scaling:
         case DynamicScaling(original_positions=original):
             return len({max(length, original) for length in lengths}) == 1

@@ -1,7 +1,7 @@
-"""Biases on attention scores by relative position: ALiBi's slopes and T5's trained buckets.
+"""Positions that are added: vectors on the token embedding, and biases on attention scores (ALiBi's slopes, T5's buckets).
 
-Both give one bias per head for a table of relative positions, key position minus query position, so that the same code
-serves whole documents and one new token.
+A bias takes relative positions, key position minus query position, so that the same code serves whole documents and one
+new token.
 """
 
 import math
@@ -12,11 +12,62 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class AlibiSpec:
-    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes.
+class LearnedPositionsSpec:
+    """One trained vector per position, added to the token's; position 0 reads row `first` of the table."""
 
-    Source: Press et al. 2021, arXiv:2108.12409, section 3.
+    count: int
+    first: int = 0
+
+    def build(self, width: int) -> nn.Module:
+        """positions [N] -> vectors [N, width]."""
+        return LearnedPositions(self.count, width, self.first)
+
+
+@dataclass(frozen=True)
+class SinusoidalPositionsSpec:
+    """Sines and cosines of the position, added to the token's vector."""
+
+    def build(self, width: int) -> nn.Module:
+        """positions [N] -> vectors [N, width]."""
+        return SinusoidalPositions(width)
+
+
+PositionsSpec = LearnedPositionsSpec | SinusoidalPositionsSpec
+
+
+class LearnedPositions(nn.Module):
+    """One trained vector per position; position 0 reads row `first`, below which some families keep rows for other uses."""
+
+    def __init__(self, count: int, width: int, first: int = 0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(first + count, width))
+        self.first = first
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [N] -> [N, D]."""
+        return nn.functional.embedding(positions + self.first if self.first else positions, self.weight)
+
+
+class SinusoidalPositions(nn.Module):
+    """sin(position / 10000^(2 i / D)) in the even columns, the cosine in the odd ones. Nothing is trained or saved.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
     """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [N] -> [N, D], fp32."""
+        exponents = torch.arange(0, self.width, 2, device=positions.device, dtype=torch.float32) / self.width
+        angles = positions[:, None].float() * 10000.0**-exponents
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, : self.width]
+
+
+@dataclass(frozen=True)
+class AlibiSpec:
+    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes."""
 
     scale: float = 1.0
 
@@ -27,10 +78,7 @@ class AlibiSpec:
 
 @dataclass(frozen=True)
 class BFloat16AlibiSpec:
-    """ALiBi trained with slopes, positions and their products in bfloat16; `scale` multiplies the product.
-
-    Source: transformers, `models/falcon`.
-    """
+    """ALiBi trained with slopes, positions and their products in bfloat16; `scale` multiplies the product."""
 
     scale: float = 1.0
 
@@ -41,10 +89,7 @@ class BFloat16AlibiSpec:
 
 @dataclass(frozen=True)
 class RelativeBiasSpec:
-    """One trained number per head and bucket of relative positions, added to the scores; all layers share it (T5).
-
-    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
-    """
+    """One trained number per head and bucket of relative positions, added to the scores; all layers share it (T5)."""
 
     buckets: int
     max_distance: int

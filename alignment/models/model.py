@@ -1,0 +1,187 @@
+"""Base of all models, ours and transformers': one `forward`, and trained vectors in front of every document."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alignment.errors import UserError
+from alignment.models.outputs import ValueOutput, value_output
+from alignment.models.safetensors_files import HFConfig
+from alignment.ragged import Ragged
+
+
+class Padded(NamedTuple):
+    """Documents that lay in a padded rectangle.
+
+    Attributes:
+        batch: the documents end to end.
+        indices: of their tokens in the flat rectangle, [N]; None: all.
+        shape: of the rectangle, [B, T].
+    """
+
+    batch: Ragged
+    indices: Tensor | None
+    shape: torch.Size
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere."""
+        if self.indices is not None:
+            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.indices, x)
+        return x.unflatten(0, tuple(self.shape))
+
+
+def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
+    """A padded rectangle [B, T] as documents end to end.
+
+    Raises:
+        ValueError: no `input_ids`, or a row without tokens.
+    """
+    if input_ids is None:
+        raise ValueError("a model call needs input_ids or batch")
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask > 0
+    lengths = tuple(real.sum(1).tolist())
+    if 0 in (*lengths, len(lengths)):
+        raise ValueError(f"attention_mask marks no token in row {lengths.index(0) if lengths else 0}")
+    indices = None if min(lengths) == input_ids.shape[1] else real.flatten().nonzero().squeeze(1)
+
+    def kept(x: Tensor) -> Tensor:
+        return x.flatten() if indices is None else x.flatten()[indices]
+
+    nothing = torch.empty(0, dtype=torch.long, device=input_ids.device)
+    batch = Ragged(
+        tokens=kept(input_ids),
+        positions=kept(real.cumsum(1) - 1),
+        starts=F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32),
+        lengths=lengths,
+        target_index=nothing,
+        target_rows=nothing,
+        weight=0.0,
+        segments=None if segments is None else kept(segments),
+    )
+    return Padded(batch, indices, input_ids.shape)
+
+
+class Model(nn.Module):
+    """A network that reads documents.
+
+    Attributes:
+        config: the Hugging Face config.json it was built from and is saved with.
+        task: name of its head, as in `build_model`.
+        outputs: (batch, ...) -> the outputs of a batch.
+        source: "native", or "transformers" where it runs as transformers' own class.
+        generation_config: content of generation_config.json, if the model generates and the file is there.
+        prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
+        prefix_enabled: False: `prefix` does not act.
+        soft_prompt: module whose call gives the vectors that are read as the first tokens of every document, [P, E].
+        soft_prompt_enabled: False: `soft_prompt` does not act.
+    """
+
+    source: str
+    outputs: Callable[..., Any]
+    generation_config: dict[str, Any] | None = None
+
+    def __init__(self, config: HFConfig, task: str):
+        super().__init__()
+        self.config, self.task = config, task
+        self.prefix: nn.Module | None = None
+        self.soft_prompt: nn.Module | None = None
+        self.prefix_enabled = self.soft_prompt_enabled = True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        batch: Any = None,
+        **options: Any,
+    ) -> Any:
+        """The outputs of a batch, or of padded rows.
+
+        Args:
+            input_ids: [B, T], padded on either side; positions are counted from each row's first token.
+            attention_mask: [B, T], 1 or True at real tokens; None: all are.
+            token_type_ids: sentence of a pair that each token belongs to, for encoders, [B, T].
+            batch: documents end to end, instead of the padded rows.
+            options: further arguments of the class's `outputs` or `padded_outputs`.
+        """
+        if batch is not None:
+            return self.outputs(batch, **options)
+        return self.padded_outputs(from_padded(input_ids, attention_mask, token_type_ids), **options)
+
+    def padded_outputs(self, padded: Padded) -> Any:
+        """The outputs of padded rows: logits of documents [B, C] as they are, of tokens as [B, T, C], zeros at padding."""
+        output = self.outputs(padded.batch)
+        return output if self.task == "sequence" else output._replace(logits=padded.restore(output.logits))
+
+    def active_prefix(self) -> Tensor | None:
+        """The prefix's keys and values, [layers, 2, P, K, head_dim]; None where there is none or it is disabled."""
+        return self.prefix() if self.prefix is not None and self.prefix_enabled else None
+
+    def active_soft_prompt(self) -> Tensor | None:
+        """The soft prompt's vectors, [P, E]; None where there is none or it is disabled."""
+        return self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
+
+    def virtual_tokens(self) -> int:
+        """Positions that a prefix or soft prompt takes in front of every document; no weight is read, which may be sharded."""
+        active = ((self.prefix, self.prefix_enabled), (self.soft_prompt, self.soft_prompt_enabled))
+        return sum(
+            int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
+        )
+
+
+def padded_values(padded: Padded, outputs: Tensor) -> ValueOutput:
+    """The output of a scalar model's padded call from the outputs of each token, [N, k]; see `ValueOutput`."""
+    plain = value_output(outputs)
+    members = None if plain.members is None else padded.restore(plain.members)
+    return ValueOutput(padded.restore(plain.values), outputs[padded.batch.last], members)
+
+
+def check_capacity(capacity: int, positions: int) -> None:
+    """Refuse to decode beyond the last position.
+
+    Raises:
+        UserError: `capacity` tokens are more than the model's `positions`.
+    """
+    if capacity > positions:
+        raise UserError(
+            f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {positions} positions; lower "
+            "max_new_tokens or shorten the prompts"
+        )
+
+
+def check_lengths(model: Any, lengths: Sequence[tuple[str, int]], way_out: str, new_tokens: int = 0) -> None:
+    """Refuse documents that are longer than the model's positions, before anything is computed.
+
+    Args:
+        model: one of ours or of transformers; a prefix or soft prompt takes positions too.
+        lengths: name and number of tokens of each document.
+        way_out: the user's way out, for the message.
+        new_tokens: tokens that will follow each document.
+
+    Raises:
+        UserError: naming how many do not fit, and the longest.
+    """
+    tokens = np.array([tokens for _, tokens in lengths], np.int64)
+    check_row_lengths(model, tokens, lambda row: lengths[row][0], way_out, new_tokens)
+
+
+def check_row_lengths(
+    model: Any, lengths: np.ndarray, name_of: Callable[[int], str], way_out: str, new_tokens: int = 0
+) -> None:
+    """`check_lengths` of the tokens of many documents; `name_of` gives the name of a document by its number."""
+    taken, positions = model.virtual_tokens(), model.spec.max_positions
+    long = np.flatnonzero(lengths > positions - taken - new_tokens)
+    if not len(long):
+        return
+    longest = int(long[lengths[long].argmax()])
+    follow = f", {new_tokens} new ones" if new_tokens else ""
+    before = f", a prefix or soft prompt of {taken}" if taken else ""
+    raise UserError(
+        f"{len(long)} of {len(lengths)} documents do not fit the model's {positions} positions; the longest is "
+        f"{name_of(longest)} ({int(lengths[longest])} tokens{follow}{before}): {way_out}"
+    )
