@@ -286,7 +286,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Probability of the tokens that are kept.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="The same replies each time.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
 ) -> None:
     """Talk with a model in the terminal."""
     from alignment.commands import chat as terminal
@@ -318,10 +318,13 @@ def serve(
     quantize: Quantize = None,
     chat_template: Annotated[str | None, typer.Option(help="Built-in chat template or a file.")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
-    max_batch: Annotated[int, typer.Option(help="Responses decoded side by side.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Longest chat response where a request names none.")] = 512,
+    max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
     kept_tokens: Annotated[
-        int, typer.Option(help="Tokens of past prompts and responses kept for prompts that begin as they do; 0: none.")
+        int,
+        typer.Option(
+            min=0, help="Tokens of past prompts and responses kept for prompts that begin as they do; 0: none."
+        ),
     ] = 16384,
 ) -> None:
     """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""

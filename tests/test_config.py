@@ -14,17 +14,14 @@ from alignment.algorithms.runs import to_dict
 from alignment.config.load import build, load_config
 from alignment.config.yaml_source import SourcedYaml, parse_yaml
 from alignment.errors import UserError
+from alignment.settings import PositiveFloat, Settings
 
 
 @dataclass(frozen=True)
-class Optim:
-    learning_rate: float
+class Optim(Settings):
+    learning_rate: PositiveFloat
     betas: tuple[float, float] = (0.9, 0.999)
     schedule: Literal["cosine", "linear"] = "cosine"
-
-    def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}; 1e-4 is usual")
 
 
 @dataclass(frozen=True)
@@ -153,9 +150,9 @@ def test_a_wrong_sibling_does_not_hide_an_optional_section_of_the_wrong_kind(tmp
     assert [problem.split(": ")[1] for problem in problems(tmp_path, text)] == ["single.kind", "batch_size"]
 
 
-def test_a_range_error_carries_the_section_and_the_config_s_own_words(tmp_path):
+def test_a_range_error_carries_the_key_and_its_line(tmp_path):
     assert problems(tmp_path, GOOD.replace("1e-4", "-1.0")) == [
-        "stage.yaml:3: optim: learning_rate must be above 0, got -1.0; 1e-4 is usual"
+        "stage.yaml:3: optim.learning_rate: must be above 0, got -1.0"
     ]
 
 

@@ -50,13 +50,6 @@ class ServeConfig:
     max_tokens: int = 512
     kept_tokens: int = 16384
 
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.kept_tokens < 0:
-            raise UserError(f"--kept-tokens must be at least 0, got {self.kept_tokens}")
-
 
 def serve_model(
     config: ServeConfig, host: str, port: int, *, allow_remote: bool = False, key_variable: str | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alignment.config.problems import Problem, explain_errors, follows_from, is_number, replace_wrong
+from alignment.config.problems import explain_errors, is_number, stand_in
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, suggest
 from alignment.settings import contradictions, deferred_checks
@@ -104,10 +104,10 @@ def packaged_writer(output: str) -> str | None:
 
 
 def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
-    """The config in a document; every key is known, every type and range right.
+    """Return the config in a document; every key is known, every type and limit right, no two values contradict.
 
-    The check of a section stops at its first wrong value, and a section around a wrong value is not checked at all. So wrong
-    keys are taken out and the rest is checked again, until nothing else is wrong.
+    A value stands in for each wrong one, so that the sections around it can be made and asked for contradictions; those
+    that read a value that stands in are not named.
 
     Args:
         check: finds what else is wrong with a config, such as files that are not there.
@@ -115,33 +115,32 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
     Raises:
         UserError: every problem at once.
     """
-    values = {} if document.values is None else document.values
+    values = json.loads(json.dumps({} if document.values is None else document.values, default=str))
+    problems, replaced = dict(_numbers_out_of_range(values)), set[Key]()
     config, wrong = _validate(cls, values)
-    problems = {each.key: each for each in [*_numbers_out_of_range(values), *wrong]}
-    lines = [_line(document, each.key, each.checked, each.why) for each in problems.values()]
-    rest, replaced = json.loads(json.dumps(values, default=str)), set[Key]()
-    while found := {key for each in wrong if (key := replace_wrong(cls, rest, each, replaced)) is not None}:
-        replaced |= found
-        config, wrong = _validate(cls, rest)
-        lines += [
-            _line(document, each.key, each.checked, each.why) for each in wrong if not follows_from(each, replaced)
-        ]
-    for key, why, read in contradictions(config):
-        if not any(each[: len(wrong)] == wrong for each in read for wrong in replaced):
-            lines.append(_line(document, key, key, why))
-    for key, why in check(config) if check is not None and config is not None else ():
-        if not follows_from(Problem(key, key[:-1], "", why), replaced):
-            lines.append(_line(document, key, key, why))
-    raise_all(dict.fromkeys(lines))
+    while wrong:
+        problems = {key: why for key, why in wrong if not _within(key, replaced)} | problems
+        stood_in = {key for name, _ in wrong if (key := stand_in(cls, values, name)) is not None} - replaced
+        if not stood_in:
+            break
+        replaced |= stood_in
+        config, wrong = _validate(cls, values)
+    lines = [(key, why) for key, why in problems.items()]
+    lines += [
+        (key, why) for key, why, read in contradictions(config) if not any(_within(each, replaced) for each in read)
+    ]
+    if check is not None and config is not None:
+        lines += [(key, why) for key, why in check(config) if not _within(key, replaced)]
+    raise_all(dict.fromkeys(f"{document.location(key)}: {dotted(key)}: {why}" for key, why in lines))
     return cast(T, config)
 
 
-def _line(document: SourcedYaml, key: Key, shown: Key, why: str) -> str:
-    return f"{document.location(key)}: {dotted(shown)}: {why}"
+def _within(key: Key, sections: Iterable[Key]) -> bool:
+    return any(key[: len(section)] == section for section in sections)
 
 
-def _validate(cls: type[T], values: object) -> tuple[T | None, list[Problem]]:
-    """The config of these values, or all wrong types and the first wrong value of each section."""
+def _validate(cls: type[T], values: object) -> tuple[T | None, list[tuple[Key, str]]]:
+    """Return the config of these values, not yet asked for contradictions, or all keys of a wrong type or out of limits."""
     from pydantic import ValidationError
 
     try:
@@ -152,8 +151,8 @@ def _validate(cls: type[T], values: object) -> tuple[T | None, list[Problem]]:
         return None, explain_errors(cls, values, error.errors(include_url=False))
 
 
-def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[Problem]:
-    """Numbers that are too large or too small to compute with; pydantic refuses infinite ones."""
+def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Keys of numbers that are too large or too small to compute with; pydantic refuses infinite ones."""
     if isinstance(values, (dict, list)):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from _numbers_out_of_range(value, (*key, name))
@@ -161,10 +160,10 @@ def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[Problem]:
         return
     elif isinstance(values, int) and abs(values) > LARGEST_INTEGER:
         why = f"must lie within 64 bits (at most {LARGEST_INTEGER}), got a number of {len(str(abs(values)))} digits"
-        yield Problem(key, key, "range", why)
+        yield key, why
     elif isinstance(values, float) and math.isfinite(values) and not SMALLEST <= abs(values) <= LARGEST:
         why = f"must be 0 or between {SMALLEST} and {LARGEST} in size, got {values}"
-        yield Problem(key, key, "range", why)
+        yield key, why
 
 
 @functools.cache

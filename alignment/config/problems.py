@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import itertools
 import json
-import operator
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import MISSING
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
@@ -92,24 +91,8 @@ class _Located(NamedTuple):
     error: "ErrorDetails"
 
 
-class Problem(NamedTuple):
-    """Why a value is refused.
-
-    Attributes:
-        key: the wrong key.
-        checked: the value that was refused; where a section's own check failed, the section around `key`.
-        kind: pydantic's name of the error.
-        why: the reason, and the way out.
-    """
-
-    key: Key
-    checked: Key
-    kind: str
-    why: str
-
-
-def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[Problem]:
-    """One problem for each key that is wrong.
+def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[tuple[Key, str]]:
+    """Each wrong key, and why.
 
     Args:
         cls: the config's dataclass.
@@ -121,70 +104,36 @@ def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") 
         by_key.setdefault(each.key, []).append(each)
     for key, group in by_key.items():  # a key that one member of a union knows is not unknown to the user
         by_key[key] = [each for each in group if each.error["type"] != "unexpected_keyword_argument"] or group
-    return [
-        Problem(_key_at_fault(key, group[0].error), key, group[0].error["type"], _reason(cls, group))
-        for key, group in by_key.items()
-    ]
+    return [(key, _reason(cls, group)) for key, group in by_key.items()]
 
 
-def replace_wrong(cls: type, values: object, problem: Problem, replaced: Collection[Key]) -> Key | None:
-    """Take a wrong key out of `values`, so that its default stands in; a missing key gets a value of its type.
-
-    Where the check of a section begins with no key's name, it is the first of the keys that it names.
-
-    Args:
-        replaced: the keys that this function was called for before.
+def stand_in(cls: type, values: object, key: Key) -> Key | None:
+    """Let another value stand in for a wrong or missing one: the default, or a value of its type that means nothing.
 
     Returns:
-        The key; None where nothing can stand in.
+        The key; that of the whole list for an item of one, as without it the others would change places. None where
+        nothing can stand in.
     """
-    key = problem.key
-    section = _value_at(values, key)
-    if problem.kind == "value_error" and isinstance(section, dict):
-        named = (word for word in re.findall(r"\w+", problem.why) if word in section and (*key, word) not in replaced)
-        key = (*key, *itertools.islice(named, 1))
-    while key and isinstance(key[-1], int):  # the whole list: without one item the others would change places
+    while key and isinstance(key[-1], int):
         key = key[:-1]
-    section = _value_at(values, key[:-1])
+    section = functools.reduce(lambda inner, part: inner[part], key[:-1], cast(Any, values))
     if not key or not isinstance(section, dict):
         return None
-    if key[-1] not in section:
-        section[str(key[-1])] = _stand_in(cls, key)
-    elif key in replaced:
-        return None
-    else:
-        del section[str(key[-1])]
+    name = str(key[-1])
+    section.pop(name, None)
+    for each in _sections(cls, key[:-1]):
+        for entry in dataclasses.fields(each):
+            if entry.name == name and MISSING is entry.default is entry.default_factory:
+                section[name] = _value_of(get_type_hints(each)[name], name)
     return key
 
 
-def follows_from(problem: Problem, replaced: Collection[Key]) -> bool:
-    """True where a problem may be there only because other values stand in at the keys `replaced`.
-
-    That holds unless the check of a section begins with the wrong key and compares it with none of the others. What it
-    advises, after the value it got, is no comparison.
-    """
-    if problem.key == problem.checked or any(problem.key[: len(key)] == key for key in replaced):
-        return True
-    compared = set(re.findall(r"\w+", problem.why.partition(", got ")[0])) - set(problem.key[-1:])
-    return any(key[: len(problem.checked)] == problem.checked and key[-1] in compared for key in replaced)
-
-
-def _value_at(values: object, key: Key) -> Any:
-    """The value at a key; None where there is none."""
-    try:
-        return functools.reduce(operator.getitem, key, cast(Any, values))
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
-def _stand_in(cls: type, key: Key) -> object:
-    """A value of the type that a key has; it means nothing."""
-    hint: Any = next((get_type_hints(each).get(str(key[-1])) for each in _sections(cls, key[:-1])), None)
+def _value_of(hint: Any, name: str) -> object:
     while get_origin(hint) in (Union, UnionType, Literal):
         hint = get_args(hint)[0]
     if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
         return {}
-    return {list: [], tuple: [], str: str(key[-1]), float: 1.0, int: 1}.get(get_origin(hint) or hint, hint)
+    return {list: [], tuple: [], str: name, float: 1.0, int: 1}.get(get_origin(hint) or hint, hint)
 
 
 def _locate(values: Any, error: "ErrorDetails") -> _Located:
@@ -225,39 +174,16 @@ def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
 
 
 def _errors_of_other_members(located: Sequence[_Located]) -> list[bool]:
-    """Whether each error belongs to a union member that the value does not match.
-
-    A member does not match if its `kind` differs. A member that refuses the values in its own words has accepted every
-    key and type: then it matches, and the other members at that key do not.
-    """
-    other_kinds: dict[Key, set[tuple[str, ...]]] = {}
-    accepted: dict[Key, set[tuple[str, ...]]] = {}
-    for each in located:
-        if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error":
-            other_kinds.setdefault(each.key[:-1], set()).add(each.members)
-        if each.members and each.error["type"] == "value_error":
-            accepted.setdefault(each.key, set()).add(each.members)
-
-    def of_other(each: _Located) -> bool:
-        for depth in range(len(each.key) + 1):
-            section = each.key[:depth]
-            if any(each.members[: len(m)] == m for m in other_kinds.get(section, ())):
-                return True
-            matching = accepted.get(section, set())
-            if any(len(each.members) >= len(m) and each.members[: len(m)] not in matching for m in matching):
-                return True
-        return False
-
-    return [of_other(each) for each in located]
-
-
-def _key_at_fault(key: Key, error: "ErrorDetails") -> Key:
-    """The wrong key; where a section's own check failed, its message begins with the name of one of its keys."""
-    if error["type"] == "value_error" and isinstance(error["input"], dict):
-        first = re.match(r"\W*(?:\w+\.)*(\w+)", str(error.get("ctx", {})["error"]))
-        if first and first[1] in error["input"]:
-            return (*key, first[1])
-    return key
+    """True for each error of a union member whose `kind` is not the value's."""
+    other_kinds = [
+        (each.key[:-1], each.members)
+        for each in located
+        if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error"
+    ]
+    return [
+        any(each.key[: len(key)] == key and each.members[: len(members)] == members for key, members in other_kinds)
+        for each in located
+    ]
 
 
 def _reason(cls: type, group: Sequence[_Located]) -> str:
