@@ -113,8 +113,7 @@ def test_pairs_lie_chosen_first_and_a_shared_prompt_counts_once_towards_the_limi
     assert [len(batch.lengths) for batch in collate_pairs(pairs, 20)] == [2, 2]
     [batch] = collate_pairs(pairs, 20, share_prompts=True)
     assert len(batch.ragged.tokens) == 20 and batch.weight == 2.0
-    assert whole_documents(batch.ragged) == [example.ids for side in ("chosen", "rejected")
-                                             for example in [getattr(each, side) for each in pairs]]  # fmt: skip
+    assert whole_documents(batch.ragged) == [each.documents[side] for side in (0, 1) for each in pairs]
 
 
 def test_rankings_keep_the_responses_of_a_prompt_together():

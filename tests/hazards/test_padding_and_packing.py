@@ -10,7 +10,7 @@ from alignment.data.batches import collate, collate_pairs
 from alignment.data.examples import Example
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
-from tests.examples import pair_example
+from tests.examples import sides
 
 ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY |= {"num_key_value_heads": 2}
@@ -78,12 +78,11 @@ def test_h08_no_document_reads_another_one(model):
 def test_h08_no_response_reads_another_one_of_the_same_prompt(model):
     """A shared prompt is read by both of its responses; with another chosen response the rejected one stays."""
     prompt, answers = example("a", 30, 0).ids, [example("r", 9, seed).ids for seed in (1, 2, 3)]
-    mask = [False] * 30 + [True] * 9
     with torch.no_grad():
         found = []
         for chosen in answers[:2]:
-            sides = [Example.single([*prompt, *answer], mask, "a") for answer in (chosen, answers[2])]
-            [batch] = collate_pairs([pair_example(*sides, margin=None, row_id="a")], 200, share_prompts=True)
+            pair = Example.answered(prompt, [chosen, answers[2]], "a")
+            [batch] = collate_pairs([pair], 200, share_prompts=True)
             assert len(batch.ragged.tokens) == 30 + 9 + 9
             found.append(model(batch=batch.ragged).log_probs)
     assert (found[0][9:] - found[1][9:]).abs().max() <= 1e-6 < 1e-2 < (found[0][:9] - found[1][:9]).abs().max()
@@ -118,13 +117,8 @@ def test_h18_padded_packed_and_shared_forms_have_one_loss_and_one_gradient(model
     pairs = []
     for number, (prompt_length, chosen, rejected) in enumerate(((20, 9, 3), (4, 12, 15), (11, 1, 6))):
         prompt = example("p", prompt_length, number).ids
-        sides = []
-        for side, length in enumerate((chosen, rejected)):
-            mask = [False] * prompt_length + [True] * length
-            sides.append(
-                Example.single([*prompt, *example("r", length, 10 * number + side + 5).ids], mask, str(number))
-            )
-        pairs.append(pair_example(*sides, margin=None, row_id=str(number)))
+        responses = [example("r", n, 10 * number + side + 5).ids for side, n in enumerate((chosen, rejected))]
+        pairs.append(Example.answered(prompt, responses, str(number)))
     order = sorted(pairs, key=lambda pair: -max(len(pair.documents[0]), len(pair.documents[1])))
     documents = [sides(pair)[0] for pair in order] + [sides(pair)[1] for pair in order]
     [packed], [shared] = (collate_pairs(pairs, 1000, share_prompts=share) for share in (False, True))

@@ -196,8 +196,8 @@ def test_several_losses_and_imitation_have_the_loss_and_gradients_of_trl():
 def concatenated(pairs):
     """A batch as trl's CPO and ORPO trainers take it: labels are -100 at the prompt."""
     batch = {}
-    for side in ("chosen", "rejected"):
-        rows = padded([getattr(pair, side) for pair in pairs])
+    for number, side in enumerate(("chosen", "rejected")):
+        rows = padded([sides(pair)[number] for pair in pairs])
         batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"] = rows["input_ids"], rows["attention_mask"]
         batch[f"{side}_labels"] = rows["input_ids"].masked_fill(rows["completion_mask"] == 0, -100)
     return batch
@@ -277,10 +277,8 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
     from alignment.losses.unpaired import kl_reference_point
 
     mismatched = mismatched_rows(rows, 32, None)
-    inputs = padded([sides(row)[0] for row in rows]) | {
-        "label": torch.tensor([row.values["desirable"] for row in rows])
-    }
-    inputs |= {f"KL_{key}": value for key, value in padded([sides(row)[0] for row in mismatched]).items()}
+    inputs = padded(rows) | {"label": torch.tensor([row.values["desirable"] for row in rows])}
+    inputs |= {f"KL_{key}": value for key, value in padded(mismatched).items()}
     trainer = SimpleNamespace(
         accelerator=accelerator(), model=TokenLogProbs(policy), ref_model=TokenLogProbs(reference), beta=0.3,
         loss_type=name, calculate_KL=name == "kto", precompute_ref_logps=False, desirable_weight=1.2,

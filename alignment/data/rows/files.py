@@ -241,7 +241,8 @@ def line_spans(path: Path, size: int, first: int) -> Iterator[tuple[Position, in
 
 def _text_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """Running text: documents are separated by blank lines; a row is located by its first line."""
-    at, lines, first = list(position or (0, 0)), list[str](), 0
+    at: list[int] = list(position or (0, 0))
+    lines, first = list[str](), 0
     for line in chain(_text_lines(path, at), [""]):
         if line.strip():
             first = first if lines else at[1]
@@ -253,7 +254,7 @@ def _text_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 
 def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """Comma-separated, first line the column names; every value is text."""
-    at = list(position or (0, 0))
+    at: list[int] = list(position or (0, 0))
     lines = partial(_text_lines, path, carriage_returns=True)
     try:
         names = next(csv.reader(lines([0, 0] if at[0] else at), strict=True), [])
