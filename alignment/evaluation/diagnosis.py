@@ -1,4 +1,4 @@
-"""What went wrong in a training run, judged by its logs (`alignment doctor --run DIR`): one table of symptoms.
+"""Symptoms of a training run that went wrong, judged by its logs (`alignment doctor --run DIR`): one table.
 
 A threshold that PPO's alarms have during the run too is in training/collapse.py; the others stand here with their reason.
 """
@@ -118,7 +118,7 @@ class Diagnosis:
 
 
 def diagnose(run: RunLog) -> list[Diagnosis]:
-    """The symptoms of a run; what would explain the others comes first."""
+    """The symptoms of a run; a cause of others comes before them."""
     found: dict[str, Diagnosis] = {}
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
@@ -223,7 +223,7 @@ def gradient_spikes(run: RunLog, norms: Series) -> bool:
 
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
-    """The estimated KL stays below what its noise allows, though a KL is never negative."""
+    """The estimated KL stays further below 0 than its noise, though a KL is never negative."""
     k3, low = run.series.get("kl_k3"), float(kl.windows.min())
     responses = run.number("training.batch_size", 32) * run.number("responses_per_prompt", 1) * kl.width
     return low < least_kl(k3.last if k3 is not None else abs(low), responses)
@@ -319,7 +319,7 @@ OVERFLOW_ADVICE = (
     THIRD, Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
     Advice("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
 )  # fmt: skip
-SYMPTOMS = (  # what would explain the others comes first
+SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "gradient spikes", ALL, (Sign(("grad_norm",), gradient_spikes),),
         "Odd rows (very long, broken, mislabeled) or steps at the edge of what is stable.",
@@ -386,7 +386,8 @@ SYMPTOMS = (  # what would explain the others comes first
         unless=("score constant",),
     ),
     Symptom(
-        "score flat at the reference", SAMPLED, (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
+        "score flat at the reference", SAMPLED,
+        (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
         (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
          Advice("epochs", 4, "more passes over each rollout")),
