@@ -123,12 +123,12 @@ def diagnose(run: RunLog) -> list[Diagnosis]:
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
         for sign in symptom.signs:
-            series = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
-            enough = bool(series) and all(len(each.values) >= sign.enough for each in series.values())
-            if enough and len(series) >= len(sign.metrics) and sign.wrong(run, *series.values()):
-                seen |= series
+            logged = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
+            enough = all(len(each.values) >= sign.enough for each in logged.values())
+            if enough and len(logged) >= len(sign.metrics) and sign.wrong(run, *logged.values()):
+                seen |= logged
         if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {series.course()}" for name, series in seen.items())
+            evidence = "; ".join(f"{name} {each.course()}" for name, each in seen.items())
             steps = min(each.steps[0] for each in seen.values()), max(each.steps[-1] for each in seen.values())
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
@@ -203,10 +203,8 @@ def over_optimized(name: str) -> Sign:
 def exceeds_rounding(run: RunLog, errors: Series, name: str) -> bool:
     """Any line lies above `ROUNDING` of the run's precision."""
     sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
-    return (
-        max(errors.values)
-        > ROUNDING[name]["bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"]
-    )
+    precision = "bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"
+    return max(errors.values) > ROUNDING[name][precision]
 
 
 def sampling_differs(run: RunLog) -> bool:
@@ -251,7 +249,7 @@ def updates_too_small(run: RunLog, moved: Series, score: Series) -> bool:
     high = max(rates.values(), default=0.0) / 2
     sizes = [value for step, value in zip(*moved, strict=True) if rates.get(step, 0.0) >= high]
     several = run.number("epochs", 1) * run.number("minibatches", 1) >= 2
-    return several and not score.rises() and float(np.median(sizes)) < SMALL_UPDATE
+    return several and not score.rises() and float(np.median(sizes or moved.values)) < SMALL_UPDATE
 
 
 def length_hacking(run: RunLog, score: Series, length: Series) -> bool:

@@ -77,6 +77,8 @@ def run_on_rows(
     Raises:
         UserError: no rows, or rows that no JSON line holds; everything that the stage's command refuses.
     """
+    if evaluation_rows is not None and stage in ("winrate", "best_of_n"):
+        raise UserError("evaluation_rows: this stage trains nothing and reads `rows` alone; leave them out")
     given = {"train": rows} if evaluation_rows is None else {"train": rows, "evaluation": evaluation_rows}
     data = settings.get("data", {})
     if not isinstance(data, Mapping):
