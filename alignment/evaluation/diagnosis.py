@@ -54,11 +54,13 @@ class Sign(NamedTuple):
         metrics: names; one that ends in / stands for all that begin so. The sign is absent where the run lacks one.
         wrong: True where the run is not well; called with the run and the `Series` of each metric.
         enough: lines of each metric that are needed.
+        limit: of the first metric, in words.
     """
 
     metrics: tuple[str, ...]
     wrong: Callable[..., object]
     enough: int = ENOUGH
+    limit: str = ""
 
 
 class Times(NamedTuple):
@@ -108,7 +110,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A symptom that was found, its evidence and cause, the steps whose lines were judged, and settings to try."""
+    """A symptom that was found, its evidence and cause, the steps that show it, and settings to try."""
 
     symptom: str
     evidence: str
@@ -122,14 +124,16 @@ def diagnose(run: RunLog) -> list[Diagnosis]:
     found: dict[str, Diagnosis] = {}
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
+        limits: dict[str, str] = {}
         for sign in symptom.signs:
             logged = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
             enough = all(len(each.values) >= sign.enough for each in logged.values())
             if enough and len(logged) >= len(sign.metrics) and sign.wrong(run, *logged.values()):
                 seen |= logged
+                limits[next(iter(logged))] = sign.limit
         if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {each.course()}" for name, each in seen.items())
-            steps = min(each.steps[0] for each in seen.values()), max(each.steps[-1] for each in seen.values())
+            evidence = "; ".join(f"{name} {each.course()}{limits.get(name, '')}" for name, each in seen.items())
+            steps = min(each.late[0] for each in seen.values()), max(each.late[1] for each in seen.values())
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
     return [*_overflow(run), *found.values()]
@@ -176,17 +180,18 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...
 
 def above(name: str, bound: float) -> Sign:
     """The last window lies above a bound."""
-    return Sign((name,), lambda _, series: series.last > bound)
+    return Sign((name,), lambda _, series: series.last > bound, limit=f" (at most {bound:g})")
 
 
 def peaks_above(name: str, bound: float) -> Sign:
     """Some window lies above a bound."""
-    return Sign((name,), lambda _, series: series.windows.max() > bound)
+    return Sign((name,), lambda _, series: series.windows.max() > bound, limit=f" (at most {bound:g})")
 
 
 def shrinks_to(name: str, share: float) -> Sign:
     """The last window is less than a share of the beginning."""
-    return Sign((name,), lambda _, series: series.last < share * series.first and series.falls(3))
+    limit = f" (at least {share:g} of the beginning)"
+    return Sign((name,), lambda _, series: series.last < share * series.first and series.falls(3), limit=limit)
 
 
 def over_optimized(name: str) -> Sign:
@@ -307,6 +312,7 @@ PENALTY = Advice("kl_coef", Times(2, 0.02), "twice the penalty")
 TARGET_KL = Advice("target_kl", 0.02, "ends the passes over a rollout once the policy has moved so far")
 TEMPERATURE = Advice("temperature", 1.0, "samples that differ")
 END_PENALTY = Advice("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
+ENDS = f" (at least {ENDED:g})"
 LONGER_RESPONSES = Advice("max_new_tokens", Times(2), "room to end")
 CRITIC = (
     Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
@@ -328,7 +334,7 @@ SYMPTOMS = (  # a cause of others comes before them
         (Sign(("first_ratio_error",), lambda run, errors: exceeds_rounding(run, errors, "first_ratio_error"), 1),
          Sign(("sampling_error",),
               lambda run, errors: not sampling_differs(run) and exceeds_rounding(run, errors, "sampling_error"), 1),
-         Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1),
+         Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1, " (1 without a mismatch)"),
          Sign(("importance_clipped_share",), lambda _, clipped: clipped.last > CLIPPED_WEIGHTS, 1)),
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
@@ -367,7 +373,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "critic lost", SAMPLED,
-        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED),),
+        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED,
+              limit=f" (median of the later half at least {EXPLAINED:g})"),),
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"), *CRITIC),
@@ -419,11 +426,11 @@ SYMPTOMS = (  # a cause of others comes before them
               "each further token costs")),
     ),
     Symptom(
-        "missing ends", SAMPLED, (Sign(("ended_share",), lambda _, ended: ended.last < ENDED <= ended.first),),
+        "missing ends", SAMPLED, (Sign(("ended_share",), lambda _, ended: ended.last < ENDED <= ended.first, limit=ENDS),),
         "The policy has unlearned to end its responses.", (END_PENALTY, LONGER_RESPONSES),
     ),
     Symptom(
-        "responses cut off", SAMPLED, (Sign(("ended_share",), lambda _, ended: max(ended.first, ended.last) < ENDED),),
+        "responses cut off", SAMPLED, (Sign(("ended_share",), lambda _, ended: max(ended.first, ended.last) < ENDED, limit=ENDS),),
         "The limit is too short, or the starting policy never learned its end token (see the chat template and the end "
         "tokens of its SFT run).",
         (LONGER_RESPONSES, END_PENALTY),

@@ -71,6 +71,12 @@ class Series(NamedTuple):
         start = math.floor(share * len(self.values))
         return Series(self.steps[start:], self.values[start:])
 
+    @property
+    def late(self) -> tuple[int, int]:
+        """Steps from where the windows have gone half their way from the beginning to the farthest one, to the end."""
+        away = np.abs(self.windows - self.first)
+        return self.steps[int((away >= away.max() / 2).argmax())], self.steps[-1]
+
     def course(self) -> str:
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
         low, high = self.windows.min(), self.windows.max()
