@@ -14,7 +14,7 @@ import numpy as np
 from alignment.errors import UserError, raise_all, suggest
 from alignment.evaluation.report.charts import SERIES, Curve, path_chart
 from alignment.evaluation.report.html import Chart, Section, render_page
-from alignment.evaluation.report.run_report import read_log_rows
+from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_json
 from alignment.settings import PositiveInt, Rule, Settings
 
@@ -170,20 +170,25 @@ def run(config: StudyConfig) -> Path:
         for name, series in config.series.items()
         if series.fit is not None
     }
-    peaks = {
+    peaks = {} if peak is None else {
         name: find_peak(points[name], of=peak.of, against=peak.against, kept=_kept_name(config.series[name]))
-        for name in (peak.series if peak is not None else [])
-    }
-    savings = {
-        name: find_saving(points[name], points[own.start][0], points[own.base][0], own)
-        for name in (own.series if own is not None else [])
-    }
+        for name in peak.series
+    }  # fmt: skip
+    savings = {} if own is None else {
+        name: find_saving(points[name], points[own.start][0], points[own.base][0], own) for name in own.series
+    }  # fmt: skip
     results = {"series": points, "laws": laws, "peaks": peaks, "savings": savings}
     output = Path(config.output)
     write_json(output / "results.json", results)
     sections = _sections(config, points, laws, peaks, savings)
-    heading = {"kind": "study", "title": config.title, "summary": config.summary}
-    render_page(output / "report.html", "sections.html.jinja", sections=sections, **heading)
+    render_page(
+        output / "report.html",
+        "sections.html.jinja",
+        kind="study",
+        title=config.title,
+        summary=config.summary,
+        sections=sections,
+    )
     return output / "results.json"
 
 
@@ -197,20 +202,20 @@ def read_points(series: SeriesConfig) -> list[Point]:
         UserError: no such file, key or item; a column that no line of a run has, or that an item of results lacks.
     """
     source, rows = _rows(series)
-    points = [
+    points: list[Point] = [
         {"name": name} | {key: _number(row, column) for key, column in series.columns.items()} for name, row in rows
     ]
     for key, column in series.columns.items():
         without = [point["name"] for point in points if point[key] is None]
         if without and (series.run is None or len(without) == len(points)):
-            place = "" if series.run is not None else f" in {without[0]}"
-            raise UserError(f"{source}: there is no number {column!r}{place}")
+            item = "" if series.run is not None else f" in {without[0]}"
+            raise UserError(f"{source}: there is no number {column!r}{item}")
     complete = [point for point in points if None not in point.values()]
     raise_all([] if complete else [f"{source}: no line has all of {', '.join(series.columns.values())}"])
     return complete
 
 
-def _rows(series: SeriesConfig) -> tuple[str, list[tuple[str, Mapping[str, object]]]]:
+def _rows(series: SeriesConfig) -> tuple[str, Sequence[tuple[str, Mapping[str, object]]]]:
     """The path of a series' source, and its (name, row) pairs."""
     if series.run is not None:
         path = Path(series.run) / "metrics.jsonl"
@@ -281,7 +286,7 @@ def fit_law(law: Law, kl: Sequence[float], gold: Sequence[float]) -> dict[str, A
     Source: Gao et al. 2022, arXiv:2210.10760, equations 1 and 2 (alpha and beta as there), with a free start.
     """
     if len({max(0.0, each) for each in kl}) < 3:
-        raise UserError("a law with three coefficients needs points at three different values of the KL")
+        raise UserError(f"fit={law}: a law with three coefficients needs points at three different values of the KL")
     heights = np.asarray(gold, float)
     start, alpha, beta = np.linalg.lstsq(_law_terms(law, kl), heights, rcond=None)[0].tolist()
     found = {"law": law, "start": start, "alpha": alpha, "beta": beta}

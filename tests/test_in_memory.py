@@ -135,6 +135,8 @@ def test_iterations_of_online_dpo_are_handed_over_and_its_model_is_compared_on_r
         rows=rows["prompts"][:6], output=tmp_path / "winrate", max_new_tokens=8,
     )  # fmt: skip
     assert compared.results["models"]["tuned"]["win_rate"]["n"] == 6 and compared.metrics == []
+    with pytest.raises(UserError, match="evaluation_rows"):
+        alignment.evaluate(models={}, baseline="a", rows=[], evaluation_rows=[], output=tmp_path / "winrate")
     assert alignment.evaluate.__doc__ and "PPO" in alignment.ppo.__doc__ and alignment.ppo.__name__ == "ppo"
 
 

@@ -151,13 +151,6 @@ def test_references_merges_and_settings_reach_the_stages(recipe, ran):
     ]
 
 
-def test_a_second_run_does_nothing(recipe, ran):
-    go(recipe)
-    assert ran.names() == ["world", "sft", "ppo"]
-    go(recipe)
-    assert ran.names() == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -431,17 +424,6 @@ def test_a_model_under_the_home_directory_or_named_by_a_plain_word_is_part_of_th
     (model / "config.json").write_text('{"changed": true}')
     go(recipe)
     assert ran.names() == ["sft", "ppo"]
-
-
-def test_a_plain_word_that_is_a_directory_s_name_by_chance_is_not_hashed(recipe, ran, monkeypatch):
-    monkeypatch.chdir(recipe.parent)
-    (recipe.parent / "cosine").mkdir()
-    edit(recipe, "${world}/model", "cosine")
-    go(recipe)
-    ran.names()
-    (recipe.parent / "cosine" / "rows.txt").write_text("new")
-    go(recipe)
-    assert ran.names() == []
 
 
 def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ caps, biases and kernels, returns its weights; nothing is computed here a second
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,12 +118,11 @@ def recorded(trunk: nn.Module) -> Iterator[Recorded]:
         return x, replace(context, attend=_recording(context.attend, maps.own))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
-    hooks = [part.register_forward_pre_hook(before) for part in trunk.modules() if isinstance(part, kinds)]
-    try:
+    with ExitStack() as hooks:
+        for part in trunk.modules():
+            if isinstance(part, kinds):
+                hooks.enter_context(part.register_forward_pre_hook(before))
         yield maps
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _recording(attend: AttentionFn, maps: list[Tensor]) -> AttentionFn:
@@ -178,15 +177,11 @@ def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
 def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContext, values: Tensor) -> Tensor:
     """The layer's mix of other values than its own, [N, H, K]: caught on the way to its output layer."""
     caught: list[Tensor] = []
-    hooks = (
+    with (
         attention.value.register_forward_hook(lambda *_: values.flatten(1)),
         attention.output.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])),
-    )
-    try:
+    ):
         attention.forward(x, context)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return caught[0].unflatten(-1, values.shape[1:])
 
 

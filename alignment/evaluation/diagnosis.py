@@ -1,4 +1,4 @@
-"""What went wrong in a training run, judged by its logs (`alignment doctor --run DIR`): one table of symptoms.
+"""Symptoms of a training run that went wrong, judged by its logs (`alignment doctor --run DIR`): one table.
 
 A threshold that PPO's alarms have during the run too is in training/collapse.py; the others stand here with their reason.
 """
@@ -54,11 +54,13 @@ class Sign(NamedTuple):
         metrics: names; one that ends in / stands for all that begin so. The sign is absent where the run lacks one.
         wrong: True where the run is not well; called with the run and the `Series` of each metric.
         enough: lines of each metric that are needed.
+        limit: of the first metric, in words.
     """
 
     metrics: tuple[str, ...]
     wrong: Callable[..., object]
     enough: int = ENOUGH
+    limit: str = ""
 
 
 class Times(NamedTuple):
@@ -108,7 +110,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A symptom that was found, its evidence and cause, the steps whose lines were judged, and settings to try."""
+    """A symptom that was found, its evidence and cause, the steps that show it, and settings to try."""
 
     symptom: str
     evidence: str
@@ -118,18 +120,20 @@ class Diagnosis:
 
 
 def diagnose(run: RunLog) -> list[Diagnosis]:
-    """The symptoms of a run; what would explain the others comes first."""
+    """The symptoms of a run; a cause of others comes before them."""
     found: dict[str, Diagnosis] = {}
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
+        limits: dict[str, str] = {}
         for sign in symptom.signs:
-            series = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
-            enough = bool(series) and all(len(each.values) >= sign.enough for each in series.values())
-            if enough and len(series) >= len(sign.metrics) and sign.wrong(run, *series.values()):
-                seen |= series
+            logged = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
+            enough = all(len(each.values) >= sign.enough for each in logged.values())
+            if enough and len(logged) >= len(sign.metrics) and sign.wrong(run, *logged.values()):
+                seen |= logged
+                limits[next(iter(logged))] = sign.limit
         if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {series.course()}" for name, series in seen.items())
-            steps = min(each.steps[0] for each in seen.values()), max(each.steps[-1] for each in seen.values())
+            evidence = "; ".join(f"{name} {each.course()}{limits.get(name, '')}" for name, each in seen.items())
+            steps = min(each.late[0] for each in seen.values()), max(each.late[1] for each in seen.values())
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
     return [*_overflow(run), *found.values()]
@@ -176,17 +180,18 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...
 
 def above(name: str, bound: float) -> Sign:
     """The last window lies above a bound."""
-    return Sign((name,), lambda _, series: series.last > bound)
+    return Sign((name,), lambda _, series: series.last > bound, limit=f" (at most {bound:g})")
 
 
 def peaks_above(name: str, bound: float) -> Sign:
     """Some window lies above a bound."""
-    return Sign((name,), lambda _, series: series.windows.max() > bound)
+    return Sign((name,), lambda _, series: series.windows.max() > bound, limit=f" (at most {bound:g})")
 
 
 def shrinks_to(name: str, share: float) -> Sign:
     """The last window is less than a share of the beginning."""
-    return Sign((name,), lambda _, series: series.last < share * series.first and series.falls(3))
+    limit = f" (at least {share:g} of the beginning)"
+    return Sign((name,), lambda _, series: series.last < share * series.first and series.falls(3), limit=limit)
 
 
 def over_optimized(name: str) -> Sign:
@@ -203,10 +208,8 @@ def over_optimized(name: str) -> Sign:
 def exceeds_rounding(run: RunLog, errors: Series, name: str) -> bool:
     """Any line lies above `ROUNDING` of the run's precision."""
     sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
-    return (
-        max(errors.values)
-        > ROUNDING[name]["bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"]
-    )
+    precision = "bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"
+    return max(errors.values) > ROUNDING[name][precision]
 
 
 def sampling_differs(run: RunLog) -> bool:
@@ -223,7 +226,7 @@ def gradient_spikes(run: RunLog, norms: Series) -> bool:
 
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
-    """The estimated KL stays below what its noise allows, though a KL is never negative."""
+    """The estimated KL stays further below 0 than its noise, though a KL is never negative."""
     k3, low = run.series.get("kl_k3"), float(kl.windows.min())
     responses = run.number("training.batch_size", 32) * run.number("responses_per_prompt", 1) * kl.width
     return low < least_kl(k3.last if k3 is not None else abs(low), responses)
@@ -251,7 +254,7 @@ def updates_too_small(run: RunLog, moved: Series, score: Series) -> bool:
     high = max(rates.values(), default=0.0) / 2
     sizes = [value for step, value in zip(*moved, strict=True) if rates.get(step, 0.0) >= high]
     several = run.number("epochs", 1) * run.number("minibatches", 1) >= 2
-    return several and not score.rises() and float(np.median(sizes)) < SMALL_UPDATE
+    return several and not score.rises() and float(np.median(sizes or moved.values)) < SMALL_UPDATE
 
 
 def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
@@ -309,6 +312,7 @@ PENALTY = Advice("kl_coef", Times(2, 0.02), "twice the penalty")
 TARGET_KL = Advice("target_kl", 0.02, "ends the passes over a rollout once the policy has moved so far")
 TEMPERATURE = Advice("temperature", 1.0, "samples that differ")
 END_PENALTY = Advice("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
+ENDS = f" (at least {ENDED:g})"
 LONGER_RESPONSES = Advice("max_new_tokens", Times(2), "room to end")
 CRITIC = (
     Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
@@ -319,7 +323,7 @@ OVERFLOW_ADVICE = (
     THIRD, Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
     Advice("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
 )  # fmt: skip
-SYMPTOMS = (  # what would explain the others comes first
+SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "gradient spikes", ALL, (Sign(("grad_norm",), gradient_spikes),),
         "Odd rows (very long, broken, mislabeled) or steps at the edge of what is stable.",
@@ -330,7 +334,7 @@ SYMPTOMS = (  # what would explain the others comes first
         (Sign(("first_ratio_error",), lambda run, errors: exceeds_rounding(run, errors, "first_ratio_error"), 1),
          Sign(("sampling_error",),
               lambda run, errors: not sampling_differs(run) and exceeds_rounding(run, errors, "sampling_error"), 1),
-         Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1),
+         Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1, " (1 without a mismatch)"),
          Sign(("importance_clipped_share",), lambda _, clipped: clipped.last > CLIPPED_WEIGHTS, 1)),
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
@@ -369,7 +373,8 @@ SYMPTOMS = (  # what would explain the others comes first
     ),
     Symptom(
         "critic lost", SAMPLED,
-        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED),),
+        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED,
+              limit=f" (median of the later half at least {EXPLAINED:g})"),),
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"), *CRITIC),
@@ -386,7 +391,8 @@ SYMPTOMS = (  # what would explain the others comes first
         unless=("score constant",),
     ),
     Symptom(
-        "score flat at the reference", SAMPLED, (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
+        "score flat at the reference", SAMPLED,
+        (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
         (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
          Advice("epochs", 4, "more passes over each rollout")),
@@ -420,11 +426,11 @@ SYMPTOMS = (  # what would explain the others comes first
               "each further token costs")),
     ),
     Symptom(
-        "missing ends", SAMPLED, (Sign(("ended_share",), lambda _, ended: ended.last < ENDED <= ended.first),),
+        "missing ends", SAMPLED, (Sign(("ended_share",), lambda _, ended: ended.last < ENDED <= ended.first, limit=ENDS),),
         "The policy has unlearned to end its responses.", (END_PENALTY, LONGER_RESPONSES),
     ),
     Symptom(
-        "responses cut off", SAMPLED, (Sign(("ended_share",), lambda _, ended: max(ended.first, ended.last) < ENDED),),
+        "responses cut off", SAMPLED, (Sign(("ended_share",), lambda _, ended: max(ended.first, ended.last) < ENDED, limit=ENDS),),
         "The limit is too short, or the starting policy never learned its end token (see the chat template and the end "
         "tokens of its SFT run).",
         (LONGER_RESPONSES, END_PENALTY),

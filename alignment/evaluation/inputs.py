@@ -12,7 +12,7 @@ from alignment.hotel_world.grammar import is_prompt
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
-    """Records of `data.train`; what was dropped is printed on standard error.
+    """Records of `data.train`; counts of dropped rows are printed on standard error.
 
     Raises:
         UserError: bad rows, or settings of a mixture.
@@ -46,6 +46,6 @@ def check_hotel_prompts(prompts: Sequence[Prompt], who: str, advice: str = "") -
 
 
 def print_tally(what: str, tally: Tally, notes: Sequence[str] = ()) -> None:
-    """Print notes, and what reading or tokenizing dropped and cut, on standard error."""
+    """Print notes, and the counts of rows that reading or tokenizing dropped and cut, on standard error."""
     for line in (*notes, *tally.lines()):
         print(f"{what}: {line}", file=sys.stderr)

@@ -6,10 +6,10 @@ Rates and intervals are in winrate.py. No judge here calls a service.
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
@@ -18,6 +18,8 @@ from alignment.files import write_text
 
 if TYPE_CHECKING:
     from alignment.data.rows.records import Prompt
+
+ROW = ("id", "first", "second", "verdict")  # of a form
 
 Judge = Callable[[Sequence["Prompt"], Sequence[str], Sequence[str]], Sequence[Verdict]]
 """Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge."""
@@ -173,15 +175,13 @@ def file_judge(path: Path) -> Judge:
     verdicts: dict[tuple[str, str, str], tuple[str, Verdict]] = {}
     problems: list[str] = []
     for row in json_line_rows(path):
-        if row.values is None:
-            problems.append(row.problem)
+        problem = _row_problem(row.values or {})
+        if row.values is None or problem:
+            problems.append(row.problem if row.values is None else f"{row.location}: {problem}")
             continue
-        if problem := _row_problem(row.values):
-            problems.append(f"{row.location}: {problem}")
-            continue
-        name, verdict = row.values["id"], _as_verdict(row.values["verdict"])
-        key = (name, row.values["first"], row.values["second"])
-        earlier_location, earlier = verdicts.setdefault(key, (row.location, verdict))
+        name, first, second, verdict = (row.values[key] for key in ROW)
+        verdict = None if verdict is None else float(verdict)
+        earlier_location, earlier = verdicts.setdefault((name, first, second), (row.location, verdict))
         if earlier != verdict:
             problems.append(f"{row.location}: id {name!r} has verdict {verdict}, but {earlier} in {earlier_location}")
     if not verdicts and not problems:
@@ -209,19 +209,12 @@ def file_judge(path: Path) -> Judge:
     return judge
 
 
-def _row_problem(row: dict[str, Any]) -> str:
-    """What is wrong with a row of verdicts; empty where nothing is."""
-    missing = [key for key in ("id", "first", "second", "verdict") if key not in row]
-    if missing:
+def _row_problem(row: Mapping[str, object]) -> str:
+    """The reason why a row holds no verdict in the form's shape; empty where it does."""
+    if missing := [key for key in ROW if key not in row]:
         return f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
-    wrong = [key for key in ("id", "first", "second") if not isinstance(row[key], str)]
-    if wrong:
+    if wrong := [key for key in ROW[:3] if not isinstance(row[key], str)]:
         return f"{', '.join(map(repr, wrong))} must be text"
     verdict = row["verdict"]
-    if isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
-        return f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
-    return ""
-
-
-def _as_verdict(value: float | None) -> Verdict:
-    return None if value is None else float(value)
+    valid = not isinstance(verdict, bool) and verdict in (WIN, TIE, LOSS, None)
+    return "" if valid else f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"

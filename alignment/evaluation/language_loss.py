@@ -1,4 +1,4 @@
-"""How likely a language model finds held-out text: loss, perplexity and bits per byte, and the two responses of pairs."""
+"""Held-out loss, perplexity and bits per byte of a language model, and log-probabilities of the responses of pairs."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -134,7 +134,7 @@ def wilson_interval(rate: float, n: float) -> tuple[float, float]:
 
 
 def accuracy_figures(groups: Sequence[ScoredGroup]) -> Figures:
-    """Accuracy over ordered pairs with its interval, the distribution of margins, and of K-way groups what is picked."""
+    """Accuracy over ordered pairs with its interval, the distribution of margins, and the picks among K responses."""
     pairs = pairs_of(groups)
     counts, edges = np.histogram(pairs.margins, HISTOGRAM_BINS)
     better = [score for group in groups for score, rank in zip(group.scores, group.ranks, strict=True) if rank == 0]
@@ -254,7 +254,7 @@ def calibration_figures(margins: np.ndarray, prompts: np.ndarray | None = None, 
 
 
 def length_figures(pairs: Pairs) -> Figures:
-    """What length does to scores: slope per 100 tokens within prompts, correlation, accuracy where the chosen is longer.
+    """Effect of length on scores: slope per 100 tokens within prompts, correlation, accuracy where the chosen is longer.
 
     Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100 tokens;
     its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs of unequal

@@ -69,7 +69,7 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
 
 
 def _kind(source: SourceConfig) -> Kind:
-    """The kind of rows of a source; what is no comparison is read as rankings, which says what is missing."""
+    """The kind of a source's rows: comparisons where they have chosen and rejected, else rankings."""
     raw = list(read_raw(source.source, str(source.split)))
     row_format = choose_row_format(source.source, raw, "comparisons", source.columns or {})
     return "comparisons" if row_format.columns == ("chosen", "rejected") else "rankings"
@@ -78,7 +78,7 @@ def _kind(source: SourceConfig) -> Kind:
 def encode_preferences(
     sources: Sequence[tuple[str, list[Preference]]], model: RewardModel, max_length: int
 ) -> tuple[list[EncodedRow], Tally]:
-    """The rows as the model reads them, with an encoder's special tokens where it is one; and what was dropped and cut.
+    """The rows as the model reads them, with an encoder's special tokens where it is one; and the counts of dropped and cut rows.
 
     Raises:
         UserError: rows that the chat template, or an encoder, refuses.

@@ -1,5 +1,6 @@
-"""The logs of a run as columns, with the few statistics that a symptom is judged by; diagnosis.py has the symptoms."""
+"""The files of a run: its record, its logs as rows, and metrics as columns with the statistics that symptoms are judged by."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alignment.errors import UserError
-from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
+from alignment.config.yaml_source import read_yaml
+from alignment.data.rows.files import json_line_rows
+from alignment.errors import UserError, raise_all
+from alignment.files import hash_of
 
 ENOUGH = 10  # lines of a metric below which a trend is not judged: two windows of three need some course between them
 
@@ -67,6 +70,12 @@ class Series(NamedTuple):
         """The lines that follow after this share of them."""
         start = math.floor(share * len(self.values))
         return Series(self.steps[start:], self.values[start:])
+
+    @property
+    def late(self) -> tuple[int, int]:
+        """Steps from where the windows have gone half their way from the beginning to the farthest one, to the end."""
+        away = np.abs(self.windows - self.first)
+        return self.steps[int((away >= away.max() / 2).argmax())], self.steps[-1]
 
     def course(self) -> str:
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
@@ -128,6 +137,47 @@ def columns(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, Series], di
                 steps.setdefault(name, []).append(row["step"])
                 values.setdefault(name, []).append(float(value))
     return {name: Series(tuple(steps[name]), tuple(values[name])) for name in values}, broken
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """Lineage of a stage's result, its settings, and how long it took."""
+
+    name: str
+    hash: str
+    parents: Sequence[str] = ()
+    seconds: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_log_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
+
+    Raises:
+        UserError: broken lines before the last, with file:line.
+    """
+    rows = list(json_line_rows(path)) if path.exists() else []
+    if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
+        rows.pop()
+    raise_all(row.problem for row in rows if row.values is None)
+    return [row.values for row in rows if row.values is not None]
+
+
+def read_stage_record(directory: Path) -> StageRecord:
+    """Settings, parents and the hash of the whole lineage of a run.
+
+    Raises:
+        UserError: there is no lineage.json, so it is not a run's directory.
+    """
+    directory = Path(directory)
+    if not (directory / "lineage.json").is_file():
+        inside = sorted(str(path.parent) for path in directory.glob("*/lineage.json"))
+        more = f"; the runs in it: {', '.join(inside)}" if inside else "; give the `output` of a training stage"
+        raise UserError(f"{directory} is not a run's directory: it has no lineage.json{more}")
+    lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
+    config = directory / "config.yaml"
+    settings = read_yaml(config).values or {} if config.is_file() else {}
+    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings)
 
 
 def read_run_log(directory: str | Path) -> RunLog:

@@ -1,4 +1,4 @@
-"""The ranges that a recipe expects of its results, and their comparison with what was measured."""
+"""The ranges that a recipe expects of its results, and their comparison with the measured results."""
 
 import json
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from alignment.algorithms.finetune.predict import load_finetuned
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.run_report import read_log_rows
+from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_text
 from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
@@ -77,6 +77,8 @@ def run_on_rows(
     Raises:
         UserError: no rows, or rows that no JSON line holds; everything that the stage's command refuses.
     """
+    if evaluation_rows is not None and stage in ("winrate", "best_of_n"):
+        raise UserError("evaluation_rows: this stage trains nothing and reads `rows` alone; leave them out")
     given = {"train": rows} if evaluation_rows is None else {"train": rows, "evaluation": evaluation_rows}
     data = settings.get("data", {})
     if not isinstance(data, Mapping):

@@ -85,6 +85,6 @@ def with_micro_batch(config: Any) -> Any:
 def write_page(directory: Path) -> None:
     """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
     if (directory / "metrics.jsonl").is_file():
-        from alignment.evaluation.report.run_report import write_run_report
+        from alignment.evaluation.report.page import write_run_report
 
         write_run_report(directory)

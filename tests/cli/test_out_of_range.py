@@ -155,7 +155,7 @@ def test_a_mistyped_section_is_blamed_on_the_override_that_makes_it(refusal):
 
 
 def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refusal):
-    assert refusal("winrate", "baseline=b").startswith("error: override: config: baseline 'b' is not among the models")
+    assert refusal("winrate", "baseline=b").startswith("error: override: baseline: 'b' is not among the models")
 
 
 @pytest.mark.parametrize(

@@ -77,23 +77,6 @@ def test_every_response_is_scored_once_for_mean_score_and_verdicts_alike(config_
     assert results["again"]["win_rate"]["ties"] == 2
 
 
-def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkeypatch):
-    """A second device is not at hand: the judge may be put there when it is loaded or later, but before it scores."""
-    placed, load = [], evaluation.load_reward_model
-    monkeypatch.setattr(evaluation, "best_device", lambda: torch.device("cpu", 0))
-
-    def spy(source, dtype="float32", device="cpu", **options):
-        judge = load(source, dtype, device, **options)
-        to = judge.model.to
-        placed.append(device)
-        monkeypatch.setattr(judge.model, "to", lambda device: placed.append(device) or to(device))
-        return judge
-
-    monkeypatch.setattr(evaluation, "load_reward_model", spy)
-    evaluation.run(config_of(64))
-    assert torch.device("cpu", 0) in placed
-
-
 @pytest.fixture
 def foreign(tmp_path):
     """Directories of a language model and a reward model with a tokenizer of their own."""

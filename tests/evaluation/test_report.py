@@ -12,10 +12,10 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import format_cell, format_duration
-from alignment.evaluation.report.page import ReportData, StageRecord, write_report
+from alignment.evaluation.report.page import ReportData, write_report, write_run_report
 from alignment.evaluation.report.recipe_report import ReportConfig, training_budgets, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
-from alignment.evaluation.report.run_report import read_log_rows, write_run_report
+from alignment.evaluation.run_log import StageRecord, read_log_rows
 from alignment.training.run.lineage import earlier_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}

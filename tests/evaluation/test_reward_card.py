@@ -120,16 +120,6 @@ def test_the_temperature_that_calibrates():
     assert "no temperature calibrates" in calibration_figures(np.array([-1.0, -2.0]))["temperature_missing"]
 
 
-def test_a_scorer_that_draws_by_its_own_probabilities_is_calibrated():
-    rng = np.random.default_rng(0)
-    leads = rng.normal(0, 2, 40_000)
-    margins = np.where(rng.random(len(leads)) < 1 / (1 + np.exp(-leads)), leads, -leads)
-    figures = calibration_figures(margins)
-    assert figures["ece"] < 0.01
-    assert figures["temperature"] == pytest.approx(1, abs=0.05)
-    assert calibration_figures(3 * margins)["temperature"] == pytest.approx(3, abs=0.15)
-
-
 # --- length ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,12 @@
-"""The gold reward: parts worked out by hand, and the ways around it that must not pay."""
+"""The gold reward: parts worked out by hand, ways around it that must not pay, and the labelers who choose by it."""
 
+import math
 from random import Random
 
 import pytest
 
 from alignment.hotel_world.datasets import generate_rows
-from alignment.hotel_world.gold import GoldScore, score
+from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, GoldScore, preference, score
 from alignment.hotel_world.grammar import GUESTS, parse_prompt
 from alignment.hotel_world.writers import GREETINGS, WRITERS, best_reply, sample_writer, write_reply
 
@@ -144,3 +145,33 @@ def test_writers_of_different_skill_score_as_they_should(prompts):
     assert means["expert"] > 3.8
     assert means["expert"] > means["average"] > means["rambling"] > means["sloppy"] > means["rude"]
     assert 1.8 < mean() < 2.5
+
+
+# Labelers
+
+TEA = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, str, str]]:
+    return [
+        (row["prompt"], row["chosen"], row["rejected"]) for row in generate_rows("comparisons", seed=21, count=3000)
+    ]
+
+
+def test_two_labelers_agree_on_73_percent(pairs):
+    chances = [preference(*pair) for pair in pairs]  # two choose alike with p^2 + (1 - p)^2
+    assert sum(p * p + (1 - p) * (1 - p) for p in chances) / len(chances) == pytest.approx(0.73, abs=0.02)
+
+
+def test_preference_worked_out_by_hand():
+    # 4.0 against 3.5 gold points and 6 against 4 words: (0.5 / T) + 2 * taste
+    good, plain = " Hello Anna. The bar serves tea.", " The bar serves tea."
+    logit = 0.5 / TEMPERATURE + 2 * LENGTH_TASTE
+    assert preference(TEA, good, plain) == pytest.approx(1 / (1 + math.exp(-logit)))
+
+
+def test_of_equally_good_replies_the_longer_is_liked():
+    short, long = " Hello Anna. The bar serves tea.", " Hello Anna. The bar serves tea. Enjoy your stay."
+    assert score(TEA, short) == score(TEA, long)
+    assert preference(TEA, long, short) > 0.5

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
 
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
@@ -42,22 +41,6 @@ def test_by_hand():
     np.testing.assert_allclose(found.weight, [[-0.4, 0.4]])
     np.testing.assert_allclose(found.bias, [0.5, 0.5])
     assert found.classify(np.array([[-0.1], [0.1]])).tolist() == [0, 1]
-
-
-def test_the_closed_form_minimizes_the_penalized_error():
-    classes = np.random.default_rng(1).integers(3, size=40)
-    states = states_of(classes, noise=2.0)
-    found = probes.fit_probe(states, classes, count=3, ridge=0.1)
-    z, wanted = (states - states.mean(0)) / states.std(0), np.eye(3)[classes]
-
-    def cost(flat):
-        weight, bias = flat[:18].reshape(6, 3), flat[18:]
-        error = z @ weight + bias - wanted
-        return (error**2).sum() / len(z) + 0.1 * (weight**2).sum()
-
-    best = minimize(cost, np.zeros(21), method="BFGS", options={"gtol": 1e-9}).x
-    np.testing.assert_allclose(found.weight, best[:18].reshape(6, 3), atol=1e-5)
-    np.testing.assert_allclose(found.bias, best[18:], atol=1e-5)
 
 
 def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():

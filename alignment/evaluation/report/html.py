@@ -24,7 +24,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page; notes stand at its end, such as what is missing and why."""
+    """A section of a page; notes stand at its end, such as the reason why a figure is missing."""
 
     name: str
     title: str

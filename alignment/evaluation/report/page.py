@@ -1,5 +1,6 @@
-"""report.html: a run or a recipe in one file that loads nothing else."""
+"""report.html: a run or a recipe in one file that loads nothing else; recipe_report.py gathers what a recipe's holds."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from alignment.evaluation.report.charts import (
 )
 from alignment.evaluation.report.html import Chart, Row, render_page
 from alignment.evaluation.report.metric_charts import Log, stage_charts
+from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
@@ -36,17 +38,8 @@ OVEROPTIMIZATION = (  # metric, title, note
         "the true score: where it falls while the proxy rises, the policy exploits its reward model",
     ),
 )
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """Lineage of a stage's result, its settings, and how long it took."""
-
-    name: str
-    hash: str
-    parents: Sequence[str] = ()
-    seconds: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+SAMPLES_SHOWN = 8
+RESULTS = tuple(prefix + metric for prefix in ("", "held_out_") for metric in ("loss", "perplexity", "accuracy"))
 
 
 @dataclass(frozen=True)
@@ -151,3 +144,50 @@ def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterat
             yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
+
+
+# The report of one run
+
+
+def write_run_report(directory: Path) -> Path:
+    """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
+    directory = Path(directory)
+    record = read_stage_record(directory)
+    log = read_log_rows(directory / "metrics.jsonl")
+    samples = [
+        {
+            "prompt": row["prompt"],
+            "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
+        }
+        for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
+    ]
+    data = ReportData(
+        title=f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
+        tables=[source_table(directory, log)],
+        stages={record.name: log},
+        samples=samples,
+        lineage=[record],
+    )
+    return write_report(directory / "report.html", data)
+
+
+def source_table(directory: Path, log: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """One row for each data source: rows, share drawn, and the last value of each metric; none where a run has one source.
+
+    Args:
+        directory: of a run; its sources.json says what was read.
+        log: lines of its metrics.jsonl.
+    """
+    path = directory / "sources.json"
+    table = []
+    for source in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
+        name = source["name"]
+        shares = [line[f"share/{name}"] for line in log if line.get(f"share/{name}") is not None]
+        row = {"source": name, "rows": source.get("rows"), "share of draws": source.get("share")}
+        row["share of what counted"] = sum(shares) / len(shares) if shares else None
+        for metric in RESULTS:
+            values = [line[f"{metric}/{name}"] for line in log if f"{metric}/{name}" in line]
+            row[metric.replace("_", " ")] = values[-1] if values else None
+        table.append(row)
+    kept = [column for column in table[0] if any(row[column] is not None for row in table)] if table else []
+    return [{column: row[column] for column in kept} for row in table]

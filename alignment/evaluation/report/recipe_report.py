@@ -8,8 +8,8 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
-from alignment.evaluation.report.page import PAIR_PARTS, ReportData, StageRecord, write_report
-from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
+from alignment.evaluation.report.page import PAIR_PARTS, ReportData, write_report
+from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 from alignment.settings import Settings
 
 COLUMNS = {
