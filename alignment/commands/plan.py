@@ -12,7 +12,7 @@ from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
 from alignment.planning.plan import Change, Plan, changes_that_help, make_plan
 from alignment.planning.run_length import CHARACTERS, Data, read_training_rows
-from alignment.planning.stages import StageConfig, describe_stage
+from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
@@ -73,7 +73,7 @@ def plan_config(source: str, overrides: Sequence[str], options: PlanOptions) -> 
 def _data(config: StageConfig, near: Path) -> Data:
     """The training rows, if they are there and good; bad ones are the stage's to report."""
     try:
-        return read_training_rows(config, describe_stage(config, near))
+        return read_training_rows(config, workload_of(config, near))
     except UserError:
         return Data()
 

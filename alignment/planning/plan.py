@@ -15,7 +15,7 @@ from alignment.planning.layout import GB, Device, Layout
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.run_length import Data, RunLength, run_length
-from alignment.planning.stages import Stage, StageConfig, describe_stage
+from alignment.planning.stages import StageConfig, Workload, workload_of
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
@@ -42,7 +42,7 @@ class RoleCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs and how long it is.
+    """The needs and the length of a run.
 
     Attributes:
         tokens: of a micro-batch.
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has so many; None where its memory is not known."""
+        """True where the device has so many; None where its memory is not known."""
         return None if self.device.memory is None else self.needed <= self.device.memory
 
     def seconds(self, mfu: float) -> float | None:
@@ -111,11 +111,11 @@ def make_plan(
         plans[tokens] = plan_at(config, layout, device, tokens, data=data, near=near)
         return plans[tokens].needed
 
-    row, most = token_range(config, describe_stage(config, near), layout, device, data)
+    row, most = token_range(config, workload_of(config, near), layout, device, data)
     return plans[largest_that_fits(needed, device.memory, row=row, most=most)]
 
 
-def token_range(config: StageConfig, stage: Stage, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
+def token_range(config: StageConfig, stage: Workload, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
     """Tokens of the longest row that is learned from, and of the largest micro-batch that can come up on one device."""
     row = config.data.max_length * (1 if stage.responses else stage.documents)
     if data.examples:
@@ -166,7 +166,7 @@ def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, mo
 
 def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *, data: Data, near: Path | None) -> Plan:
     """The plan with a given number of tokens in a micro-batch; otherwise as `make_plan`."""
-    stage = describe_stage(config, near)
+    stage = workload_of(config, near)
     networks = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
     roles = [
         RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base, start.shapes_from)
@@ -179,11 +179,11 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
     if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
         before = replace(config, reference_log_probs="compute", reference_cache=None)
-        stage = describe_stage(before, near)
+        stage = workload_of(before, near)
         both = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
         first = Tracer(before, stage, both, layout, gpu=device.gpu, updates=False)
         longest = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
-        documents, _ = rows.fitting([[(longest, longest - 1)]] * CACHED_ROWS)
+        documents, _ = rows.take([[(longest, longest - 1)]] * CACHED_ROWS)
         peaks = [first.forwards("reference log-probabilities", documents), *peaks]
     return Plan(config, layout, device, tokens, roles, peaks, length)
 
@@ -228,7 +228,7 @@ def _candidates(plan: Plan, near: Path | None) -> list[tuple[str, StageConfig, L
         training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
         config = replace(config, training=training)
         note("training.gradient_checkpointing=true")
-    row, _ = token_range(config, describe_stage(config, near), layout, plan.device, Data())
+    row, _ = token_range(config, workload_of(config, near), layout, plan.device, Data())
     if tokens > row:
         tokens = row
         note(f"training.micro_batch_tokens={tokens}")

@@ -57,8 +57,8 @@ def test_higher_is_better_for_an_accuracy_and_what_is_not_finite_is_never_best()
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"keep_best": "held_out_loss"}, "set evaluate_every_steps"),
-        ({"early_stopping": EarlyStopping()}, "set evaluate_every_steps"),
+        ({"keep_best": "held_out_loss"}, "evaluate_every_steps is 0"),
+        ({"early_stopping": EarlyStopping()}, "evaluate_every_steps is 0"),
         ({"early_stopping": EarlyStopping(), "keep_best": "held_out_accuracy", "evaluate_every_steps": 1}, "the same"),
         ({"ema_decay": 1.0}, "below 1"),
         ({"ema_decay": 0.0}, "above 0"),
