@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,12 @@ def plan_config(source: str, overrides: Sequence[str], options: PlanOptions) -> 
     layout = read_layout(options.launch, options.gpus)
     gpus = options.gpus if options.launch is None else layout.gpus
     device = find_device(options.gpu_memory, gpus, config.training.precision, options.tflops)
-    data = _data(config, file.parent)
+    data = Data()
+    with suppress(UserError):  # bad rows are the stage's to report
+        data = read_training_rows(config, workload_of(config, file.parent))
     plan = make_plan(config, layout, device, data=data, near=file.parent)
     changes = [] if plan.fits is not False else changes_that_help(plan, data=data, near=file.parent)
     return plan, changes
-
-
-def _data(config: StageConfig, near: Path) -> Data:
-    """The training rows, if they are there and good; bad ones are the stage's to report."""
-    try:
-        return read_training_rows(config, workload_of(config, near))
-    except UserError:
-        return Data()
 
 
 def stage_of(source: str, file: Path) -> str:

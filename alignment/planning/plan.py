@@ -1,7 +1,7 @@
 """The plan of a run: what it holds on each device, how long it is, and whether it fits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -216,44 +216,43 @@ def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Chan
     return found
 
 
-def _candidates(plan: Plan, near: Path | None) -> list[tuple[str, StageConfig, Layout, int]]:
+def _candidates(plan: Plan, near: Path | None) -> Iterator[tuple[str, StageConfig, Layout, int]]:
     """Settings in words, and the run with them and all those before."""
     config, layout, tokens = plan.config, plan.layout, plan.tokens
-    found: list[tuple[str, StageConfig, Layout, int]] = []
-
-    def note(settings: str) -> None:
-        found.append((settings, config, layout, tokens))
-
     if not config.training.gradient_checkpointing or config.training.keep_activations != "nothing":
         training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
         config = replace(config, training=training)
-        note("training.gradient_checkpointing=true")
+        yield "training.gradient_checkpointing=true", config, layout, tokens
     row, _ = token_range(config, workload_of(config, near), layout, plan.device, Data())
     if tokens > row:
         tokens = row
-        note(f"training.micro_batch_tokens={tokens}")
+        yield f"training.micro_batch_tokens={tokens}", config, layout, tokens
     if getattr(config, "micro_rollout_batch_size", 0) > 8:
         config = replace(config, micro_rollout_batch_size=8)  # type: ignore[call-arg]
-        note("micro_rollout_batch_size=8")
+        yield "micro_rollout_batch_size=8", config, layout, tokens
     whole = config, layout
     if config.optim.name == "adamw" and layout.backend in ("single", "ddp"):
         config = replace(config, optim=replace(config.optim, name="adamw_8bit"))
-        note("optim.name=adamw_8bit")
+        yield "optim.name=adamw_8bit", config, layout, tokens
     if getattr(config, "adapter", None) is None and hasattr(config, "adapter"):
         config = replace(config, adapter=LoRASpec())
-        note("adapter.kind=lora")
+        yield "adapter.kind=lora", config, layout, tokens
     if config.weights.quantize is None and layout.backend in ("single", "ddp"):
         config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
-        note("weights.quantize=nf4")
+        yield "weights.quantize=nf4", config, layout, tokens
     config, layout = whole
     for gpus in (2, 4, 8, 16):
         if plan.device.gpu and gpus > layout.gpus:
             layout = Layout("fsdp2", gpus, gpus)
-            note(f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)")
+            yield (
+                f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)",
+                config,
+                layout,
+                tokens,
+            )
     if layout.sharded and not layout.offload:
         layout = replace(layout, offload=True)
-        note("the same with CPU offload")
-    return found
+        yield "the same with CPU offload", config, layout, tokens
 
 
 def shortfall(plan: Plan) -> str:
