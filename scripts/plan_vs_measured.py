@@ -1,5 +1,5 @@
-"""`alignment plan` against the measured peak of the same run on a CPU, for nine configs; exit code 1 where a plan is
-below the peak or more than 5 % above it.
+"""`alignment plan` against the measured peak of the same run on a CPU, for nine configs; exit code 1 where they lie more than
+10 % apart.
 
     python scripts/plan_vs_measured.py                       # all of them, about 15 minutes on one core
     python scripts/plan_vs_measured.py --only full nf4
@@ -74,7 +74,7 @@ def main() -> int:
             planned, phase = plan(name, large)
             found = measured_peak(name, large, small)
             ratio = planned / found["peak"]
-            bad += not 1 <= ratio <= 1.05
+            bad += not 0.9 <= ratio <= 1.1
             print(
                 f"| {name} | {planned / 1e9:.3f} | {found['peak'] / 1e9:.3f} | {ratio:.3f} | {phase} "
                 f"| {found['start'] / 1e9:.3f} |", flush=True,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
 from alignment.planning.plan import Change, Plan, changes_that_help, make_plan
 from alignment.planning.run_length import CHARACTERS, Data, read_training_rows
-from alignment.planning.stages import StageConfig, describe_stage
+from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
@@ -64,18 +65,12 @@ def plan_config(source: str, overrides: Sequence[str], options: PlanOptions) -> 
     layout = read_layout(options.launch, options.gpus)
     gpus = options.gpus if options.launch is None else layout.gpus
     device = find_device(options.gpu_memory, gpus, config.training.precision, options.tflops)
-    data = _data(config, file.parent)
+    data = Data()
+    with suppress(UserError):  # bad rows are the stage's to report
+        data = read_training_rows(config, workload_of(config, file.parent))
     plan = make_plan(config, layout, device, data=data, near=file.parent)
     changes = [] if plan.fits is not False else changes_that_help(plan, data=data, near=file.parent)
     return plan, changes
-
-
-def _data(config: StageConfig, near: Path) -> Data:
-    """The training rows, if they are there and good; bad ones are the stage's to report."""
-    try:
-        return read_training_rows(config, describe_stage(config, near))
-    except UserError:
-        return Data()
 
 
 def stage_of(source: str, file: Path) -> str:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alignment.algorithms.pretrain.objectives import distillation_loss_fn
+from alignment.data.examples import TokenizedRow
 from alignment.generation.sampling import sampling_log_probs
 from alignment.losses import language
 from alignment.models.layers import layer_contexts
@@ -27,7 +28,7 @@ from alignment.models.layers.sdpa import varlen_computes
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning.layout import Layout
-from alignment.planning.stages import DOCUMENTS, Stage, StageConfig
+from alignment.planning.stages import DOCUMENTS, StageConfig, Workload
 from alignment.planning.starts import is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
 from alignment.training.backends.whole_weights import computing_types, whole_bytes
@@ -41,7 +42,7 @@ MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
 
 Moved = TypeVar("Moved", bound=DeviceBatch)
-Document = tuple[int, int]  # tokens, and how many of them are predicted: the last ones
+Length = tuple[int, int]  # tokens, and how many of them are predicted: the last ones
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,11 @@ class DeviceRows:
 
     tokens: int
     per_update: int
-    longest: Sequence[Any] = ()
+    longest: Sequence[TokenizedRow] = ()
 
-    def fitting(self, rows: Sequence[Sequence[Document]]) -> tuple[list[Document], bool]:
+    def take(self, rows: Sequence[Sequence[Length]]) -> tuple[list[Length], bool]:
         """Documents of the first rows that fit a micro-batch, of one at least; and whether rows are left over."""
-        taken: list[Document] = []
+        taken: list[Length] = []
         for number, row in enumerate(rows):
             if number and sum(size for size, _ in [*taken, *row]) > self.tokens:
                 return taken, True
@@ -167,7 +168,7 @@ class Tracer:
     def __init__(
         self,
         config: StageConfig,
-        stage: Stage,
+        stage: Workload,
         networks: dict[str, Any],
         layout: Layout,
         *,
@@ -234,11 +235,11 @@ class Tracer:
             found.append(self.update(role, *self.rows_of_update(rows)))
         if self.stage.texts:
             length, count = self.stage.texts
-            texts, _ = rows.fitting([[(length, length - 1)]] * count)
+            texts, _ = rows.take([[(length, length - 1)]] * count)
             found.append(self.update("policy", texts, True, "policy update on texts"))
         return found
 
-    def update(self, role: str, documents: Sequence[Document], more: bool, phase: str = "") -> Peak:
+    def update(self, role: str, documents: Sequence[Length], more: bool, phase: str = "") -> Peak:
         """Forward and backward of one micro-batch; `more`: others came before, so that every gradient is there already."""
         model, share, kind = self.networks[role], self.layout.gradients_share, f"{GRADIENTS} of {role}"
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -264,7 +265,7 @@ class Tracer:
         running = self.layout.transient_bytes(self.networks[role], backward=backward)
         return running + sum(self.layout.outside_bytes(self.networks[each]) for each in kept)
 
-    def loss(self, role: str, batch: Any) -> Tensor:
+    def loss(self, role: str, batch: Ragged) -> Tensor:
         """A number whose gradient takes the memory of the stage's own loss: the sum of all that the network returns."""
         model, stage, distillation = self.networks[role], self.stage, getattr(self.config, "distillation", None)
         options = dict(stage.options) if role == "policy" else {}
@@ -280,7 +281,7 @@ class Tracer:
         values = [x for x in output if isinstance(x, Tensor) and x.requires_grad]
         return torch.stack([value.float().sum() for value in values]).sum()
 
-    def forwards(self, phase: str, documents: Sequence[Document]) -> Peak:
+    def forwards(self, phase: str, documents: Sequence[Length]) -> Peak:
         """Forwards of all networks that compute without gradients, one after another."""
         batch = self.batch(documents)
         with self.running() as tracker, torch.no_grad(), self.autocast():
@@ -344,27 +345,27 @@ class Tracer:
         """Tokens of the longest prompt that is sampled from."""
         return max((len(ids) for row in rows.longest for ids in row.documents), default=self.config.data.max_length)
 
-    def rollouts(self, rows: DeviceRows) -> tuple[list[Document], bool]:
+    def rollouts(self, rows: DeviceRows) -> tuple[list[Length], bool]:
         """Prompts with responses of full length, as many as fit."""
         new: int = self.config.max_new_tokens  # type: ignore[union-attr]
         document = (self.longest_prompt(rows) + new, new)
-        return rows.fitting([[document]] * (rows.per_update * self.stage.responses))
+        return rows.take([[document]] * (rows.per_update * self.stage.responses))
 
-    def rows_of_update(self, rows: DeviceRows) -> tuple[list[Document], bool]:
+    def rows_of_update(self, rows: DeviceRows) -> tuple[list[Length], bool]:
         """The largest micro-batch of an update: the longest rows, or rows as long as the config allows."""
         stage, length = self.stage, self.config.data.max_length
         if stage.responses:
             pairs = stage.documents > 1  # one from each prompt
             count = math.ceil(rows.per_update * (1 if pairs else stage.responses) / stage.minibatches)
-            return rows.fitting([self.rollouts(rows)[0][:1] * stage.documents] * count)
+            return rows.take([self.rollouts(rows)[0][:1] * stage.documents] * count)
         if not rows.longest:
-            return rows.fitting([[(length, length - 1)] * stage.documents] * rows.per_update)
+            return rows.take([[(length, length - 1)] * stage.documents] * rows.per_update)
         share = prompt_sharing(
             list(self.networks.values()), wanted=self.config.training.share_prompts, note=lambda line: None
         )
-        return rows.fitting([_computed(row, share) for row in rows.longest])
+        return rows.take([_computed(row, share) for row in rows.longest])
 
-    def batch(self, documents: Sequence[Document]) -> Any:
+    def batch(self, documents: Sequence[Length]) -> Any:
         """A micro-batch of fake tensors."""
         masks = [[False] * (size - targets) + [True] * targets for size, targets in documents]
         batch: DeviceBatch = Ragged.build([[0] * size for size, _ in documents], masks)
@@ -381,8 +382,8 @@ class Tracer:
         return as_fake(batch, self.mode)
 
 
-def _computed(row: Any, share: Sharing) -> list[Document]:
-    """The tokens that are computed of each document of a row: those of a shared prompt once."""
+def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
+    """The tokens that are computed of each document of a row: of a shared prompt once."""
     sizes = [len(ids) for ids in row.documents]
     sides = getattr(row, "responses", None) or [getattr(row, x) for x in ("chosen", "rejected") if hasattr(row, x)]
     common = 0

@@ -4,7 +4,7 @@ Adapters, frozen weights and sharing follow the same rules as in the stages them
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from alignment.models.quantization import quantizable_layers
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.planning.stages import Network, Stage
+from alignment.planning.stages import Network, Workload
 from alignment.planning.starts import Start, is_encoder
 from alignment.reward_model.ensemble import AdapterEnsemble
 
@@ -32,7 +32,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scal
 TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, and the mean of the scales
 
 
-def build_networks(stage: Stage, weights: WeightsConfig, *, shared: bool) -> dict[str, Any]:
+def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> dict[str, Any]:
     """The networks of a stage by role.
 
     Args:
@@ -42,36 +42,19 @@ def build_networks(stage: Stage, weights: WeightsConfig, *, shared: bool) -> dic
     """
     bases: dict[str, Any] = {}
 
-    def frozen(start: Start, task: str, labels: Mapping[str, object]) -> Any:
-        """A frozen model with the adapters of its start, over a base of its own or a shared one."""
-        trunk_only = task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config)
-        if task == "language" or trunk_only:
-            base = bases.get(start.base) or _stored(start, "language", {}, weights)
-            if shared:
-                bases[start.base] = base
-            model = share_weights(base)
-            if trunk_only:
-                model = empty_network({**base.config, **labels}, "scalar", torch.float32)
-                model.trunk = share_weights(base.trunk)
-        else:
-            model = _stored(start, task, labels, weights)
-        with torch.device("meta"):
-            for spec in start.adapters:
-                if isinstance(spec, LoRASpec):
-                    attach_lora(model, spec, START)
-                    activate_loras(model)
-                    del model.peft_config
-                else:
-                    attach(model, spec)
-        return train_in_float32(model).requires_grad_(False)
+    def base_of(start: Start) -> Any:
+        """The frozen language model of a start, the same one for all networks that can share it."""
+        base = bases.get(start.base) or _stored(start, "language", {}, weights)
+        if shared:
+            bases[start.base] = base
+        return base
 
     def build(network: Network) -> Any:
-        start, trained = network.start, network.updates > 0
-        if trained and network.adapter is None:
-            model = empty_network({**start.config, **network.labels}, network.task, torch.float32)
+        if network.updates and network.adapter is None:
+            model = empty_network({**network.start.config, **network.labels}, network.task, torch.float32)
             model.requires_grad_(True)
         else:
-            model = frozen(start, network.task, network.labels)
+            model = _frozen(network, weights, base_of)
         if network.adapter is not None:
             with torch.device("meta"):
                 attach(model, network.adapter)
@@ -93,6 +76,27 @@ def build_networks(stage: Stage, weights: WeightsConfig, *, shared: bool) -> dic
             )
         networks[role] = members[0] if len(members) == 1 else AdapterEnsemble(members)
     return networks
+
+
+def _frozen(network: Network, weights: WeightsConfig, base_of: Callable[[Start], Any]) -> Any:
+    """A frozen model with the adapters of its start, over a base that others may share where that has its trunk."""
+    start, task, labels = network.start, network.task, network.labels
+    if task == "language":
+        model = share_weights(base_of(start))
+    elif task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config):
+        model = empty_network({**start.config, **labels}, "scalar", torch.float32)
+        model.trunk = share_weights(base_of(start).trunk)
+    else:
+        model = _stored(start, task, labels, weights)
+    with torch.device("meta"):
+        for spec in start.adapters:
+            if isinstance(spec, LoRASpec):
+                attach_lora(model, spec, START)
+                activate_loras(model)
+                del model.peft_config
+            else:
+                attach(model, spec)
+    return train_in_float32(model).requires_grad_(False)
 
 
 def _stored(start: Start, task: str, labels: Mapping[str, object], weights: WeightsConfig) -> Any:

@@ -1,7 +1,7 @@
 """The plan of a run: what it holds on each device, how long it is, and whether it fits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from alignment.planning.layout import GB, Device, Layout
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.run_length import Data, RunLength, run_length
-from alignment.planning.stages import Stage, StageConfig, describe_stage
+from alignment.planning.stages import StageConfig, Workload, workload_of
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
@@ -42,7 +42,7 @@ class RoleCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs and how long it is.
+    """The needs and the length of a run.
 
     Attributes:
         tokens: of a micro-batch.
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has so many; None where its memory is not known."""
+        """True where the device has so many; None where its memory is not known."""
         return None if self.device.memory is None else self.needed <= self.device.memory
 
     def seconds(self, mfu: float) -> float | None:
@@ -111,11 +111,11 @@ def make_plan(
         plans[tokens] = plan_at(config, layout, device, tokens, data=data, near=near)
         return plans[tokens].needed
 
-    row, most = token_range(config, describe_stage(config, near), layout, device, data)
+    row, most = token_range(config, workload_of(config, near), layout, device, data)
     return plans[largest_that_fits(needed, device.memory, row=row, most=most)]
 
 
-def token_range(config: StageConfig, stage: Stage, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
+def token_range(config: StageConfig, stage: Workload, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
     """Tokens of the longest row that is learned from, and of the largest micro-batch that can come up on one device."""
     row = config.data.max_length * (1 if stage.responses else stage.documents)
     if data.examples:
@@ -166,7 +166,7 @@ def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, mo
 
 def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *, data: Data, near: Path | None) -> Plan:
     """The plan with a given number of tokens in a micro-batch; otherwise as `make_plan`."""
-    stage = describe_stage(config, near)
+    stage = workload_of(config, near)
     networks = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
     roles = [
         RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base, start.shapes_from)
@@ -179,11 +179,11 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
     if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
         before = replace(config, reference_log_probs="compute", reference_cache=None)
-        stage = describe_stage(before, near)
+        stage = workload_of(before, near)
         both = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
         first = Tracer(before, stage, both, layout, gpu=device.gpu, updates=False)
         longest = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
-        documents, _ = rows.fitting([[(longest, longest - 1)]] * CACHED_ROWS)
+        documents, _ = rows.take([[(longest, longest - 1)]] * CACHED_ROWS)
         peaks = [first.forwards("reference log-probabilities", documents), *peaks]
     return Plan(config, layout, device, tokens, roles, peaks, length)
 
@@ -216,44 +216,43 @@ def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Chan
     return found
 
 
-def _candidates(plan: Plan, near: Path | None) -> list[tuple[str, StageConfig, Layout, int]]:
+def _candidates(plan: Plan, near: Path | None) -> Iterator[tuple[str, StageConfig, Layout, int]]:
     """Settings in words, and the run with them and all those before."""
     config, layout, tokens = plan.config, plan.layout, plan.tokens
-    found: list[tuple[str, StageConfig, Layout, int]] = []
-
-    def note(settings: str) -> None:
-        found.append((settings, config, layout, tokens))
-
     if not config.training.gradient_checkpointing or config.training.keep_activations != "nothing":
         training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
         config = replace(config, training=training)
-        note("training.gradient_checkpointing=true")
-    row, _ = token_range(config, describe_stage(config, near), layout, plan.device, Data())
+        yield "training.gradient_checkpointing=true", config, layout, tokens
+    row, _ = token_range(config, workload_of(config, near), layout, plan.device, Data())
     if tokens > row:
         tokens = row
-        note(f"training.micro_batch_tokens={tokens}")
+        yield f"training.micro_batch_tokens={tokens}", config, layout, tokens
     if getattr(config, "micro_rollout_batch_size", 0) > 8:
         config = replace(config, micro_rollout_batch_size=8)  # type: ignore[call-arg]
-        note("micro_rollout_batch_size=8")
+        yield "micro_rollout_batch_size=8", config, layout, tokens
     whole = config, layout
     if config.optim.name == "adamw" and layout.backend in ("single", "ddp"):
         config = replace(config, optim=replace(config.optim, name="adamw_8bit"))
-        note("optim.name=adamw_8bit")
+        yield "optim.name=adamw_8bit", config, layout, tokens
     if getattr(config, "adapter", None) is None and hasattr(config, "adapter"):
         config = replace(config, adapter=LoRASpec())
-        note("adapter.kind=lora")
+        yield "adapter.kind=lora", config, layout, tokens
     if config.weights.quantize is None and layout.backend in ("single", "ddp"):
         config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
-        note("weights.quantize=nf4")
+        yield "weights.quantize=nf4", config, layout, tokens
     config, layout = whole
     for gpus in (2, 4, 8, 16):
         if plan.device.gpu and gpus > layout.gpus:
             layout = Layout("fsdp2", gpus, gpus)
-            note(f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)")
+            yield (
+                f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)",
+                config,
+                layout,
+                tokens,
+            )
     if layout.sharded and not layout.offload:
         layout = replace(layout, offload=True)
-        note("the same with CPU offload")
-    return found
+        yield "the same with CPU offload", config, layout, tokens
 
 
 def shortfall(plan: Plan) -> str:

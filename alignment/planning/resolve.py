@@ -10,7 +10,7 @@ from alignment.errors import UserError
 from alignment.planning.layout import Device, free_memory, launched_layout
 from alignment.planning.plan import make_plan
 from alignment.planning.run_length import read_training_rows
-from alignment.planning.stages import StageConfig, describe_stage
+from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.distributed import init_distributed, launched_rank, launched_size
 
 CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that the choice may count on
@@ -58,7 +58,7 @@ def _choose(config: StageConfig) -> int:
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:
-            tokens = make_plan(config, layout, device, data=read_training_rows(config, describe_stage(config))).tokens
+            tokens = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
         except UserError as error:
             refused = str(error)
     tokens, refused = group.broadcast_object((tokens, refused))

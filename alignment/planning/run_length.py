@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.data.config import DataConfig
@@ -23,7 +25,7 @@ from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
 from alignment.planning.networks import parameter_count
-from alignment.planning.stages import Stage, StageConfig
+from alignment.planning.stages import StageConfig, Workload
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.training.backends.whole_weights import computing_types, whole_bytes
 
@@ -64,7 +66,7 @@ class RunLength:
     decoding_bytes: float = 0.0
 
 
-def read_training_rows(config: StageConfig, stage: Stage) -> Data:
+def read_training_rows(config: StageConfig, stage: Workload) -> Data:
     """The training rows of a config, where files and tokenizer are on this disk.
 
     Raises:
@@ -133,7 +135,7 @@ def _characters(value: object) -> int:
 
 
 def run_length(
-    config: StageConfig, stage: Stage, data: Data, networks: Mapping[str, nn.Module], gpus: int
+    config: StageConfig, stage: Workload, data: Data, networks: Mapping[str, nn.Module], gpus: int
 ) -> RunLength:
     """Rows, updates, tokens and operations of a run.
 
@@ -152,7 +154,7 @@ def run_length(
     elif data.characters is not None:
         mean, counted = min(data.characters / CHARACTERS, mean), "characters"
     if stage.responses:
-        mean = (mean + _new_tokens(config)) * stage.responses
+        mean = (mean + getattr(config, "max_new_tokens", 0)) * stage.responses
     if steps is None:
         return RunLength(data.rows, None, None, None, counted)
     length = max(1, round(mean / (stage.responses or of_row)))
@@ -165,13 +167,10 @@ def run_length(
     return RunLength(data.rows, steps, tokens, tokens * operations, counted, decoding)
 
 
-def _new_tokens(config: Any) -> int:
-    return config.max_new_tokens
-
-
-def _decoding_bytes(config: Any, stage: Stage, networks: Mapping[str, nn.Module], gpus: int) -> float:
+def _decoding_bytes(config: StageConfig, stage: Workload, networks: Mapping[str, nn.Module], gpus: int) -> float:
     """Bytes of weights that a device reads to sample one update's responses, all as long as they may be."""
     responses = math.ceil(config.training.batch_size / gpus) * stage.responses
+    assert isinstance(config, OnlineDPOConfig | PPOConfig)
     passes = math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
     return float(passes * whole_bytes(computing_types(networks["policy"], config.training.precision), lambda _: True))
 

@@ -59,8 +59,8 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A stage as far as its plan goes.
+class Workload:
+    """The networks and rows of a stage.
 
     Attributes:
         networks: by role.
@@ -87,7 +87,7 @@ class Stage:
     dropout: bool = True
 
 
-def describe_stage(config: StageConfig, near: Path | None = None) -> Stage:
+def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
     """The networks and rows of a config's stage.
 
     Args:
@@ -102,10 +102,10 @@ def describe_stage(config: StageConfig, near: Path | None = None) -> Stage:
         return _finetune(config, near)
     start = find_start(config.policy, near)
     if isinstance(config, SFTConfig):
-        return Stage({"policy": Network(start, updates=1, adapter=config.adapter)}, "demonstrations")
+        return Workload({"policy": Network(start, updates=1, adapter=config.adapter)}, "demonstrations")
     if isinstance(config, RewardConfig):
         kind = OBJECTIVES[config.loss].kind
-        return Stage({"reward model": _reward_model(config, start)}, kind, DOCUMENTS.get(kind, 1))
+        return Workload({"reward model": _reward_model(config, start)}, kind, DOCUMENTS.get(kind, 1))
     if isinstance(config, DPOConfig):
         other = 1 if any(loss.spec.batch_input for loss in config.losses) else 0
         policy = Network(start, updates=1, forwards=other, adapter=config.adapter)
@@ -114,7 +114,7 @@ def describe_stage(config: StageConfig, near: Path | None = None) -> Stage:
             networks = _with_reference(config, policy, 1 + other, near)
         texts = None if config.sft is None else (config.sft.max_length, config.sft_batch_size)
         documents = DOCUMENTS.get(config.rows, 1)
-        return Stage(networks, config.rows, documents, texts=texts, asked=_asked(config, networks), dropout=False)
+        return Workload(networks, config.rows, documents, texts=texts, asked=_asked(config, networks), dropout=False)
     judges = {f"reward model{f' {i}' if i else ''}": find_start(x, near) for i, x in enumerate(config.judging_models)}
     scoring = {role: Network(judge, "scalar", forwards=1) for role, judge in judges.items()}
     if isinstance(config, OnlineDPOConfig):
@@ -124,7 +124,7 @@ def describe_stage(config: StageConfig, near: Path | None = None) -> Stage:
         if config.holds_reference:
             networks = _with_reference(config, policy, 1 + updates, near)
         networks |= scoring
-        return Stage(
+        return Workload(
             networks, "prompts", 2, config.responses_per_prompt, config.minibatches, asked=_asked(config, networks),
             dropout=False,
         )  # fmt: skip
@@ -137,7 +137,7 @@ def describe_stage(config: StageConfig, near: Path | None = None) -> Stage:
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
         texts = config.pretrain.max_length, config.pretrain_batch_size
-    return Stage(
+    return Workload(
         networks, "prompts", 1, config.responses_per_prompt, config.minibatches, texts, dropout=False,
         options={"entropy": True} | ({"values": True} if config.shares_trunk else {}),
     )  # fmt: skip
@@ -178,7 +178,7 @@ def _reward_model(config: RewardConfig, start: Start) -> Network:
     return replace(network, members=ensemble.members)
 
 
-def _pretrain(config: PretrainConfig, near: Path | None) -> Stage:
+def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
     task = task_of(config.objective)
     if config.policy is None:
         values = {"model": config.model, "vocabulary": config.vocabulary, "tokenizer_kind": config.tokenizer_kind}
@@ -189,10 +189,10 @@ def _pretrain(config: PretrainConfig, near: Path | None) -> Stage:
     networks = {"policy": Network(start, task, updates=1, adapter=config.adapter)}
     if config.distillation is not None:
         networks["teacher"] = Network(find_start(config.distillation.teacher, near), task, forwards=1)
-    return Stage(networks, "text", objective=config.objective.kind)
+    return Workload(networks, "text", objective=config.objective.kind)
 
 
-def _finetune(config: FinetuneConfig, near: Path | None) -> Stage:
+def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
     if config.policy is None:
         fresh = dict(config.model or {})
         start = Start(fresh, config_dtype(fresh), "fresh", shapes_from="the config's `model`")
@@ -204,4 +204,4 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Stage:
         start, HEADS[config.task], 1, adapter=config.adapter, labels=labels, trains_head=True,
         trains_trunk=not config.frozen_trunk,
     )  # fmt: skip
-    return Stage({"policy": network}, None, CHOICES if choice else 1)
+    return Workload({"policy": network}, None, CHOICES if choice else 1)

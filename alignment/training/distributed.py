@@ -88,7 +88,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes files."""
+        """True on rank 0, which alone writes files."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class FSDPSettings:
 
 
 def fsdp_settings() -> FSDPSettings:
-    """What the launch file asks of FSDP2."""
+    """FSDP2's settings in the launch file."""
     sent = _sent_settings()
     return FSDPSettings(
         reshard_after_forward=sent["RESHARD_AFTER_FORWARD"] == "true",
@@ -185,7 +185,7 @@ def launched_size() -> int:
 
 
 def launch_settings() -> dict[str, str]:
-    """What the launch file decides of a run, by the name of the variable that carries it; alike on all ranks.
+    """The launch file's settings of a run, by the name of the variable that carries each; alike on all ranks.
 
     A DeepSpeed configuration file is represented by its content.
     """
@@ -209,7 +209,7 @@ def launched_kind() -> str:
 
 
 def shares_weights() -> bool:
-    """Whether networks in training can hold the same frozen weights: FSDP2 and ZeRO shard each network by itself."""
+    """True where networks in training can hold the same frozen weights; FSDP2 and ZeRO shard each network by itself."""
     return launched_kind() in ("single", "ddp")
 
 
@@ -261,7 +261,7 @@ def _destroy_process_group() -> None:
 
 
 def _launched_with(plugin: str) -> bool:
-    """Whether the launch configuration asks Accelerate for this plugin."""
+    """True where the launch configuration asks Accelerate for this plugin."""
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
 
 

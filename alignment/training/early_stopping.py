@@ -30,7 +30,7 @@ class EarlyStopping(Settings):
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether a smaller value of a metric is the better one, by the words of its name; what follows a / is a source.
+    """True where a smaller value of a metric is better, by the words of its name; a source may follow after a /.
 
     Raises:
         ValueError: its name has no word that says so, or words of both directions.
@@ -82,11 +82,11 @@ class BestEvaluation:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run has waited as long as it may."""
+        """True where the run has waited as long as it may."""
         return self._stopping is not None and self.waited >= self._stopping.patience
 
     def state(self) -> dict[str, float | None]:
-        """What `restore` needs, JSON-like."""
+        """The argument of `restore`, JSON-like."""
         return {"value": self.value, "step": self.step, "waited": self.waited, "level": self._level}
 
     def restore(self, state: Mapping[str, float | None]) -> None:

@@ -54,10 +54,10 @@ class RowStream(Protocol):
 
 
 class Resumable(Protocol):
-    """What remembers something from one update to the next."""
+    """An object with a state that later updates depend on."""
 
     def state(self) -> object:
-        """What the next update needs, as JSON-like values; None: nothing."""
+        """The state that the next update needs, as JSON-like values; None: none."""
         ...
 
     def restore(self, state: object, /) -> None:
@@ -213,7 +213,7 @@ def note_endless_warmup(run: Run, engines: Engines) -> None:
 
 
 def is_due(step: int, every: int, total: int) -> bool:
-    """Whether something done every `every` steps and after the last one is due after `step`; 0: only after the last."""
+    """True where something done every `every` steps and after the last one is due; `every` 0: only after the last."""
     return step == total or (every > 0 and step % every == 0)
 
 

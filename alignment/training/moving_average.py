@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from alignment.training.backends.base import Backend
-from alignment.training.backends.state_files import fill, local_tensor, write
+from alignment.training.backends.state_files import local_tensor, read_into, write
 
 
 class MovingAverage:
@@ -63,4 +63,4 @@ class MovingAverage:
         Raises:
             UserError: a file or tensor is missing or does not fit.
         """
-        fill("average", self._average, directory)
+        read_into("average", self._average, directory)

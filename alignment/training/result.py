@@ -1,4 +1,4 @@
-"""What a run writes to model/: the weights of its last update or of its best evaluation, or their moving average.
+"""The weights that a run writes to model/: of its last update or best evaluation, or their moving average.
 
 The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
 best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are lost, model/
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run ends here because its evaluation no longer improves."""
+        """True where the run ends here because its evaluation no longer improves."""
         return self.best is not None and self.best.exhausted
 
     @property
@@ -63,7 +63,7 @@ class Result:
         return self._engine.step if self.exhausted else self._engine.total_steps
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, for its checkpoint."""
+        """The state that a resumed run needs, for its checkpoint."""
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:

@@ -43,7 +43,7 @@ class Sources:
     def loss_sum(
         self, losses: Tensor, batch: HasSources, metrics: dict[str, Tensor] | None = None, **values: Tensor
     ) -> LossSum:
-        """What a loss function returns: the sum of losses by weight, metrics, and both of each source by itself.
+        """Return the `LossSum` of a loss function: losses by weight, metrics, and both of each source by itself.
 
         Args:
             losses: of what the batch counts, with gradient, [M].
@@ -80,7 +80,7 @@ class Sources:
         return means
 
     def weighted(self, collate: Collate) -> Collate:
-        """`collate` whose batches weigh as much as the loss weights of what they count, so that the loss is a mean."""
+        """Wrap `collate`: each batch's weight becomes the sum of the loss weights of what it counts."""
         if not self.loss_weights:
             return collate
 

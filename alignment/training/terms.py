@@ -1,4 +1,4 @@
-"""What one update consists of: terms, their micro-batches, and the sums of their losses and metrics."""
+"""The parts of an update: terms, their micro-batches, and the sums of their losses and metrics."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ LARGEST_EXPONENT = 709.0  # e^709.78 is the largest float
 
 @dataclass(frozen=True)
 class LossSum:
-    """What a loss function returns for one micro-batch.
+    """The result of a loss function for one micro-batch.
 
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.

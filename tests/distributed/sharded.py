@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,8 @@ def resident() -> int:
     return int(re.findall(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
-def measure_memory(directory: Path, output: Path, start: Path) -> None:
-    """Write the peak above the start, this rank's shard, and the largest block, all in bytes."""
-    group = init_distributed()
-    engine(load_language_model(start, device="meta"))  # what the first model allocates for good
+def watched_peak(load: Callable[[], Any]) -> tuple[Any, int]:
+    """The model that `load` returns, and how far resident memory rose meanwhile, in bytes."""
     before, peak, done = resident(), [0], threading.Event()
 
     def watch() -> None:
@@ -134,19 +133,35 @@ def measure_memory(directory: Path, output: Path, start: Path) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = engine(load_language_model(directory, device="meta")).backend.unwrapped
+    model = load()
     time.sleep(0.05)
     done.set()
     watcher.join()
+    return model, peak[0] - before
+
+
+def report(output: Path, measured: dict[str, int]) -> None:
+    """Write the numbers of all ranks."""
+    group = init_distributed()
+    reports = group.gather_objects(measured)
+    if group.is_main:
+        output.write_text(json.dumps(reports))
+
+
+def measure_memory(directory: Path, output: Path, start: Path) -> None:
+    """Write the peak above the start, this rank's shard, and the largest block, all in bytes."""
+
+    def load(path: Path) -> Any:
+        return engine(load_language_model(path, device="meta")).backend.unwrapped
+
+    load(start)  # what the first model allocates for good
+    model, peak = watched_peak(lambda: load(directory))
     tensors = list(model.parameters())
     assert all(isinstance(tensor, DTensor) for tensor in tensors)
     shard = sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)  # type: ignore[attr-defined]
     block = max(sum(x.numel() * x.element_size() for x in block.parameters()) for block in model.trunk.blocks)
     root = max(x.numel() * x.element_size() for x in tensors)
-    report = {"peak": peak[0] - before, "shard": shard, "block": max(block, root)}
-    reports = group.gather_objects(report)
-    if group.is_main:
-        output.write_text(json.dumps(reports))
+    report(output, {"peak": peak, "shard": shard, "block": max(block, root)})
 
 
 if __name__ == "__main__":

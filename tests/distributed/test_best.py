@@ -33,7 +33,7 @@ def test_two_processes_end_early_with_the_average_of_one_and_resume(tmp_path, en
     whole, parts = (load_file(tmp_path / "two" / name / "model.safetensors") for name in ("whole", "parts"))
     assert all(value.equal(parts[key]) for key, value in whole.items())
     assert not all(value.equal(load_file(one / "raw.safetensors")[key]) for key, value in whole.items())
-    sharded = list((tmp_path / "two/whole/checkpoints/best/step-000003").glob("average-rank-*"))
+    sharded = list((tmp_path / "two/whole/checkpoints/best/step-000003").glob("average-shards/*"))
     assert len(sharded) == (2 if kind == "fsdp2" else 0)
 
 

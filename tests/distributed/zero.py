@@ -4,10 +4,7 @@ python -m tests.distributed.zero slices DIRECTORY...          parts equal those 
 python -m tests.distributed.zero memory DIRECTORY OUTPUT START    peak memory of loading, on each rank
 """
 
-import json
 import sys
-import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from alignment.models.huggingface.checkpoint import load_language_model, load_sc
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged
 from alignment.training.distributed import init_distributed
-from tests.distributed.sharded import engine, resident
+from tests.distributed.sharded import engine, report, watched_peak
 
 
 def check_slices(directory: Path) -> None:
@@ -61,30 +58,15 @@ def measure_memory(directory: Path, output: Path, start: Path) -> None:
         spec = LoRASpec(rank=2, layers="query")
         return engine(attach(load_language_model(path, device="meta"), spec)).backend.unwrapped
 
-    group = init_distributed()
     load(start)  # what the first model allocates for good
-    before, peak, done = resident(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peak[0] = max(peak[0], resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = load(directory)
-    time.sleep(0.05)
-    done.set()
-    watcher.join()
+    model, peak = watched_peak(lambda: load(directory))
     sizes = {name: x.ds_numel * x.element_size() for name, x in model.named_parameters()}
     shard = sum(x.ds_tensor.numel() * x.ds_tensor.element_size() for x in model.parameters())
     blocks = [
         sum(size for name, size in sizes.items() if name.startswith(f"trunk.blocks.{number}."))
         for number in range(len(model.trunk.blocks))
     ]
-    report = {"peak": peak[0] - before, "shard": shard, "block": max(*blocks, *sizes.values())}
-    reports = group.gather_objects(report)
-    if group.is_main:
-        output.write_text(json.dumps(reports))
+    report(output, {"peak": peak, "shard": shard, "block": max(*blocks, *sizes.values())})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from alignment.planning.layout import Device, Layout, read_layout
 from alignment.planning.networks import quantized_bytes
 from alignment.planning.plan import largest_that_fits, make_plan
 from alignment.planning.run_length import Data, mean_characters, mean_tokens, read_training_rows, run_length
-from alignment.planning.stages import describe_stage
+from alignment.planning.stages import workload_of
 from alignment.planning.starts import find_start, packaged_bases
 from alignment.training import OptimConfig, TrainingConfig
 from tests.examples import pair_example
@@ -391,7 +391,7 @@ def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
     data = DataConfig(train, mixing="weights", max_length=64)
     training = TrainingConfig(batch_size=4, epochs=2, micro_batch_tokens=256)
     config = SFTConfig(policy=checkpoints["llama"], data=data, output="out", training=training)
-    stage = describe_stage(config)
+    stage = workload_of(config)
     read = read_training_rows(config, stage)
     assert read.rows == 8 and len(read.examples) == 8
     steps = stream_of(data, read.examples, batch_size=4, seed=0, epochs=2).steps()

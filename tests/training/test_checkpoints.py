@@ -23,7 +23,7 @@ from alignment.training import (
 )
 from alignment.training.run.random_state import random_state, set_random_state
 from tests.killing import run_killed
-from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
+from tests.training.toys import equal, squared_error, toy_batches, toy_engine, toy_rows
 
 IDENTITY = {"config": {"optim": {"learning_rate": 1e-2}}, "data": {"train": "abc"}}
 
@@ -60,7 +60,7 @@ def test_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
     state = restore_checkpoint(tmp_path / "step-000002", resumed, IDENTITY)
     assert state == {"kl_coef": 0.2, "step": 2, "extended": False} and resumed.step == 2
     advance(resumed, 3)
-    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+    assert equal(resumed, whole)
 
 
 def test_optimizer_state_follows_names_and_not_order(tmp_path):
@@ -84,7 +84,7 @@ def test_optimizer_state_follows_names_and_not_order(tmp_path):
     restore_checkpoint(tmp_path / "step-000002", other, {})
     advance(first, 1)
     advance(other, 1)
-    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(first).items())
+    assert equal(other, first)
 
 
 def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tmp_path):
@@ -362,7 +362,7 @@ def test_shards_go_on_in_one_process_bit_by_bit(tmp_path):
     restore_checkpoint(tmp_path / "step-000002", other, IDENTITY)
     for model in (engine, other):
         advance(model, 1)
-    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(engine).items())
+    assert equal(other, engine)
 
 
 def test_a_missing_shard_is_told_by_tensor(tmp_path):

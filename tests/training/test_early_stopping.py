@@ -1,6 +1,5 @@
 """The best evaluation: which it is, when a run ends because of it, and that model/ holds its weights."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from alignment.errors import UserError
 from alignment.training import Engine, LossSum, Run, Term, TrainingConfig, fit
 from alignment.training.early_stopping import BestEvaluation, EarlyStopping, is_lower_better
 from alignment.training.run.lineage import without_resumable_keys
-from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, toy_rows, weights
+from tests.training.toys import ToyStream, collate_by, lines, squared_error, toy_engine, toy_rows, weights
 
 PLATEAU = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 0.5, 0.4]  # planted losses of the evaluations, best at the third
 
@@ -57,8 +56,8 @@ def test_higher_is_better_for_an_accuracy_and_what_is_not_finite_is_never_best()
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"keep_best": "held_out_loss"}, "set evaluate_every_steps"),
-        ({"early_stopping": EarlyStopping()}, "set evaluate_every_steps"),
+        ({"keep_best": "held_out_loss"}, "evaluate_every_steps is 0"),
+        ({"early_stopping": EarlyStopping()}, "evaluate_every_steps is 0"),
         ({"early_stopping": EarlyStopping(), "keep_best": "held_out_accuracy", "evaluate_every_steps": 1}, "the same"),
         ({"ema_decay": 1.0}, "below 1"),
         ({"ema_decay": 0.0}, "above 0"),
@@ -108,11 +107,6 @@ def written(output: Path) -> dict[str, torch.Tensor]:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def lines(output: Path) -> list[dict]:
-    text = (output / "metrics.jsonl").read_text()
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in text.splitlines()]
 
 
 def after(step: int) -> dict[str, torch.Tensor]:

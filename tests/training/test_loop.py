@@ -18,7 +18,7 @@ from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 from alignment.training import Engine, LossSum, NonFiniteError, Run, TrainingConfig, fit, latest_checkpoint, loop
 from alignment.training.run.directory import truncate_lines
-from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
+from tests.training.toys import ToyStream, collate_by, equal, lines, squared_error, toy_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,12 +41,6 @@ def train(
     return engine
 
 
-def lines(output: Path) -> list[dict]:
-    """metrics.jsonl without what the clock decides."""
-    text = (output / "metrics.jsonl").read_text()
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in text.splitlines()]
-
-
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_stopped_and_resumed_equals_uninterrupted_bit_by_bit(tmp_path, stop_after):
     whole = train(tmp_path / "whole")
@@ -56,7 +50,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_by_bit(tmp_path, stop_afte
     found = latest_checkpoint(tmp_path / "parts" / "checkpoints")
     assert found is not None and found.name == f"step-{stop_after:06d}"
     parts = train(tmp_path / "parts")
-    assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
+    assert equal(parts, whole)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert [line["step"] for line in lines(tmp_path / "whole")] == [1, 2, 3, 4, 5]
 
@@ -71,7 +65,7 @@ def test_log_lines_after_the_checkpoint_are_forgotten_on_resume(tmp_path):
         (parts / "checkpoints" / name).rmdir()
     again = train(parts)
     assert lines(parts) == lines(tmp_path / "whole")
-    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+    assert equal(again, whole)
 
 
 def test_a_line_cut_short_is_dropped(tmp_path):
@@ -85,7 +79,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     first = train(tmp_path)
     again = train(tmp_path)
     assert again.step == 5
-    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(first).items())
+    assert equal(again, first)
 
 
 def test_resume_with_another_learning_rate_is_refused_and_with_another_memory_setting_is_not(tmp_path):
@@ -114,7 +108,7 @@ def test_another_number_of_processes_goes_on_where_only_rounding_differs_and_is_
             train(tmp_path / "parts", dropout=dropout)
     else:
         parts = train(tmp_path / "parts", dropout=dropout)
-        assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
+        assert equal(parts, whole)
         assert not list(path.parent.glob("damaged-*"))  # it went on from the changed one
 
 
@@ -166,7 +160,7 @@ def test_a_run_saves_by_itself_as_its_clock_says_and_ends_as_without_saves(tmp_p
     engine, saved = train_by_clock(tmp_path / "saved", monkeypatch, **clock)
     assert saved == expected
     plain, _ = train_by_clock(tmp_path / "plain", monkeypatch, **clock, save_every_steps=0)
-    assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(engine).items())
+    assert equal(plain, engine)
     left = sorted(path.name for path in (tmp_path / "saved" / "checkpoints").glob("*"))
     assert left == [f"step-{step:06d}" for step in expected[-1:]]  # that of the end alone
 
@@ -179,7 +173,7 @@ def test_a_run_that_died_goes_on_from_what_it_saved_by_itself(tmp_path, monkeypa
     assert sorted(os.listdir(tmp_path / "parts" / "checkpoints")) == ["step-000012", "step-000014"]
     parts, saved = train_by_clock(tmp_path / "parts", monkeypatch, **clock)
     assert saved == [16, 18, 20]
-    assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
+    assert equal(parts, whole)
 
 
 def test_a_disk_without_space_for_checkpoints_does_not_end_a_run_that_asked_for_none(tmp_path, monkeypatch, capsys):
@@ -240,7 +234,7 @@ def test_evaluation_is_logged_where_due_and_draws_do_not_disturb_training(tmp_pa
             evaluate=evaluate,
         )
     assert [line["step"] for line in lines(tmp_path / "checked") if "held_out_loss" in line] == [2, 4, 5]
-    assert all(torch.equal(value, weights(engine)[name]) for name, value in weights(plain).items())
+    assert equal(engine, plain)
 
 
 def test_the_directory_is_as_documented(tmp_path):
@@ -473,7 +467,7 @@ def test_a_run_with_metrics_and_no_checkpoint_begins_anew_with_the_same_settings
     train(tmp_path / "parts", save_every_steps=0)
     again = train(tmp_path / "parts", save_every_steps=0)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+    assert equal(again, whole)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])

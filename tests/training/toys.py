@@ -1,6 +1,8 @@
 """A small network and its batches, for tests of the training machinery alone."""
 
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,3 +109,15 @@ def relative_change_error(before: dict[str, Tensor], one: dict[str, Tensor], oth
     difference = sum(float((one[name] - other[name]).double().pow(2).sum()) for name in before) ** 0.5
     size = sum(float((other[name] - before[name]).double().pow(2).sum()) for name in before) ** 0.5
     return difference / size
+
+
+def equal(one: Engine, other: Engine) -> bool:
+    """True where two engines have the same weights, bit by bit."""
+    theirs = weights(other)
+    return all(torch.equal(value, theirs[name]) for name, value in weights(one).items())
+
+
+def lines(output: Path) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    text = (output / "metrics.jsonl").read_text()
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in text.splitlines()]

@@ -130,16 +130,16 @@ class Backend:
         Raises:
             UserError: a file or tensor is missing or does not fit; it is named.
         """
-        state_files.fill(state_files.WEIGHTS, state_files.kept_tensors(self.unwrapped), directory)
+        state_files.read_into(state_files.WEIGHTS, state_files.kept_tensors(self.unwrapped), directory)
         parameters = trainable_parameters(self.unwrapped)
         saved: dict[str, dict[str, Tensor]] = {}
-        for key, stored in state_files.stored_tensors(state_files.OPTIMIZER, directory).items():
+        for key, stored in state_files.saved_tensors(state_files.OPTIMIZER, directory).items():
             name, entry = key.rsplit("/", 1)
             if name not in parameters:
                 raise UserError(f"{directory}: {name} is not a trainable parameter of this model")
             saved.setdefault(name, {})[entry] = empty_like(parameters[name], stored)
         entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
-        state_files.fill(state_files.OPTIMIZER, entries, directory)
+        state_files.read_into(state_files.OPTIMIZER, entries, directory)
         for name, tensors in saved.items():
             restore_state(self.optimizer, parameters[name], tensors)
 

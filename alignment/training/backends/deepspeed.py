@@ -175,7 +175,7 @@ class DeepSpeedBackend(Backend):
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 has divided this parameter among the ranks."""
+    """True where ZeRO-3 has divided this parameter among the ranks."""
     return hasattr(parameter, "ds_id")
 
 

@@ -16,7 +16,7 @@ from alignment.training.distributed import FSDPSettings, ProcessGroup
 
 
 class RowSource(Protocol):
-    """Where the data of an unread parameter lies, its attribute `stored`; models/huggingface makes them."""
+    """The place of an unread parameter's data, its attribute `stored`; models/huggingface makes them."""
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows `start` to `stop` of the parameter; to be copied from."""

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.errors import UserError, raise_all
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 WEIGHTS, OPTIMIZER = "model", "optimizer"  # kinds of files
 
@@ -36,18 +39,20 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def local_tensor(tensor: Any) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; a tensor that is not sharded itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return cast("DTensor", tensor).to_local() if is_sharded(tensor) else tensor
 
 
-def local_rows(tensor: Any) -> tuple[int, int]:
+def local_rows(tensor: Tensor) -> tuple[int, int]:
     """First row, and the one after the last, of what this rank holds of a tensor; all of them unless it is sharded."""
     rows = tensor.shape[0] if tensor.ndim else 1
-    for dimension, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
+    if not is_sharded(tensor):
+        return 0, rows
+    mesh = cast("DTensor", tensor).device_mesh
+    for dimension, placement in enumerate(cast("DTensor", tensor).placements):
         if placement.is_shard():
-            assert placement.dim == 0
-            size, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
+            size, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
             chunk = -(-rows // size)
             return min(rows, rank * chunk), min(rows, (rank + 1) * chunk)
     return 0, rows
@@ -84,7 +89,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, st
     save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
 
 
-def stored_tensors(kind: str, directory: Path) -> dict[str, Stored]:
+def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
     """Shapes and types of the tensors of one kind, by name.
 
     Raises:
@@ -112,13 +117,13 @@ def stored_tensors(kind: str, directory: Path) -> dict[str, Stored]:
     return {name: Stored(each.size, each.properties.dtype) for name, each in found.items()}
 
 
-def fill(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
+def read_into(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
     """Fill tensors, or this rank's shards of them, from the files of one kind; a collective operation.
 
     Raises:
         UserError: a file is missing, or the files do not hold exactly these tensors in these shapes; all problems.
     """
-    stored = stored_tensors(kind, directory)
+    stored = saved_tensors(kind, directory)
     problems = [f"{directory}: {name} is missing" for name in tensors if name not in stored]
     problems += [f"{directory}: {name} is no tensor of the model" for name in stored if name not in tensors]
     problems += [
@@ -151,7 +156,7 @@ def _reader(directory: Path) -> Any:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Let an error of some rank's files be raised itself, where torch wraps those of all ranks."""
+    """Let an error of some rank's files be raised itself, where torch wraps all of them."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

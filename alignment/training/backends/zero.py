@@ -97,7 +97,7 @@ class ZeroState:
         masters: the vectors of float32 weights of this rank.
     """
 
-    def __init__(self, model: nn.Module, zero: Any, process_group: ProcessGroup):
+    def __init__(self, model: nn.Module, zero: object, process_group: ProcessGroup):
         """Find the vectors.
 
         Args:
@@ -105,11 +105,11 @@ class ZeroState:
             zero: the engine's optimizer, of any stage of ZeRO.
             process_group: the engine's.
         """
-        self.model, self.zero, self.process_group = model, zero, process_group
+        self.model, self.process_group = model, process_group
+        self.zero: Any = zero
         self.stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-        self.masters: list[Any] = (
-            zero.fp32_partitioned_groups_flat if self.stage3 else zero.single_partition_of_fp32_groups
-        )
+        vectors = "fp32_partitioned_groups_flat" if self.stage3 else "single_partition_of_fp32_groups"
+        self.masters: list[Any] = getattr(zero, vectors)
         size = process_group.size
         self._layout = {
             "layout": f"{size} process{'es' if size > 1 else ''} under ZeRO-{3 if self.stage3 else '1 or 2'}"
@@ -157,13 +157,13 @@ class ZeroState:
                 buffer.copy_(tensors[name])
             for number, master in enumerate(self.masters):
                 master.copy_(tensors[str(number)])
-        self._spread()
+        self._refresh_weights()
         for number, master in enumerate(self.masters):
             state = {key.split("/", 1)[1]: x for key, x in tensors.items() if key.startswith(f"{number}/")}
             restore_state(self.zero.optimizer, master, {key: x.to(master.device) for key, x in state.items()})
 
     @torch.no_grad()
-    def _spread(self) -> None:
+    def _refresh_weights(self) -> None:
         """Give the weights that the model computes with the values of the vectors."""
         if not self.stage3:
             for flat, master in zip(self.zero.bit16_groups_flat, self.masters, strict=True):

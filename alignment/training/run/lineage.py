@@ -104,7 +104,7 @@ def earlier_run(output: Path) -> dict[str, Any]:
 
 
 def _holds_anything(path: Path) -> bool:
-    """Whether a directory has an entry, or a file any content."""
+    """True where a directory has an entry, or a file any content."""
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 

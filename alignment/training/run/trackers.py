@@ -1,4 +1,4 @@
-"""Where a run's metrics are shown: TensorBoard, Accelerate's trackers on request (wandb, mlflow, trackio ...), and progress
+"""Displays of a run's metrics: TensorBoard, Accelerate's trackers on request (wandb, mlflow, trackio ...), and progress
 on standard error, as a bar on a terminal and elsewhere as a plain line at intervals. metrics.jsonl is in directory.py.
 """
 
