@@ -15,10 +15,11 @@ from alignment.generation import generate as generate_texts
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
+from alignment.settings import PositiveInt, Rule, refusal
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingConfig):
     """Settings of `alignment generate`; see `SamplingConfig` and, for the last three, `BeamConfig`.
 
     Attributes:
@@ -27,27 +28,24 @@ class GenerateConfig:
         use_generation_config: settings that are not given come from the checkpoint's generation_config.json.
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     use_generation_config: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_new_tokens: int = 0
-    num_beams: int = 1
+    chat_template: str | None = None
+    num_beams: PositiveInt = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-    chat_template: str | None = None
 
-    def __post_init__(self) -> None:
-        sampling = SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
-        decoding_config(sampling, self.num_beams, self.length_penalty, self.early_stopping)  # both check their ranges
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+    RULES = (Rule("num_beams", lambda c: refusal(check_decoding, c)),)
+
+
+def check_decoding(config: GenerateConfig) -> None:
+    """Refuse settings of sampling beside those of beam search.
+
+    Raises:
+        ValueError: in words.
+    """
+    sampling = SamplingConfig(**{each.name: getattr(config, each.name) for each in fields(SamplingConfig)})
+    decoding_config(sampling, config.num_beams, config.length_penalty, config.early_stopping)
 
 
 def read_settings(model: str, overrides: Sequence[str]) -> GenerateConfig:
