@@ -39,7 +39,7 @@ class GenerateConfig(SamplingConfig):
 
 
 def check_decoding(config: GenerateConfig) -> None:
-    """Refuse settings of sampling beside those of beam search.
+    """Refuse settings of sampling beside settings of beam search.
 
     Raises:
         ValueError: in words.
