@@ -18,34 +18,35 @@ from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.settings import PositiveInt, Rule, refusal
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GenerateConfig(SamplingConfig):
-    """Settings of `alignment generate`; see `SamplingConfig` and, for the last three, `BeamConfig`.
+    """Settings of `alignment generate`: those of `SamplingConfig`, of `BeamConfig`, and its own.
 
     Attributes:
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
+        num_beams, length_penalty, early_stopping: of beam search, see `BeamConfig`; 1 beam samples.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file; None: the tokenizer's own.
         use_generation_config: settings that are not given come from the checkpoint's generation_config.json.
     """
 
     batch_size: PositiveInt = 64
     use_generation_config: bool = False
-    chat_template: str | None = None
     num_beams: PositiveInt = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    chat_template: str | None = None
 
-    RULES = (Rule("num_beams", lambda c: refusal(check_decoding, c)),)
+    RULES = (
+        Rule(
+            "num_beams",
+            lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping),
+        ),
+    )
 
-
-def check_decoding(config: GenerateConfig) -> None:
-    """Refuse settings of sampling beside settings of beam search.
-
-    Raises:
-        ValueError: in words.
-    """
-    sampling = SamplingConfig(**{each.name: getattr(config, each.name) for each in fields(SamplingConfig)})
-    decoding_config(sampling, config.num_beams, config.length_penalty, config.early_stopping)
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The settings of one response."""
+        return SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
 
 
 def read_settings(model: str, overrides: Sequence[str]) -> GenerateConfig:
