@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from alignment.adapters.files import CONFIG, SPEC, build_spec, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
-from alignment.errors import UserError, spelling_hint
+from alignment.errors import UserError, raise_all, spelling_hint
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.heads import LanguageHead
@@ -375,9 +375,7 @@ class InjectedKind:
         """
         if (settings := read_own_settings(directory)) is not None:
             return build_spec(spec, settings, str(directory / SPEC))
-        problems = [f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config)]
-        if problems:
-            raise UserError("\n".join(problems))
+        raise_all(f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config))
         return build_spec(spec, dict(own), f"{directory}/{CONFIG}")
 
     def config_defaults(self) -> Mapping[str, object]:
@@ -391,7 +389,8 @@ class InjectedKind:
             if key in OPTIONS | self.options or not value or value == defaults.get(key):
                 continue
             if key not in defaults:
-                yield f"{key} is no option that we know; {spelling_hint(key, defaults)}"
+                hint = spelling_hint(key, defaults)
+                yield f"{key} is no option that we know" + (f"; {hint}" if hint else "")
             else:
                 yield f"{key} = {value!r} is not supported, only {defaults[key]!r}"
 

@@ -1,4 +1,4 @@
-"""What is known of a directory of adapters whatever their kind, and checks that the kinds share."""
+"""A directory of an adapter of any kind: its base, its members, and the checks that the kinds share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +19,12 @@ BASE = "base"  # in SPEC: the base model's directory relative to the adapter's
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and not a model."""
+    """True where a directory holds an adapter and not a model."""
     return (Path(directory) / CONFIG).is_file()
 
 
 def is_scalar_adapter(directory: Path) -> bool:
-    """Whether an adapter is that of a reward model, which must contain a score head."""
+    """True for the adapter of a reward model, which must contain a score head."""
     return read_adapter_config(directory).get("task_type") == "SEQ_CLS"
 
 

@@ -63,7 +63,7 @@ def decode_responses(
         tokenizer: for `stop`.
 
     Raises:
-        UserError: the device has no room for so many cache rows; logits that are not finite, with the number in `rows`.
+        UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in `rows`.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
     # Prompts of similar length side by side share the width of the cache with little waste; no response depends on it.

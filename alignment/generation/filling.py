@@ -69,7 +69,7 @@ class KeptDocuments:
         """An empty store.
 
         Args:
-            most_tokens: of all documents together; of a document that is longer the first so many are kept.
+            most_tokens: of all documents together; a longer document is cut to its first `most_tokens`.
         """
         self._most_tokens, self.tokens = most_tokens, 0
         self._documents: OrderedDict[Prompt, CachedDocument] = OrderedDict()  # the one used last is the last
@@ -252,7 +252,7 @@ class PromptFiller:
             logits.append(self._prefill([prompts[number] for number in whole], cache, rows))
         if known:
             for number, (shared, source) in known.items():
-                length = shared + self._virtual_tokens  # which stand before the prompt
+                length = shared + self._virtual_tokens  # they come before the prompt
                 document = source if isinstance(source, CachedDocument) else cache.save(source, length)
                 cache.load(slots[number], document, length)
             batch = Ragged.build([prompts[number][shared:] for number, (shared, _) in known.items()])

@@ -25,7 +25,7 @@ ROOM_FOR_LEAST = Rule(
 
 @dataclass(frozen=True)
 class SamplingConfig(Settings):
-    """How responses are sampled.
+    """Settings of sampling.
 
     Attributes:
         max_new_tokens: longest response, end token included.
@@ -192,7 +192,7 @@ class RunningRequest:
             self.finish = "length"
 
     def accept(self, token: int, log_prob: float, alternatives: tuple[tuple[int, float], ...] = ()) -> TokenEvent:
-        """Add a drawn token; the event says whether the response ends with it."""
+        """Add a drawn token; `finish` of the event is why the response ends with it, or None."""
         self.extend(token, log_prob)
         new = ""
         if self.text is not None and self.finish != "stop":

@@ -142,6 +142,7 @@ def _cumulative_and_threshold(log_probs: Tensor, uniform: Tensor) -> tuple[Tenso
     return cumulative, uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[:, -1:]
 
 
+UNREAD = SamplingConfig()  # settings of rows that nobody reads
 Rows = Sequence[RunningRequest | None]  # the request of each row; None: nobody reads the token that is drawn there
 
 
@@ -209,7 +210,7 @@ class RowSampler:
 
     def _filters_of_rows(self, vocabulary: int) -> RowFilters:
         if self._filters is None:
-            configs = [SamplingConfig() if row is None else row.request.sampling for row in self.rows]
+            configs = [UNREAD if row is None else row.request.sampling for row in self.rows]
             self._filters = RowFilters.of(configs, vocabulary, self._device)
         return self._filters
 

@@ -35,7 +35,7 @@ class Calibration:
 
     @property
     def fitted(self) -> bool:
-        """Whether scores are changed at all."""
+        """True where scores are changed at all."""
         return self.samples > 0
 
     def apply(self, scores: Tensor) -> Tensor:

@@ -32,12 +32,12 @@ TOLERANCES = {"float32": 1e-3, "half": 0.1, "quantized": 0.5}
 
 @dataclass(frozen=True)
 class Canaries:
-    """What is known of a saved reward model beside its weights.
+    """Scores and settings of a saved reward model, beside its weights.
 
     Attributes:
         scores: raw score of each of the texts by each member, [8, k].
         precision: key of `TOLERANCES` of the run that trained it.
-        loss: what it was trained with.
+        loss: of its training.
     """
 
     scores: Tensor
@@ -100,7 +100,7 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str, roun
         The largest difference; None: nothing was checked.
 
     Raises:
-        UserError: a score is not what it was when the model was saved, beyond the rounding of types and quantization.
+        UserError: a score differs from that of the saved model, beyond the rounding of types and quantization.
     """
     saved = read_canaries(directory)
     if saved is None:

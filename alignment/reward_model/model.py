@@ -44,7 +44,7 @@ class RewardModel:
         combine: how the scores of an ensemble become one: their mean, their least ("min"), or mean - std_coef * deviation
             ("lower").
         std_coef: weight of the deviation in "lower".
-        loss: what it was trained with, where its files say so.
+        loss: of its training, where its files name it.
 
     Source: least and lower scores of an ensemble: Coste et al. 2023, arXiv:2310.02743, section 3.
     """

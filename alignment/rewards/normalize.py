@@ -32,8 +32,8 @@ class PartNormalizer:
             the newest included.
         sources: number of data sources told apart; 1: none.
         name: of the reward, for messages.
-        counts, means, squares: of the samples of each source: how many, their mean, and the sum of their squared distances
-            from it. With `counts`, the whole state.
+        counts, means, squares: of the samples of each source: number, mean, and sum of the squared distances from the
+            mean. With `counts`, the whole state.
 
     Source: first: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; means and squares of parts are joined as in Chan,
         Golub and LeVeque 1983, eq. 2.1.
@@ -123,7 +123,7 @@ class PartNormalizer:
 
 
 def no_deviation(count: float) -> str:
-    """Why numbers of so many responses have no deviation to divide by, and the way out, for messages."""
+    """The reason why `count` numbers have no deviation to divide by, and the way out, for messages."""
     if count == 1:
         return "a single number, that of one response; raise training.batch_size or responses_per_prompt"
     return f"the same number for all of {count:.0f} responses; check what gives it"

@@ -1,4 +1,4 @@
-"""What rewards read of a rollout: prompts as they were written, responses as texts, and the rows' further columns."""
+"""The part of a rollout that rewards read: prompts as written, responses as texts, and the rows' further columns."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ def texts_of_responses(
         tokenizer: the policy's.
         prompts: of each response.
         responses: token ids.
-        ended: whether the response stopped by itself.
+        ended: True where the response stopped by itself.
     """
     return SampledTexts(
         [prompt.prompt for prompt in prompts],

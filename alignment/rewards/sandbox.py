@@ -76,7 +76,7 @@ def require_sandbox() -> None:
 
 
 def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str, ...] = ()) -> str | None:
-    """What a program prints that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
+    """The output of a program that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
 
     Args:
         code: Python source, not trusted.
@@ -97,7 +97,7 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 
 
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
-    """Whether code passes tests: Python source, asserts as a rule, that call what the code defines.
+    """True where code passes tests: Python source, asserts as a rule, that call its functions and classes.
 
     The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
     tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other
@@ -181,7 +181,7 @@ def printed_by(process: "subprocess.Popen[bytes]", given: bytes, limits: Sandbox
 
 
 def _write_part(number: int, given: bytes) -> bytes:
-    """Write as much as a pipe takes; what is left. A process that has closed it gets nothing more."""
+    """Write as much as a pipe takes and return the rest; a process that has closed it gets nothing more."""
     try:
         return given[os.write(number, given) :]
     except BrokenPipeError:

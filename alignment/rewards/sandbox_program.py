@@ -52,11 +52,7 @@ HELPERS = frozenset({  # names of other libraries that tests forget to import: a
     "approx", "isclose", "allclose", "assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal",
     "array_equal", "raises", "pytest", "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch",
 })  # fmt: skip
-LATER = {
-    "datetime": ["_strptime"],
-    "time": ["_strptime"],
-    "collections": ["collections.abc", "heapq"],
-}  # what these load on first use
+LATER = {"datetime": ["_strptime"], "time": ["_strptime"], "collections": ["collections.abc", "heapq"]}  # on first use
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
 NAMES: "dict[str, object]" = {"__builtins__": builtins}  # of the code or the tests
@@ -234,41 +230,17 @@ CONTAINERS = (  # changeable; a derived class before its base
     collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque, dict, list, set, bytearray,
 )  # fmt: skip
 CONTENTS = (int, float, complex, str, bytes, tuple, frozenset)  # bases whose content decides for a derived object
-ERRORS = {
-    "decimal",
-    "json.decoder",
-    "queue",
-    "_queue",
-    "zlib",
-    "binascii",
-    "struct",
-    "_struct",
-    "re",
-    "statistics",
-    "dataclasses",
+ERRORS = {  # modules whose exceptions are made anew where the tests are
+    "decimal", "json.decoder", "queue", "_queue", "zlib", "binascii", "struct", "_struct", "re", "statistics", "dataclasses",
     "asyncio.exceptions",
-}
+}  # fmt: skip
 STEERING = (StopIteration, StopAsyncIteration, GeneratorExit)  # end a loop of the tests without a failure
 HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 SHOWN = {"__name__", "__qualname__", "__doc__", "__module__"}  # of the special attributes that the tests give away
-ARITHMETIC = {
-    f"__{name}__": getattr(operator, f"__{name}__")
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "lshift",
-        "rshift",
-        "and",
-        "or",
-        "xor",
-    ]
-}
+OPERATORS = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor",
+)  # fmt: skip
+ARITHMETIC = {f"__{name}__": getattr(operator, f"__{name}__") for name in OPERATORS}
 REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
 COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]}
 CONVERSIONS = {
@@ -332,20 +304,25 @@ def operation(name: str) -> object:
     def compare(self, other):
         if is_remote(other) or not PEER.judges:
             return PEER.ask(name, self, other)
-        kind = next((kind for kind in CONTAINERS if isinstance(self, kind)), None)
+        kind = base_among(CONTAINERS, self)
         return getattr(kind, name)(self, other) if kind else NotImplemented
 
     def is_true(self):
-        kind = next((kind for kind in (*CONTAINERS, str, bytes, tuple, frozenset) if isinstance(self, kind)), None)
+        kind = base_among((*CONTAINERS, str, bytes, tuple, frozenset), self)
         return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
 
     def read(self, *items):
-        kind = next((kind for kind in (list, set) if isinstance(self, kind)), None)
+        kind = base_among((list, set), self)
         return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
 
     if name in READING:
         return read
     return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
+
+
+def base_among(kinds: "tuple[type, ...]", value: object) -> "type | None":
+    """The first of some built-in classes that a value is an instance of; None without one."""
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
 
 
 def is_remote(value: object) -> bool:
@@ -385,31 +362,30 @@ def bases_of(kind: type) -> "list[type]":
     """The bases of a class; bases of the library such as object, ABC and Enum give way to their own bases."""
     found = []
     for base in kind.__bases__:
-        own = standard_name(base) is None
-        found += (
-            [base]
-            if own or (solid(base) and base.__module__ in {"builtins", "collections", *ERRORS})
-            else bases_of(base)
-        )
+        stays = standard_name(base) is None or (solid(base) and base.__module__ in {"builtins", "collections", *ERRORS})
+        found += [base] if stays else bases_of(base)
     return list(dict.fromkeys(found))
 
 
 def container_items(value: object) -> "list[object]":
     """All items of a container, keys before values, by the methods of its built-in type."""
-    kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
+    kind = base_among(CONTAINERS, value)
     return [*kind.__iter__(value), *(kind.values(value) if issubclass(kind, dict) else ())]
 
 
 def set_items(container: object, items: "list[object]") -> None:
     """Make a container hold what `container_items` gave."""
-    kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind, half = base_among(CONTAINERS, container), len(items) // 2
     kind.clear(container)
-    if issubclass(kind, dict):
-        half = len(items) // 2
-        for key, item in zip(items[:half], items[half:], strict=True):
-            kind.__setitem__(container, key, item)
-    else:
-        (kind.update if kind is set else kind.extend)(container, items)
+    if not issubclass(kind, dict):
+        return (kind.update if kind is set else kind.extend)(container, items)
+    for key, item in zip(items[:half], items[half:], strict=True):
+        kind.__setitem__(container, key, item)
+
+
+def empty_container(kind: str) -> object:
+    """A container of the type of that name."""
+    return next(each for each in CONTAINERS if each.__name__ == kind)()
 
 
 class Peer:
@@ -432,6 +408,12 @@ class Peer:
         self.last, self.receiving, self.asked = 0, False, False
         self.shown: dict[str, object] = {}  # variables of the answer that the tests read, as the tests know them
         self.mixed: set[int] = set()  # results of arithmetic of an object of the answer with a number of the tests
+        self.decoders = {  # mark of an encoded value -> what makes the value of the rest
+            "known": lambda number: self.objects[number], "int": lambda text: int(text, 16), "bytes": bytes.fromhex,
+            "tuple": lambda *parts: tuple(map(self.decode, parts)), "value": self.decode_value,
+            "frozenset": lambda *parts: frozenset(map(self.decode, parts)), "standard": self.decode_standard,
+            "error": self.decode_error,
+        }  # fmt: skip
 
     def ask(self, action: str, target: object, *items: object, **named: object) -> object:
         """The value that the other end gives; its exception is raised."""
@@ -534,13 +516,12 @@ class Peer:
             self.receiving = True
             for number, kind, extra, _ in message["changes"]:
                 if kind and number > 0 and -number not in self.objects:
-                    self.add(-number, collections.deque(maxlen=extra) if kind == "deque" else self.empty(kind))
-            for name in ("value", "error", "items", "to"):
-                if name in message and name != "to":
-                    many = name == "items"
-                    message[name] = (
-                        [self.decode(each) for each in message[name]] if many else self.decode(message[name])
-                    )
+                    self.add(-number, collections.deque(maxlen=extra) if kind == "deque" else empty_container(kind))
+            for name in ("value", "error"):
+                if name in message:
+                    message[name] = self.decode(message[name])
+            if "items" in message:
+                message["items"] = [self.decode(each) for each in message["items"]]
             if "named" in message:
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
             for number, kind, extra, items in message.pop("changes"):
@@ -564,10 +545,6 @@ class Peer:
         finally:
             self.receiving = False
         return message
-
-    def empty(self, kind: str) -> object:
-        """A container of a kind that `kind_of` gave."""
-        return next(each for each in CONTAINERS if each.__name__ == kind)()
 
     def kind_of(self, container: object) -> "tuple[str, object]":
         """The name of a container's type, empty for derived ones, and what else it is made of."""
@@ -621,7 +598,7 @@ class Peer:
         if isinstance(value, BaseException) and standard_name(kind):
             del self.objects[number], self.numbers[id(value)]
             return ["error", self.encode(kind), *map(self.encode, value.args)]
-        content = next((each for each in CONTENTS if isinstance(value, each)), None)
+        content = base_among(CONTENTS, value)
         parts = [] if content is None else [self.encode(plain_content(content, value))]
         if isinstance(value, BaseException):
             parts = [self.encode(item) for item in value.args]
@@ -633,27 +610,21 @@ class Peer:
         if not isinstance(value, list):
             return value
         mark, *rest = value
-        if mark == "known":
-            return self.objects[rest[0]]
-        if mark in ("tuple", "frozenset"):
-            return (tuple if mark == "tuple" else frozenset)(map(self.decode, rest))
-        if mark == "int":
-            return int(rest[0], 16)
-        if mark == "bytes":
-            return bytes.fromhex(rest[0])
-        if mark == "value":
-            if rest[1] not in VALUES.get(rest[0], ()):
-                raise LookupError(rest)
-            return standard(*rest[:2])(*map(self.decode, rest[2:]))
-        if mark == "standard":
-            return self.decode_standard(*rest)
-        if mark == "error":
-            kind, *items = map(self.decode, rest)
-            try:
-                return AnswerError(*items) if type(kind) is RemoteClass else kind(*items)
-            except TypeError:
-                return AnswerError(*items)
-        return self.decode_object(mark, -rest[0], rest[1:])
+        return self.decoders[mark](*rest) if mark in self.decoders else self.decode_object(mark, -rest[0], rest[1:])
+
+    def decode_value(self, module: str, name: str, *parts: object) -> object:
+        """A value of `VALUES`, made anew by its type."""
+        if name not in VALUES.get(module, ()):
+            raise LookupError(name)
+        return standard(module, name)(*map(self.decode, parts))
+
+    def decode_error(self, *parts: object) -> Exception:
+        """An exception of the library, made anew; an `AnswerError` where that is not possible."""
+        kind, *items = map(self.decode, parts)
+        try:
+            return AnswerError(*items) if type(kind) is RemoteClass else kind(*items)
+        except TypeError:
+            return AnswerError(*items)
 
     def decode_standard(self, module: str, name: str) -> object:
         """A class or function of the library; where the tests are, classes of values and errors only."""

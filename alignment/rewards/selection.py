@@ -1,4 +1,4 @@
-"""Best-of-n: which of the responses to one prompt are kept by their scores, and what is known about the best one."""
+"""Best-of-n: the choice among the responses to one prompt by their scores, and the expected score of the best one."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def choose_best(
     Args:
         scores: of the responses to one prompt; not a number: a response that is not to be kept.
         texts: the responses.
-        keep: at most so many of the best; None: all that are left.
+        keep: largest number of responses, the best ones; None: all that are left.
         threshold: keep only responses with at least this score; None: any score.
         distinct: of equal texts only the one with the highest score.
 

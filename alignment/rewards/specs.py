@@ -226,10 +226,10 @@ class RewardSpec(Settings):
         format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has to
             match.
         regex: a regular expression, or a section; it has to match somewhere in the response.
-        answer: gsm8k, exact or boxed, or a section: whether the response's answer is that of a column.
-        code: whether Python code passes unit tests; `{}` for the usual settings. Linux only.
+        answer: gsm8k, exact or boxed, or a section: a reward for the answer of a column.
+        code: a reward for Python code that passes unit tests; `{}` for the usual settings. Linux only.
         judge: URL of an HTTP service, or a section.
-        weight: factor of this part; negative for what is to be avoided.
+        weight: factor of this part; negative for a penalty.
         name: in metrics, `score/NAME`; None: made of the kind.
         clip: [low, high] of the part, after its normalization and before its weight; null: no bounds.
         normalize: first: mean 0 and deviation 1 on the first samples, fixed for the whole run. running: on all samples so

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, PrefixSpec, PromptSpec, attach
 from alignment.algorithms.pretrain import pretrain
@@ -16,7 +17,7 @@ from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import OptimConfig, TrainingConfig
-from tests.adapters.tiny_models import ISSUE, training_batch, write
+from tests.adapters.tiny_models import ISSUE, disturb, training_batch, write
 from tests.stopping import run_stopped
 
 SPECS = {
@@ -54,6 +55,28 @@ def test_the_loss_falls_in_20_steps_and_the_base_does_not_move(name, kind, tmp_p
     assert loss_without_dropout() < first - (0.05 if kind == "prompt" else 0.2)
     after = dict(model.named_parameters())
     assert frozen and all(torch.equal(after[name], before) for name, before in frozen.items())
+
+
+@pytest.mark.parametrize("kind", [*SPECS, "projected prefix"])
+@pytest.mark.parametrize("name", ["llama", "t5", "stablelm"])
+def test_every_weight_has_a_gradient_and_the_same_with_recomputed_layers(name, kind, tmp_path):
+    write(name, tmp_path)
+    spec = SPECS.get(kind, PrefixSpec(tokens=3, projection_width=8))
+    model = disturb(attach(load_pretrained(tmp_path), spec)).eval()
+
+    def gradients():
+        model.zero_grad()
+        model(batch=training_batch(name)).log_probs.sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    kept = gradients()
+    assert all(gradient.abs().sum() > 0 for gradient in kept)
+    if name == "stablelm" and isinstance(spec, PrefixSpec):
+        with pytest.raises(UserError, match="would fill twice"):
+            model.checkpoint_activations()
+        return
+    model.checkpoint_activations()
+    assert_close(gradients(), kept, atol=1e-6, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

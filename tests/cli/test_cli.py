@@ -402,13 +402,10 @@ def test_a_stored_beam_search_is_taken_over_when_asked_for(responder, tmp_path):
 
 def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "temprature=1", "top_p=2"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: override: temprature: unknown key; did you mean 'temperature' or 'chat_template'?\n"
-        "override: top_p: must be at most 1, got 2.0; the default is 1.0\n"
-    )
+    said = capsys.readouterr().err
+    assert "temprature: unknown key; did you mean 'temperature'" in said and "top_p: must be at most 1, got 2" in said
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
-    assert "top_p must be at most 1, got 2.0" in capsys.readouterr().err
+    assert "top_p: must be at most 1, got 2" in capsys.readouterr().err
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "num_beams=4", "top_k=2"]) == 2
     assert "num_beams=4" in capsys.readouterr().err
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "num_beams=4", "early_stopping=often"]) == 2

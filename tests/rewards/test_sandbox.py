@@ -5,8 +5,10 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from alignment.errors import UserError
 from alignment.rewards import sandbox
@@ -16,6 +18,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="se
 
 LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=4, memory_megabytes=256, output_bytes=10_000)
 TEST = "assert f(2, 3) == 5\nassert f(-1, 1) == 0"
+CASES = yaml.safe_load(Path(__file__).with_name("sandbox_cases.yaml").read_text(encoding="utf-8"))
 
 
 def test_this_machine_shuts_the_sandbox():
@@ -69,93 +72,10 @@ def test_a_program_is_compared_by_what_it_prints():
 
 # --- answers that try to pass without being right --------------------------------------------------------------------
 
-FORGERIES = {
-    "exit": "import os\nos._exit(0)",
-    "exit in the call": "import os, sys\ndef f(a, b):\n    sys.exit(0)",
-    "exit quietly": "import os\ndef f(a, b):\n    os._exit(0)",
-    "marker": "print('passed')\ndef f(a, b):\n    print('passed')\n    return 0",
-    "marker on every file": """
-import os
-for number in range(64):
-    try:
-        os.write(number, b"passed")
-    except OSError:
-        pass
-def f(a, b):
-    return 0
-""",
-    "always equal": """
-class Same(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 5
-def f(a, b):
-    return Same(1)
-""",
-    "always equal object": """
-class Same:
-    def __eq__(self, other): return True
-    def __getattr__(self, name): return self
-    def __call__(self, *a): return True
-def f(a, b):
-    return Same()
-""",
-    "builtins": """
-import builtins, sys
-builtins.AssertionError = type("E", (BaseException,), {})
-builtins.eval = builtins.exec = builtins.compile = lambda *a, **k: None
-sys.modules["__main__"].run_tests = lambda *a: None
-def f(a, b):
-    return 0
-""",
-    "frames": """
-import sys, gc
-def f(a, b):
-    seen = []
-    frame = sys._getframe()
-    while frame:
-        seen += list(map(repr, frame.f_locals.values()))
-        frame = frame.f_back
-    seen += [repr(each) for each in gc.get_objects() if isinstance(each, (str, bytes, dict)) and len(repr(each)) < 5000]
-    text = " ".join(seen)
-    mark = "f(2, 3) " + "== "
-    return int(text[text.index(mark) + len(mark)])
-""",
-    "replies ahead": """
-import os
-for number in range(3, 16):
-    try:
-        os.write(number, b'{"value": 1, "items": []}\\n' * 3)
-    except OSError:
-        pass
-def f(a, b):
-    return 0
-""",
-    "bad replies": """
-import os
-def f(a, b):
-    for number in range(3, 16):
-        try:
-            os.write(number, b'{"value": ["object", "x"], "items": 3}\\n')
-        except OSError:
-            pass
-    return 0
-""",
-    "deep reply": """
-def f(a, b):
-    x = []
-    for _ in range(100000):
-        x = [x]
-    return x
-""",
-    "closed files": "import os\nos.closerange(0, 64)\ndef f(a, b):\n    return 0",
-    "fake error": "class AssertionError(Exception): pass\ndef f(a, b):\n    raise AssertionError",
-}
 
-
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("name", CASES["forgeries"])
 def test_no_answer_passes_without_being_right(name):
-    assert passes(FORGERIES[name], TEST, LIMITS) is False
+    assert passes(CASES["forgeries"][name], TEST, LIMITS) is False
 
 
 def test_a_test_that_catches_everything_does_not_pass_a_dead_answer():
@@ -165,47 +85,6 @@ def test_a_test_that_catches_everything_does_not_pass_a_dead_answer():
 
 # --- answers that try to get out -------------------------------------------------------------------------------------
 
-ATTEMPTS = {
-    "write in the working directory": "open('sandbox-escape', 'w')",
-    "write in /tmp": "open('/tmp/alignment-sandbox-escape', 'w').write('x')",
-    "os.open": "os.open('/tmp/alignment-sandbox-escape', os.O_CREAT | os.O_WRONLY)",
-    "read": "open('/etc/passwd').read()",
-    "read the interpreter": "open(os.__file__).read()",
-    "list": "os.listdir('/')",
-    "remove": "os.remove('/tmp/alignment-sandbox-kept')",
-    "rename": "os.rename('/tmp/alignment-sandbox-kept', '/tmp/alignment-sandbox-escape')",
-    "link": "os.symlink('/etc', '/tmp/alignment-sandbox-escape')",
-    "mkdir": "os.mkdir('/tmp/alignment-sandbox-escape')",
-    "chmod": "os.chmod('/tmp/alignment-sandbox-kept', 0o777)",
-    "stat": "os.stat('/etc/passwd')",
-    "libc open": "libc_call('open', b'/tmp/alignment-sandbox-escape', 65, 438)",
-    "libc openat2": "libc_syscall(437, -100, b'/etc/passwd', b'\\0' * 24, 24)",
-    "libc memfd": "libc_call('memfd_create', b'x', 0)",
-    "libc socket": "libc_call('socket', 2, 1, 0)",
-    "libc socketpair": "libc_call('socketpair', 1, 1, 0, b'\\0' * 8)",
-    "libc execve": "libc_call('execve', b'/bin/true', None, None)",
-    "libc ptrace": "libc_call('ptrace', 16, PARENT, 0, 0)",
-    "libc process_vm_readv": "libc_call('process_vm_readv', PARENT, None, 0, None, 0, 0)",
-    "libc io_uring": "libc_syscall(425, 8, b'\\0' * 120)",
-    "libc bpf": "libc_syscall(321, 0, b'\\0' * 64, 64)",
-    "libc mount": "libc_call('mount', b'x', b'/tmp', b'tmpfs', 0, None)",
-    "libc prctl": "libc_call('prctl', 22, 0, 0, 0, 0)",
-    "libc setrlimit": "libc_call('setrlimit', 0, b'\\xff' * 16)",
-    "x32 open": "libc_syscall(0x40000000 + 2, b'/etc/passwd', 0)",
-    "fork": "os.fork()",
-    "forkpty": "os.forkpty()",
-    "system": "1 / (os.system('true') != 0) and None or (_ for _ in ()).throw(OSError(1, 'refused'))",
-    "spawn": "os.posix_spawn('/bin/true', ['true'], {})",
-    "execv": "os.execv('/bin/true', ['true'])",
-    "thread": "__import__('_thread').start_new_thread(print, ())",
-    "kill the parent": "os.kill(PARENT, 9)",
-    "kill the group of the parent": "os.killpg(PARENT, 9)",
-    "kill everything": "os.kill(-1, 9)",
-    "setuid": "os.setuid(0)",
-    "chroot": "os.chroot('/')",
-    "chdir": "os.chdir('/tmp')",
-    "pipe": "os.pipe()",
-}
 HELPERS = """
 import os, sys
 PARENT = os.getppid() if False else {parent}
@@ -225,9 +104,9 @@ except (OSError, RuntimeError) as error:
 """
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
+@pytest.mark.parametrize("name", CASES["attempts"])
 def test_no_answer_gets_out(name, tmp_path):
-    code = HELPERS.format(parent=os.getpid(), attempt=ATTEMPTS[name])
+    code = HELPERS.format(parent=os.getpid(), attempt=CASES["attempts"][name])
     output = run_program(code, "", LIMITS)
     assert output is not None and output.startswith("refused"), output
     assert output.split()[1] in ("1", "None", "38"), output  # EPERM, not a missing file: the call itself is refused
@@ -237,7 +116,7 @@ def test_no_answer_gets_out(name, tmp_path):
 def test_the_attempts_do_succeed_outside(tmp_path):
     """The attempts are real: without the sandbox those that need no rights succeed."""
     for name in ("write in /tmp", "read", "list", "libc open", "libc socket", "libc memfd", "fork", "pipe", "stat"):
-        code = "import ctypes\n" + HELPERS.format(parent=os.getpid(), attempt=ATTEMPTS[name])
+        code = "import ctypes\n" + HELPERS.format(parent=os.getpid(), attempt=CASES["attempts"][name])
         printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20).stdout
         assert "done" in printed and "refused" not in printed, name
     os.remove("/tmp/alignment-sandbox-escape")
@@ -266,30 +145,13 @@ def test_the_environment_and_open_files_of_the_run_are_not_there(tmp_path, monke
 # --- answers that try to hold it up ----------------------------------------------------------------------------------
 
 HUNGRY = {
-    "endless loop": "while True: pass",
-    "endless loop in the call": "def f(a, b):\n    while True: pass",
-    "sleep": "import time\ntime.sleep(1000)",
-    "sleep, signals ignored": "import signal_free",
-    "memory": "x = bytearray(10 ** 10)",
-    "memory in steps": "x = []\nwhile True: x.append(bytearray(10 ** 6))",
-    "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef g(): return g()\ng()",
-    "deep recursion in C": "import sys\nsys.setrecursionlimit(10 ** 9)\nclass A:\n    def __repr__(self): return repr(self)\nrepr(A())",
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "output": "while True: print('x' * 10000)",
-    "long value": "def f(a, b): return 'x' * 10 ** 7",
-    "large number": "def f(a, b): return 10 ** 100000",
-    "endless power": "def f(a, b): return 9 ** 9 ** 9",
+    **CASES["hungry"],
     "endless sign": "f = " + "-" * 200_000 + "1",
     "endless attribute": "f = a" + ".b" * 200_000,
     "endless sum": "f = 1" + "+1" * 200_000,
     "endless branches": "if 1: pass\n" + "elif 1: pass\n" * 20_000,
-    "endless power in the source": "f = 9 ** 9 ** 9",
     "endless expression": "f = " + "(" * 10000 + ")" * 10000,
 }
-HUNGRY["sleep, signals ignored"] = (
-    "import time, _signal\nfor n in range(1, 32):\n    try: _signal.signal(n, _signal.SIG_IGN)\n    except Exception: pass\n"
-    "while True: time.sleep(1)"
-)
 
 
 @pytest.mark.parametrize("name", HUNGRY)
