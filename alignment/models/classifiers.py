@@ -33,7 +33,7 @@ class ScalarModel(NativeModel[TransformerSpec]):
         return value_output(self._scores(batch, tokens))
 
     def padded_outputs(self, padded: Padded) -> ValueOutput:
-        """Values of padded rows, [B, T], and as `logits` [B, k] those of each row's last real token."""
+        """Values of padded rows, [B, T]; `logits` [B, k] are the values of each row's last real token."""
         return padded_values(padded, self._scores(padded.batch))
 
     def _scores(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from alignment.errors import UserError
 from alignment.models.outputs import ValueOutput, value_output
 from alignment.models.safetensors_files import HFConfig
-from alignment.ragged import Ragged
+from alignment.ragged import DeviceBatch, Ragged
 
 
 class Padded(NamedTuple):
@@ -97,8 +97,8 @@ class Model(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         *,
-        batch: Any = None,
-        **options: Any,
+        batch: DeviceBatch | None = None,
+        **options: object,
     ) -> Any:
         """The outputs of a batch, or of padded rows.
 

@@ -6,6 +6,7 @@ slow but right for every architecture.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alignment.models.external.padding import NO_VIRTUAL_TOKENS, VirtualTokens, accepts, pad_rows
+from alignment.ragged import Ragged, Seq2Seq
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +39,12 @@ class ExternalCache(ABC):
     """Base of the caches.
 
     Attributes:
+        fill: (inner, batch) -> logits [B, V] after each document of the batch, which is read.
         capacity: most tokens one document may have.
         lengths: tokens of each row, virtual ones included, [rows].
     """
+
+    fill: Callable[..., Tensor]
 
     def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
         self.capacity, self.lengths = capacity, torch.zeros(rows, dtype=torch.long)
@@ -50,10 +55,6 @@ class ExternalCache(ABC):
     def rows(self) -> int:
         """Number of documents in the cache."""
         return len(self.lengths)
-
-    @abstractmethod
-    def fill(self, inner: "PreTrainedModel", batch: Any) -> Tensor:
-        """Read the documents of a batch and return the logits [B, V] after each."""
 
     @abstractmethod
     def step(self, inner: "PreTrainedModel", tokens: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class SharedCache(ExternalCache):
     A soft prompt stands between the padding and the document, a prefix before the padding.
     """
 
-    def fill(self, inner: "PreTrainedModel", batch: Any) -> Tensor:
+    def fill(self, inner: "PreTrainedModel", batch: Ragged) -> Tensor:
         from transformers.cache_utils import DynamicCache
 
         virtual, width, device = self._virtual, max(batch.lengths), batch.tokens.device
@@ -122,7 +123,7 @@ class SharedCache(ExternalCache):
 class RereadCache(ExternalCache):
     """The documents themselves, read again at every step."""
 
-    def fill(self, inner: "PreTrainedModel", batch: Any) -> Tensor:
+    def fill(self, inner: "PreTrainedModel", batch: Ragged) -> Tensor:
         self._ids, mask, _, _ = pad_rows(batch, 0)
         self._own = mask.sum(1)
         return self._forward(inner)
@@ -147,7 +148,7 @@ class RereadCache(ExternalCache):
 class Seq2SeqCache(ExternalCache):
     """An encoder's output and the cache of its decoder; `lengths` are of the targets, which begin with equally many tokens."""
 
-    def fill(self, inner: "PreTrainedModel", batch: Any) -> Tensor:
+    def fill(self, inner: "PreTrainedModel", batch: Seq2Seq) -> Tensor:
         if len(set(batch.decoder.lengths)) > 1:
             raise ValueError("decoding with this class begins with targets of one length, a start token each")
         virtual = self._virtual

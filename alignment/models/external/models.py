@@ -3,6 +3,7 @@
 Documents are read in right-padded rectangles, so that the result of a document does not depend on the batch around it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,16 @@ from alignment.losses.language import (
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.external.cache import ExternalCache, RereadCache, Seq2SeqCache, SharedCache, can_share_cache
 from alignment.models.external.padding import (
+    PaddedRows,
     VirtualTokens,
-    document_logits,
+    accepts,
     forward_documents,
     forward_tokens,
-    output_fields,
     pad_rows,
+    run_padded,
     scores_every_token,
-    token_scores,
 )
+from alignment.models.heads import float32_logits
 from alignment.models.model import Model, Padded, check_capacity, from_padded, padded_values
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput, value_output
 from alignment.models.safetensors_files import HFConfig
@@ -90,9 +92,33 @@ class ExternalModel(Model):
         """Token id at padding: the config's own, since some classes look for it; 0 where there is none."""
         return getattr(self.inner.config, "pad_token_id", None) or 0
 
-    def logits_of(self, batch: Ragged, tokens: Tensor | None = None, *fields: str) -> Tensor:
-        """Logits of all tokens, [N, ...], or of some, [M, ...]; `fields` of transformers' output are stacked."""
-        forward = output_fields(self.inner, *(fields or ("logits",)), virtual=self.active_virtual_tokens())
+    def token_logits(self, batch: Ragged, tokens: Tensor | None = None, fields: Sequence[str] = ("logits",)) -> Tensor:
+        """Logits of all tokens, [N, ...], or of some, [M, ...]; several fields of the class's output are stacked."""
+        virtual = self.active_virtual_tokens()
+
+        def forward(rows: PaddedRows, columns: Tensor | None) -> Tensor:
+            options = {}
+            if columns is not None and accepts(self.inner, "logits_to_keep"):
+                options["logits_to_keep"] = columns + virtual.prompt_size
+            output = run_padded(self.inner, virtual, rows, **options)
+            values = [getattr(output, field) for field in fields]
+            if columns is None or values[0].shape[1] != len(columns):
+                values = [value[:, virtual.prompt_size :] for value in values]
+            return values[0] if len(values) == 1 else torch.stack(values, dim=-1)
+
+        return forward_tokens(forward, batch, self.padding_id, tokens)
+
+    def token_scores(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:
+        """Scores of all tokens, or of some, from a class that `scores_every_token`, fp32, [N, k].
+
+        The class itself would return those of one token, the last one that is no padding token by its id.
+        """
+        inner, virtual = self.inner, self.active_virtual_tokens()
+
+        def forward(rows: PaddedRows, columns: Tensor | None) -> Tensor:
+            hidden = inner.base_model(**virtual.inputs(inner, rows.ids, rows.mask), use_cache=False).last_hidden_state
+            return float32_logits(inner.score, hidden[:, virtual.prompt_size :])
+
         return forward_tokens(forward, batch, self.padding_id, tokens)
 
     def _layers(self) -> list[nn.Module]:
@@ -160,7 +186,7 @@ class ExternalLanguageModel(ExternalDecoder):
         token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
-        logits = self.logits_of(batch, batch.before)
+        logits = self.token_logits(batch, batch.before)
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
             return output
@@ -169,7 +195,7 @@ class ExternalLanguageModel(ExternalDecoder):
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""
-        return LogitsOutput(padded.restore(self.logits_of(padded.batch)))
+        return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
@@ -186,12 +212,12 @@ class ExternalMaskedLanguageModel(ExternalModel):
         self, batch: Ragged, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the labels at the batch's targets, or their logits."""
-        logits = self.logits_of(batch, batch.target_index)
+        logits = self.token_logits(batch, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""
-        return LogitsOutput(padded.restore(self.logits_of(padded.batch)))
+        return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
 
 
 class ExternalSeq2SeqModel(ExternalDecoder):
@@ -244,16 +270,12 @@ class ExternalScalarModel(ExternalModel):
 
     def outputs(self, batch: Ragged, *, tokens: Tensor | None = None) -> ValueOutput:
         """Values of every token, [N], or of `tokens`, [M]."""
-        scores = self._scores(batch)
+        scores = self.token_scores(batch)
         return value_output(scores if tokens is None else scores[tokens])
 
     def padded_outputs(self, padded: Padded) -> ValueOutput:
         """Values [B, T] with zeros at padding, and `logits` [B, 1]; see `ScalarModel`."""
-        return padded_values(padded, self._scores(padded.batch))
-
-    def _scores(self, batch: Ragged) -> Tensor:
-        forward = token_scores(self.inner, self.active_virtual_tokens())
-        return forward_tokens(forward, batch, self.padding_id).float()  # [N, k]
+        return padded_values(padded, self.token_scores(padded.batch))
 
 
 class ExternalClassifier(ExternalModel):
@@ -261,15 +283,17 @@ class ExternalClassifier(ExternalModel):
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
         """Class logits, fp32."""
-        virtual = self.active_virtual_tokens()
         if self.task == "tokens":
-            logits = self.logits_of(batch)
+            logits = self.token_logits(batch)
         elif self.task == "span":
-            logits = self.logits_of(batch, None, "start_logits", "end_logits")
+            logits = self.token_logits(batch, fields=("start_logits", "end_logits"))
         elif scores_every_token(self.inner):
-            logits = forward_tokens(token_scores(self.inner, virtual), batch, self.padding_id, batch.last)
+            logits = self.token_scores(batch, batch.last)
         else:
-            logits = forward_documents(document_logits(self.inner, virtual), batch, self.padding_id)
+            virtual = self.active_virtual_tokens()
+            logits = forward_documents(
+                lambda rows: run_padded(self.inner, virtual, rows).logits, batch, self.padding_id
+            )
         return ClassifierOutput(logits.float())
 
 

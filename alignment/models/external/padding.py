@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-# (input_ids [b, T], attention_mask [b, T], token_type_ids [b, T] or None, columns wanted [c] or None: all)
-# -> [b, T or c, ...], or [b, ...] for documents
-PaddedForward = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 CHEAP_PADDING = 2048  # positions of padding that cost less than one more forward
 
 
@@ -125,11 +122,16 @@ def groups_with_little_padding(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def forward_tokens(forward: PaddedForward, batch: Ragged, padding_id: int, token_index: Tensor | None = None) -> Tensor:
+def forward_tokens(
+    forward: Callable[[PaddedRows, Tensor | None], Tensor],
+    batch: Ragged,
+    padding_id: int,
+    token_index: Tensor | None = None,
+) -> Tensor:
     """The outputs of `forward` at some tokens of a ragged batch, [n, ...].
 
     Args:
-        forward: the model's forward on a rectangle.
+        forward: (rectangle of b rows, columns wanted [c] or None: all) -> [b, T or c, ...].
         batch: the documents.
         padding_id: token id at padding.
         token_index: indices of the tokens in the batch, in any order, [n]; None: all tokens.
@@ -139,23 +141,23 @@ def forward_tokens(forward: PaddedForward, batch: Ragged, padding_id: int, token
         wanted = torch.zeros_like(wanted).index_fill(0, token_index, True)
     outputs, indices = [], []
     for rows in groups_with_little_padding(batch.lengths):
-        ids, mask, segments, index = pad_rows(batch, padding_id, rows)
+        padded = pad_rows(batch, padding_id, rows)
+        mask, index = padded.mask, padded.token_index
         here = wanted[index]
         cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, like `index`
         columns = None if token_index is None else cells.any(0).nonzero().squeeze(1)
-        output = forward(ids, mask, segments, columns)
+        output = forward(padded, columns)
         outputs.append(output[cells if columns is None or output.shape[1] != len(columns) else cells[:, columns]])
         indices.append(index[here])
     in_order = torch.cat(outputs)[torch.cat(indices).argsort()]
     return in_order if token_index is None else in_order[(wanted.cumsum(0) - 1)[token_index]]
 
 
-def forward_documents(forward: PaddedForward, batch: Ragged, padding_id: int) -> Tensor:
+def forward_documents(forward: Callable[[PaddedRows], Tensor], batch: Ragged, padding_id: int) -> Tensor:
     """The output of `forward` for each document of a ragged batch, [B, ...]."""
     outputs, order = [], []
     for rows in groups_with_little_padding(batch.lengths):
-        ids, mask, segments, _ = pad_rows(batch, padding_id, rows)
-        outputs.append(forward(ids, mask, segments, None))
+        outputs.append(forward(pad_rows(batch, padding_id, rows)))
         order += rows
     return torch.cat(outputs)[torch.tensor(order, device=batch.tokens.device).argsort()]
 
@@ -170,40 +172,9 @@ def scores_every_token(inner: "PreTrainedModel") -> bool:
     return isinstance(getattr(inner, "score", None), nn.Linear)
 
 
-def output_fields(inner: "PreTrainedModel", *fields: str, virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
-    """A forward of `inner` that returns one field of its output, or several stacked as the last dimension.
-
-    Args:
-        fields: outputs at every token.
-        virtual: tokens in front of every document; the outputs at these are left out.
-    """
-
-    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {}
-        if columns is not None and accepts(inner, "logits_to_keep"):
-            options["logits_to_keep"] = columns + virtual.prompt_size
-        output = _run(inner, virtual, ids, mask, segments, **options)
-        values = [getattr(output, field) for field in fields]
-        if columns is None or values[0].shape[1] != len(columns):
-            values = [value[:, virtual.prompt_size :] for value in values]
-        return values[0] if len(values) == 1 else torch.stack(values, dim=-1)
-
-    return forward
-
-
-def document_logits(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
-    """A forward of a sequence classifier that returns its logits of each document."""
-
-    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        return _run(inner, virtual, ids, mask, segments).logits
-
-    return forward
-
-
-def _run(
-    inner: "PreTrainedModel", virtual: VirtualTokens, ids: Tensor, mask: Tensor, segments: Tensor | None, **options: Any
-) -> Any:
+def run_padded(inner: "PreTrainedModel", virtual: VirtualTokens, rows: PaddedRows, **options: object) -> Any:
     """The output of `inner` on a rectangle behind the virtual tokens."""
+    ids, mask, segments, _ = rows
     if accepts(inner, "use_cache"):
         options["use_cache"] = False
     if segments is not None and accepts(inner, "token_type_ids") and getattr(inner.config, "type_vocab_size", 2) > 1:
@@ -211,19 +182,3 @@ def _run(
     if hasattr(inner.base_model, "set_attention_type"):  # a short rectangle leaves BigBird without its sparse attention
         cast(Any, inner.base_model).set_attention_type(inner.config.attention_type)
     return inner(**virtual.inputs(inner, ids, mask), **options)
-
-
-def token_scores(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
-    """A forward of a sequence classifier that returns the scores of every token.
-
-    The class itself would return those of one token, the last one that is no padding token by its id.
-    """
-
-    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        hidden = inner.base_model(**virtual.inputs(inner, ids, mask), use_cache=False).last_hidden_state
-        hidden = hidden[:, virtual.prompt_size :]
-        score: nn.Linear = inner.score  # type: ignore[assignment]
-        with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16 close scores would become ties
-            return score(hidden.to(score.weight.dtype))
-
-    return forward

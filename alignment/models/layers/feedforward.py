@@ -83,7 +83,7 @@ class FeedForward(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Several feed-forward layers, of which each token goes through `experts_per_token`, those of highest probability.
+    """Several feed-forward layers, of which each token goes through the `experts_per_token` of highest probability.
 
     Attributes:
         normalized: the weights of a token's experts are made to sum to 1 (Mixtral); else they are the router's

@@ -154,7 +154,7 @@ class Cache:
             sources, targets = rows[moved].to(device), moved.to(device)
         if len(targets):
             self._copy(sources, targets, self.longest)
-        self._hold(rows.to(device))
+        self._set_rows(rows.to(device))
         self.longest = int(self.lengths.max()) if len(rows) else 0
 
     def reorder(self, rows: Tensor) -> None:
@@ -174,11 +174,11 @@ class Cache:
         else:
             moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(1)
             self._copy(rows[moved], moved, self.longest)
-        self._hold(rows)
+        self._set_rows(rows)
         if dropped:
             self.longest = int(self.lengths.max()) if len(rows) else 0
 
-    def _hold(self, rows: Tensor) -> None:
+    def _set_rows(self, rows: Tensor) -> None:
         self.lengths = self.lengths[rows]
         if self.memory is not None:
             self.memory.select(rows)
