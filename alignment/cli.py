@@ -406,7 +406,7 @@ def data_check(
     names = [pair.partition("=") for pair in columns or []]
     if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
         raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
-    from alignment.data.tools.doctor import check_file
+    from alignment.data.doctor import check_file
 
     try:
         report = check_file(
@@ -436,7 +436,7 @@ def data_cache(
     ] = None,
 ) -> None:
     """List the prepared rows that are kept on disk, or delete them; a run whose rows are missing prepares them again."""
-    from alignment.data.tools.cached_rows import cache_lines
+    from alignment.data.cache import cache_lines
 
     print("\n".join(cache_lines(directory, clear=clear, older_than=older_than)))
 

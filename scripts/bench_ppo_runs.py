@@ -108,7 +108,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     """Iterations of `alignment.algorithms.ppo`, as `alignment ppo` runs them."""
     from alignment.algorithms.ppo import ppo, setup
     from alignment.data.config import DataConfig
-    from alignment.data.examples import PromptExample
+    from alignment.data.examples import Example
     from alignment.data.mixture import stream_of
     from alignment.loading import load_tokenizer
     from alignment.training import Engine, OptimConfig, TrainingConfig
@@ -119,7 +119,10 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
         max_new_tokens=settings.new_tokens, epochs=settings.epochs, optim=OptimConfig(learning_rate=LEARNING_RATE),
         training=TrainingConfig(batch_size=count, max_steps=settings.iterations + 1, save_every_steps=0),
     )  # fmt: skip
-    rows = [PromptExample(ids, "", {}, f"row {number}") for number, ids in enumerate(settings.prompts)]
+    rows = [
+        Example.single(ids, [False] * len(ids), f"row {number}", prompt="", extra={}, cut=False)
+        for number, ids in enumerate(settings.prompts)
+    ]
     stream = stream_of(config.data, rows, batch_size=count, seed=0)
     tokenizer = load_tokenizer(settings.policy)
     state = setup.build_state(config, setup.PPOData(tokenizer, stream, settings.iterations + 1, None))

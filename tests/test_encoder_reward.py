@@ -8,13 +8,13 @@ from alignment import load_reward_model
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.scoring import check_judged
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation.win_rate_run import WinRateConfig, _proxy_scores
 from alignment.generation import Generation
+from tests.examples import prompt_example
 
 TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]
 
@@ -62,7 +62,7 @@ def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_special_t
 
 def test_prompts_of_messages_are_refused_before_any_is_answered(directory):
     reward = load_reward_model(str(directory[0]))
-    prompts = [PromptExample([3, 4], [{"role": "user", "content": TEXTS[0]}], {}, "rows.jsonl:1")]
+    prompts = [prompt_example([3, 4], [{"role": "user", "content": TEXTS[0]}], {}, "rows.jsonl:1")]
     config = PPOConfig(policy="p", reward_model="judge", data=DataConfig("rows.jsonl"), output="run")
     with pytest.raises(UserError, match=r"judge: the reward model is an encoder .* 1 of 1 prompts are messages"):
         check_judged(prompts, reward, reward.tokenizer, config, "judge")

@@ -277,10 +277,14 @@ def test_a_mistake_in_one_stage_does_not_hide_those_that_build_on_it(recipe, ran
         ("${sft}/model", "${stf}/model", "stage ppo: ${stf} is no stage before this one; did you mean 'sft'?"),
         ("${world}/model", "${ppo}/model", "stage sft: ${ppo} is no stage before this one"),
         ("name: ppo", "name: sft", "two stages are called sft"),
-        ("name: ppo", "name: ../ppo", "name must be of letters, digits, - and _"),
-        ("name: ppo", "name: data", "name must be of letters, digits, - and _"),
+        ("name: ppo", "name: ../ppo", "name: must be of letters, digits, - and _"),
+        ("name: ppo", "name: data", "name: must be of letters, digits, - and _"),
         ('output: "${world}"', "output: elsewhere", "stage world: output: a recipe's stages write into directories"),
-        ("stage: ppo, metric", "stage: pppo, metric", "expect: there is no stage 'pppo'; did you mean 'ppo'?"),
+        (
+            "stage: ppo, metric",
+            "stage: pppo, metric",
+            "expect: names a stage that is not there: 'pppo'; did you mean 'ppo'?",
+        ),
         ("seed: 5", "sed: 5", "recipe.yaml:2: sed: unknown key; did you mean 'seed'?"),
         ("rows.jsonl", "nothing.jsonl", "stage sft: /demo/nothing.jsonl is not there"),
         ("${recipe}/rows.jsonl", "${data}/hh/train.jsonl", "/real/hh/train.jsonl is not there; set ALIGNMENT_DATA"),
@@ -303,6 +307,36 @@ def test_one_mistake_in_a_recipe(recipe, ran, monkeypatch, old, new, message):
     edit(recipe, old, new)
     assert message in refusal(recipe)
     assert list(ran) == []
+
+
+OWN = """\
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass(frozen=True)
+class Config:
+    output: str
+    times: int = 2
+
+def run(config: Config) -> None:
+    Path(config.output, "results.json").write_text(f'{{"found": {config.times}}}')
+"""
+
+
+def test_a_stage_of_the_recipe_s_own_is_a_function_in_a_file_beside_it(recipe, ran):
+    (recipe / "own.py").write_text(OWN)
+    edit(recipe, 'run: make\n    config: {output: "${world}", size: 3, seed: ${seed}}', "run: own.py:run")
+    go(recipe)
+    assert json.loads((recipe.parent / "out/world/results.json").read_text()) == {"found": 2}
+    assert ran.names() == ["sft", "ppo"]
+    assert "world: override: times: must be a whole number" in refusal(recipe, "world.times=x")
+    (recipe / "own.py").write_text(OWN + "# changed\n")
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]  # they depend on its result
+    edit(recipe, "own.py:run", "own.py:walk")
+    assert refusal(recipe) == "stage world: /demo/own.py: has no function 'walk'"
+    edit(recipe, "own.py:walk", "none.py:run")
+    assert refusal(recipe) == "stage world: run: /demo/none.py is not there"
 
 
 def test_wrong_overrides_and_recipes(recipe, ran):

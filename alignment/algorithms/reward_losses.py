@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from alignment.adapters.files import is_adapter
-from alignment.data.batches import PairBatch, RankedBatch, collate_pairs, collate_rankings, padded_groups
-from alignment.data.codecs import CODECS
+from alignment.data.batches import (
+    PairBatch,
+    RankedBatch,
+    StepBatch,
+    collate_pairs,
+    collate_rankings,
+    collate_steps,
+    padded_groups,
+)
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings, encode_rankings, with_segments
 from alignment.data.prepare import TOKENIZE, Preparation, Tokenize
 from alignment.data.rows.records import Kind
-from alignment.data.step_batches import StepBatch, collate_steps
 from alignment.data.tokenize import tokenize_comparisons, tokenize_ordered_rankings, tokenize_rankings, tokenize_steps
 from alignment.errors import UserError
 from alignment.loading import architecture_of, find_base, find_directory
@@ -115,7 +121,7 @@ class Objective:
 
     def _preparation(self, tokenize: Tokenize) -> Preparation:
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
-        return Preparation(name, self.kind, tokenize, CODECS[self.kind])
+        return Preparation(name, self.kind, tokenize)
 
 
 def encoder_families() -> list[str]:

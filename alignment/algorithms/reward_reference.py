@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import Policy
 from alignment.data.config import DataConfig
-from alignment.data.examples import TokenizedRow
+from alignment.data.examples import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import architecture_of
@@ -57,8 +57,8 @@ class NormalizeConfig:
 
 
 def reference_rows(
-    config: NormalizeConfig, policy: str, rows: Sequence[TokenizedRow], tokenizer: Tokenizer, *, max_length: int
-) -> Sequence[TokenizedRow]:
+    config: NormalizeConfig, policy: str, rows: Sequence[Example], tokenizer: Tokenizer, *, max_length: int
+) -> Sequence[Example]:
     """What the reference samples will be made of, prompts or rows; no network is loaded.
 
     Args:
@@ -84,7 +84,7 @@ def reference_rows(
 
 
 def reference_texts(
-    config: NormalizeConfig, policy: str, rows: Sequence[TokenizedRow], tokenizer: Tokenizer
+    config: NormalizeConfig, policy: str, rows: Sequence[Example], tokenizer: Tokenizer
 ) -> tuple[list[Encoded], str]:
     """The reference samples as the reward model reads them, and what they are in words; `rows`: from `reference_rows`."""
     if config.responses == "sampled":
@@ -93,15 +93,13 @@ def reference_texts(
     return texts[: config.samples], "responses of the rows"
 
 
-def encoded_documents(row: TokenizedRow) -> list[Encoded]:
+def encoded_documents(row: Example) -> list[Encoded]:
     """The documents of an example; an encoder's segments are the masks of its texts."""
-    sides: Any = getattr(row, "responses", None) or [getattr(row, side, None) for side in ("chosen", "rejected")]
-    if sides[0] is None:
-        return [Encoded(document, [0] * len(document)) for document in row.documents]
-    return [Encoded(side.ids, [int(second) for second in side.mask]) for side in sides]
+    masks = zip(row.documents, row.masks, strict=True)
+    return [Encoded(ids, [int(second) for second in mask]) for ids, mask in masks]
 
 
-def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> Sequence[TokenizedRow]:
+def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> Sequence[Example]:
     """The prompts that the policy is to answer."""
     from alignment.data.prepare import prepare
 
@@ -114,9 +112,7 @@ def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_len
     return prepare(data, "prompts", tokenizer)[0]
 
 
-def _sampled(
-    config: NormalizeConfig, policy: str, prompts: Sequence[TokenizedRow], tokenizer: Tokenizer
-) -> list[Encoded]:
+def _sampled(config: NormalizeConfig, policy: str, prompts: Sequence[Example], tokenizer: Tokenizer) -> list[Encoded]:
     """Prompts with the policy's responses to them."""
     from alignment.data.text.chat import stop_token_ids
     from alignment.generation import SamplingConfig, decode_responses

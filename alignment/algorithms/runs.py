@@ -15,9 +15,9 @@ from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
-from alignment.data.rows.chunks import NO_EFFECT
-from alignment.data.rows.files import source_files
+from alignment.data.rows.read import NO_EFFECT
 from alignment.data.rows.records import Kind
+from alignment.data.rows.sources import source_files
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.data.tokenizers.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ Import from the modules themselves; a method loads only the kinds of rows that i
     rows/         files and Hub ids -> records        tokenizers/   load, train and save tokenizers
     text/         texts and dialogues -> token ids    tokenize      records -> examples of limited length
     batches       examples -> micro-batches           stream        the order of examples over epochs
-    prepare       all of this from a data config      tools/        check, show, split and derive data files
+    prepare       all of this from a data config      doctor        faults of data files
     pretraining/  masked, next-sentence and corrupted texts
     tasks/        labeled rows for downstream tasks
 """

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
-from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, common_prompt, fill_groups
-
-Row = TypeVar("Row")
+from alignment.data.examples import Example
+from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, common_prompt, fill_groups, group_rows_by_length
 
 
 @dataclass(frozen=True)
@@ -26,48 +23,6 @@ class PairBatch(RaggedBatch):
     def counted_sources(self) -> Tensor | None:
         """Data source of each pair, [B]."""
         return None if self.ragged.sources is None else self.ragged.sources[: len(self.lengths) // 2]
-
-
-def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
-    """Ragged batches of at most `micro_batch_tokens` tokens each; a longer document stands alone.
-
-    Documents of similar length come together, which costs attention the least. The weight is the number of targets.
-    """
-    return [
-        Ragged.build(
-            [example.ids for example in group],
-            [example.mask for example in group],
-            row_ids=[example.row_id for example in group],
-        ).with_sources([example.source for example in group])
-        for group in _longest_first(examples, [(len(example.ids),) for example in examples], micro_batch_tokens)
-    ]
-
-
-def collate_whole(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
-    """`collate` with every token but each document's first as a target, whatever the examples' masks."""
-    return collate([replace(example, mask=[True] * len(example.ids)) for example in examples], micro_batch_tokens)
-
-
-def collate_pairs(
-    pairs: Sequence[PairExample], micro_batch_tokens: int, *, share_prompts: Sharing = False
-) -> list[PairBatch]:
-    """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone.
-
-    Args:
-        pairs: rows.
-        micro_batch_tokens: a prompt that its sides share counts once.
-        share_prompts: whether the prompt of a pair is in the batch once.
-    """
-    sides = [(pair.chosen, pair.rejected) for pair in pairs]
-    groups = _groups(pairs, sides, micro_batch_tokens, share_prompts)
-    return [_pair_batch(group, share_prompts) for group in groups]
-
-
-def _pair_batch(pairs: Sequence[PairExample], share_prompts: Sharing) -> PairBatch:
-    sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    together = [(number, len(pairs) + number) for number in range(len(pairs))]
-    ragged = _laid_out(sides, together, share_prompts).with_sources([pair.source for pair in pairs] * 2)
-    return PairBatch(ragged, _margins([pair.margin for pair in pairs]), _references(sides))
 
 
 @dataclass(frozen=True)
@@ -97,49 +52,12 @@ class RankedBatch(RaggedBatch):
         return self.ragged.sources[torch.tensor(firsts, device=self.ragged.sources.device)]
 
 
-def collate_rankings(
-    rows: Sequence[RankedExample], micro_batch_tokens: int, *, share_prompts: Sharing = False
-) -> list[RankedBatch]:
-    """Batches of at most `micro_batch_tokens` tokens each, all responses to a prompt together; a longer row stands alone.
-
-    Args:
-        rows: rows.
-        micro_batch_tokens: a prompt that its responses share counts once.
-        share_prompts: whether the prompt of a row is in the batch once.
-    """
-    groups = _groups(rows, [row.responses for row in rows], micro_batch_tokens, share_prompts)
-    return [_ranked_batch(group, share_prompts) for group in groups]
-
-
-def _ranked_batch(rows: Sequence[RankedExample], share_prompts: Sharing) -> RankedBatch:
-    sizes = tuple(len(row.responses) for row in rows)
-    starts = [0, *accumulate(sizes)]
-    together = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-    responses = [response for row in rows for response in row.responses]
-    ragged = _laid_out(responses, together, share_prompts)
-    return RankedBatch(
-        ragged.with_sources([row.source for row in rows for _ in row.responses]),
-        ranks=torch.tensor([rank for row in rows for rank in row.ranks]),
-        groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
-        sizes=sizes,
-        margins=_margins([row.margin for row in rows]),
-        reference=_references(responses),
-    )
-
-
-def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:
-    """What belongs to the responses, [D], as rows of one prompt each padded with zeros, [B, K], and their mask."""
-    sizes = torch.tensor(batch.sizes, device=x.device)
-    mask = torch.arange(max(batch.sizes), device=x.device) < sizes[:, None]
-    return x.new_zeros(mask.shape).masked_scatter(mask, x), mask
-
-
 @dataclass(frozen=True)
 class UnpairedBatch(RaggedBatch):
     """B responses, each judged alone. Its weight is B.
 
     Attributes:
-        desirable: whether each response is a good one, bool, [B].
+        desirable: True for each good response, bool, [B].
         reference: log-probabilities under a reference, nats, where they were computed beforehand, [B].
     """
 
@@ -147,74 +65,156 @@ class UnpairedBatch(RaggedBatch):
     reference: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class StepBatch(RaggedBatch):
+    """Responses with S labeled steps in all, which are its weight.
+
+    Attributes:
+        ends: index of each step's last token among the tokens of the batch, [S].
+        labels: True for each right step, [S], bool.
+        rows: document of each step, [S].
+    """
+
+    ends: Tensor
+    labels: Tensor
+    rows: Tensor
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each step, [S]."""
+        return None if self.ragged.sources is None else self.ragged.sources[self.rows]
+
+
 PreferenceBatch = PairBatch | RankedBatch | UnpairedBatch
 
 
-def collate_labeled(rows: Sequence[LabeledExample], micro_batch_tokens: int) -> list[UnpairedBatch]:
-    """Batches of at most `micro_batch_tokens` tokens each; a longer response stands alone."""
-    groups = _longest_first(rows, [(len(row.example.ids),) for row in rows], micro_batch_tokens)
-    return [_unpaired_batch(group) for group in groups]
+def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
+    """Ragged batches of at most `micro_batch_tokens` tokens each; a longer document stands alone.
+
+    Documents of similar length come together, which costs attention the least. The weight is the number of targets.
+    """
+    return [_lay_out([(row, 0) for row in rows]) for rows in _longest_first(examples, micro_batch_tokens)]
 
 
-def _unpaired_batch(rows: Sequence[LabeledExample]) -> UnpairedBatch:
-    responses = [row.example for row in rows]
-    together = [(number,) for number in range(len(rows))]
-    ragged = _laid_out(responses, together, False).with_sources([row.source for row in rows])
-    return UnpairedBatch(ragged, torch.tensor([row.desirable for row in rows]), _references(responses))
+def collate_whole(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
+    """`collate` with every token but each document's first as a target, whatever the examples' masks."""
+    return collate([replace(example, masks=[[True] * len(example.ids)]) for example in examples], micro_batch_tokens)
 
 
-def _laid_out(sides: Sequence[Example], together: Sequence[Sequence[int]], share_prompts: Sharing) -> Ragged:
-    """The documents end to end, with the number of groups as weight.
+def collate_pairs(
+    pairs: Sequence[Example], micro_batch_tokens: int, *, share_prompts: Sharing = False
+) -> list[PairBatch]:
+    """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone.
 
     Args:
-        sides: prompt with response each.
-        together: numbers of the sides of one prompt.
-        share_prompts: whether these share it.
+        pairs: examples of two documents, the chosen one first.
+        micro_batch_tokens: a prompt that the sides of a pair share counts once.
+        share_prompts: True where the prompt of a pair is in the batch once.
     """
-    documents, masks = [side.ids for side in sides], [side.mask for side in sides]
-    row_ids = [side.row_id for side in sides]
-    if share_prompts is False:
-        return Ragged.build(documents, masks, weight=len(together), row_ids=row_ids)
-    return Ragged.build_shared(documents, masks, together, weight=len(together), row_ids=row_ids, share=share_prompts)
+    batches = []
+    for rows in _longest_first(pairs, micro_batch_tokens, share_prompts):
+        sides = [(row, side) for side in (0, 1) for row in rows]
+        together = [(number, len(rows) + number) for number in range(len(rows))]
+        batches.append(PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides)))
+    return batches
 
 
-def _references(sides: Sequence[Example]) -> Tensor | None:
-    """Log-probabilities under the reference, where every side has one."""
-    known = [side.reference for side in sides if side.reference is not None]
-    return torch.tensor(known) if len(known) == len(sides) else None
+def collate_rankings(
+    examples: Sequence[Example], micro_batch_tokens: int, *, share_prompts: Sharing = False
+) -> list[RankedBatch]:
+    """Batches of at most `micro_batch_tokens` tokens each, all responses to a prompt together; see `collate_pairs`."""
+    batches = []
+    for rows in _longest_first(examples, micro_batch_tokens, share_prompts):
+        sides = [(row, side) for row in rows for side in range(len(row.documents))]
+        sizes = tuple(len(row.documents) for row in rows)
+        together = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        batch = RankedBatch(
+            _lay_out(sides, together, share_prompts),
+            ranks=torch.tensor([rank for row in rows for rank in row.values["ranks"]]),
+            groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
+            sizes=sizes,
+            margins=_margins(rows),
+            reference=_references(sides),
+        )
+        batches.append(batch)
+    return batches
 
 
-def _margins(margins: Sequence[float | None]) -> Tensor | None:
+def collate_labeled(examples: Sequence[Example], micro_batch_tokens: int) -> list[UnpairedBatch]:
+    """Batches of at most `micro_batch_tokens` tokens each; a longer response stands alone."""
+    batches = []
+    for rows in _longest_first(examples, micro_batch_tokens):
+        sides = [(row, 0) for row in rows]
+        together = [(number,) for number in range(len(rows))]
+        desirable = torch.tensor([row.values["desirable"] for row in rows])
+        batches.append(UnpairedBatch(_lay_out(sides, together), desirable, _references(sides)))
+    return batches
+
+
+def collate_steps(examples: Sequence[Example], micro_batch_tokens: int) -> list[StepBatch]:
+    """Batches of at most `micro_batch_tokens` tokens each, documents of similar length together; a longer one alone."""
+    batches = []
+    for rows in group_rows_by_length(examples, [len(row.ids) for row in examples], micro_batch_tokens):
+        starts = accumulate((len(row.ids) for row in rows), initial=0)
+        ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
+        labels = [label for row in rows for label in row.values["labels"]]
+        documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
+        ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
+        batches.append(
+            StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
+        )
+    return batches
+
+
+def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:
+    """Values of the responses, [D], as one row for each prompt, padded with zeros, [B, K], and their mask."""
+    sizes = torch.tensor(batch.sizes, device=x.device)
+    mask = torch.arange(max(batch.sizes), device=x.device) < sizes[:, None]
+    return x.new_zeros(mask.shape).masked_scatter(mask, x), mask
+
+
+def _lay_out(
+    sides: Sequence[tuple[Example, int]], together: Sequence[Sequence[int]] | None = None, share: Sharing = False
+) -> Ragged:
+    """Documents of examples end to end.
+
+    Args:
+        sides: an example and the number of its document.
+        together: numbers of the sides of one prompt; the weight is the number of prompts. None: the number of targets.
+        share: True where the sides of one prompt share it.
+    """
+    documents, masks = [row.documents[side] for row, side in sides], [row.masks[side] for row, side in sides]
+    weight = None if together is None else len(together)
+    row_ids = [row.row_id for row, _ in sides]
+    if share is False or together is None:
+        ragged = Ragged.build(documents, masks, weight=weight, row_ids=row_ids)
+    else:
+        ragged = Ragged.build_shared(documents, masks, together, weight=weight, row_ids=row_ids, share=share)
+    return ragged.with_sources([row.source for row, _ in sides])
+
+
+def _references(sides: Sequence[tuple[Example, int]]) -> Tensor | None:
+    """Log-probabilities of the sides under the reference; None where not every row has them."""
+    if not all("reference" in row.values for row, _ in sides):
+        return None
+    return torch.tensor([row.values["reference"][side] for row, side in sides])
+
+
+def _margins(rows: Sequence[Example]) -> Tensor | None:
     """None where no row has a margin; a row without one beside others is a plain comparison."""
+    margins = [row.values.get("margin") for row in rows]
     return None if all(margin is None for margin in margins) else torch.tensor([margin or 0.0 for margin in margins])
 
 
-def _groups(
-    rows: Sequence[Row], sides: Sequence[Sequence[Example]], limit: int, share_prompts: Sharing
-) -> list[list[Row]]:
-    """`_longest_first` of rows with several sides each, a shared prompt counted once."""
-    lengths = [[len(side.ids) for side in each] for each in sides]
-    once = [0] * len(rows)
-    if share_prompts is not False:
-        for number, each in enumerate(sides):
-            if allowed(share_prompts, lengths[number]):
-                prompt = common_prompt([side.ids for side in each], [side.mask for side in each])
-                once[number] = (len(each) - 1) * prompt
-    return _longest_first(rows, lengths, limit, once)
-
-
-def _longest_first(
-    rows: Sequence[Row], lengths: Sequence[Sequence[int]], limit: int, saved: Sequence[int] | None = None
-) -> list[list[Row]]:
+def _longest_first(rows: Sequence[Example], limit: int, share: Sharing = False) -> list[list[Example]]:
     """Rows from long to short by their longest document (equal ones in their order), in groups of `limit` tokens.
 
-    Args:
-        rows: to be grouped.
-        lengths: tokens of the documents of each row.
-        limit: tokens of a group.
-        saved: tokens of each row that are in several documents and count once; None: none.
+    A prompt that the documents of a row share counts once.
     """
+    lengths = [[len(ids) for ids in row.documents] for row in rows]
+    sizes = [sum(each) for each in lengths]
+    for number, row in enumerate(rows if share is not False else ()):
+        if allowed(share, lengths[number]):
+            sizes[number] -= (len(row.documents) - 1) * common_prompt(row.documents, row.masks)
     order = sorted(range(len(rows)), key=lambda number: -max(lengths[number]))
-    saved = saved or [0] * len(rows)
-    sizes = [sum(each) - less for each, less in zip(lengths, saved, strict=True)]
     return [[rows[number] for number in group] for group in fill_groups(order, sizes, limit)]

@@ -16,16 +16,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from alignment.files import atomic_directory, hash_of, remove_directory, sha256
+from alignment.files import atomic_directory, cache_directory, hash_of, remove_directory, sha256
 
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
 
-Make = Callable[[Path], Mapping[str, Any]]  # directory to fill -> what its manifest must say
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised by what is no entry
+
+Make = Callable[[Path], Mapping[str, Any]]  # directory to fill -> content of its manifest
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Entry:
     Attributes:
         directory: where its files are.
         manifest: what was written with them.
-        cached: whether it was there already.
+        cached: True where it was there already.
         notes: what the user should know: a damaged entry that was replaced, a directory that cannot be written.
     """
 
@@ -52,19 +54,15 @@ def get_entry(cache: Path, key: str, make: Make) -> Entry:
     """
     problem = write_problem(cache)
     if not problem:
-        with _locked(cache / "locks" / key):
-            return _get(cache / "entries" / key, key, make)
-    found, _ = open_entry(cache / "entries" / key, key)
-    if found is not None:
-        return found
-    temporary = temporary_cache()
-    with _locked(temporary / "locks" / key):
-        made = _get(temporary / "entries" / key, key, make)
+        return _get(cache, key, make)
+    with suppress(*DAMAGE):
+        return open_entry(cache / "entries" / key, key)
+    made = _get(temporary_cache(), key, make)
     note = (
         f"{cache}: cannot be written ({problem}), so rows are prepared into a temporary directory, and again by the next "
         "run; name another directory by data.cache or ALIGNMENT_CACHE"
     )
-    return Entry(made.directory, made.manifest, made.cached, (note, *made.notes))
+    return replace(made, notes=(note, *made.notes))
 
 
 def write_problem(cache: Path) -> str:
@@ -79,51 +77,41 @@ def write_problem(cache: Path) -> str:
     return ""
 
 
-def _get(directory: Path, key: str, make: Make) -> Entry:
-    found, problem = open_entry(directory, key)
-    if found is not None:
-        return found
-    notes = ()
-    if problem:
-        notes = (f"{directory}: prepared rows were damaged ({problem}) and are prepared again",)
-        remove_directory(directory)
-    with atomic_directory(directory) as temporary:
-        content = {**make(temporary), "key": key, "created": time.time()}
-        content["stored"] = {path.name: _stamp(path) | {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
-        text = json.dumps({**content, "check": hash_of(content)})
-        (temporary / MANIFEST).write_text(text, encoding="utf-8")
+def _get(cache: Path, key: str, make: Make) -> Entry:
+    """The entry of a key in a cache that can be written, made where it is missing or damaged."""
+    directory, notes = cache / "entries" / key, ()
+    with _locked(cache / "locks" / key):
+        if os.path.lexists(directory):
+            try:
+                return open_entry(directory, key)
+            except DAMAGE as error:
+                notes = (f"{directory}: prepared rows were damaged ({error}) and are prepared again",)
+                remove_directory(directory)
+        with atomic_directory(directory) as new:
+            content = {**make(new), "key": key, "created": time.time()}
+            content["stored"] = {path.name: _stamp(path) | {"sha256": sha256(path)} for path in sorted(new.iterdir())}
+            text = json.dumps({**content, "check": hash_of(content)})
+            (new / MANIFEST).write_text(text, encoding="utf-8")
     return Entry(directory, json.loads(text), False, notes)
 
 
-def open_entry(directory: Path, key: str) -> tuple[Entry | None, str]:
-    """The entry in a directory, or None and what is wrong with it; '' where there is none."""
-    if not os.path.lexists(directory):
-        return None, ""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        check = manifest.pop("check")
-        if manifest["key"] != key or hash_of(manifest) != check:
-            return None, f"{MANIFEST} does not have its checksum"
-        if problem := _damage(directory, manifest["stored"]):
-            return None, problem
-        with suppress(PermissionError):  # an entry of another user
-            os.utime(directory / MANIFEST)  # its last use
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return None, f"{type(error).__name__}: {error}"
-    return Entry(directory, manifest, True), ""
-
-
-def _damage(directory: Path, stored: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is wrong with the files of an entry, or ''."""
-    small = sum(file["bytes"] for file in stored.values()) <= VERIFY_BYTES
-    for name, file in stored.items():
+def open_entry(directory: Path, key: str) -> Entry:
+    """The entry in a directory; one of `DAMAGE` is raised where it is missing or damaged."""
+    manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    check = manifest.pop("check")
+    if manifest["key"] != key or hash_of(manifest) != check:
+        raise ValueError(f"{MANIFEST} does not have its checksum")
+    small = sum(file["bytes"] for file in manifest["stored"].values()) <= VERIFY_BYTES
+    for name, file in manifest["stored"].items():
         stamp = _stamp(directory / name)
         if stamp["bytes"] != file["bytes"]:
-            return f"{name} has {stamp['bytes']} bytes, not {file['bytes']}"
+            raise ValueError(f"{name} has {stamp['bytes']} bytes, not {file['bytes']}")
         changed = any(stamp[key] != file[key] for key in stamp)
         if (small or changed) and sha256(directory / name) != file["sha256"]:
-            return f"{name} does not have its checksum"
-    return ""
+            raise ValueError(f"{name} does not have its checksum")
+    with suppress(PermissionError):  # an entry of another user
+        os.utime(directory / MANIFEST)  # its last use
+    return Entry(directory, manifest, True)
 
 
 def _stamp(path: Path) -> dict[str, int]:
@@ -192,7 +180,7 @@ def list_entries(cache: Path, older_than: float | None = None) -> list[Listed]:
     """The entries of a cache, the one used last first; damaged ones with kind "damaged".
 
     Args:
-        older_than: only those last used more than so many days ago; None: all.
+        older_than: only those last used more than this many days ago; None: all.
     """
     folder = cache / "entries"
     found = [_listed(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
@@ -204,11 +192,10 @@ def _listed(directory: Path) -> Listed:
     size = sum(path.stat().st_size for path in directory.glob("*"))
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        rows = sum(sum(file["rows"]) for file in manifest["files"])
-        tokens, created = manifest["tally"]["tokens"], manifest["created"]
+        rows, tokens, created = manifest["rows"], manifest["tally"]["tokens"], manifest["created"]
         used = (directory / MANIFEST).stat().st_mtime
         return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except DAMAGE:
         return Listed(directory.name, "damaged", "", 0, 0, size, 0.0, 0.0)
 
 
@@ -218,7 +205,7 @@ def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Li
     A run that has opened an entry keeps reading it; the system frees the space when the run ends.
 
     Args:
-        older_than: only those last used more than so many days ago; None: all, and the hashes of source files.
+        older_than: only those last used more than this many days ago; None: all, and the hashes of source files.
     """
     deleted, left = [], []
     for entry in list_entries(cache, older_than):
@@ -234,3 +221,47 @@ def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Li
     if older_than is None:
         shutil.rmtree(cache / "hashes", ignore_errors=True)
     return deleted, left
+
+
+# As `alignment data cache` prints it
+
+HEAD = ("key", "kind", "source", "rows", "tokens", "MB", "age", "last used")
+
+
+def cache_lines(directory: str | None = None, *, clear: bool = False, older_than: float | None = None) -> list[str]:
+    """The entries of the cache as lines of a table, and their sum; or, with `clear`, what was deleted.
+
+    Args:
+        directory: of the cache; None: the default one.
+        clear: delete the entries.
+        older_than: only those last used more than this many days ago; None: all.
+    """
+    cache = cache_directory(directory)
+    if clear:
+        deleted, left = clear_entries(cache, older_than)
+        held = [f"left {entry.key}: a process is preparing it" for entry in left]
+        return [*held, f"{cache}: deleted {_sum(deleted)}"]
+    entries = list_entries(cache, older_than)
+    rows = [HEAD, *map(_cells, entries)] if entries else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*lines, f"{cache}: {_sum(entries)}"]
+
+
+def _cells(entry: Listed) -> tuple[str, ...]:
+    numbers = (f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.bytes / 1e6:.1f}")
+    return entry.key, entry.kind, entry.source, *numbers, _ago(entry.created), _ago(entry.used)
+
+
+def _sum(entries: list[Listed]) -> str:
+    size = sum(entry.bytes for entry in entries) / 1e6
+    return f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {size:.1f} MB"
+
+
+def _ago(moment: float) -> str:
+    """Time since a moment, in its largest unit."""
+    seconds = max(0.0, time.time() - moment)
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

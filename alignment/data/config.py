@@ -4,14 +4,17 @@ Rows are read in rows/read.py; mixtures are drawn in mixture.py.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from alignment.data.rows.files import SUFFIXES, files_left_out, find_rows, hub_source
-from alignment.data.rows.turns import Turns
+from annotated_types import Ge, Interval
+
+from alignment.data.rows.records import Turns
+from alignment.data.rows.sources import files_left_out, find_rows, hub_source, suffix_of
 from alignment.errors import UserError
+from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 
 Part = Literal["train", "evaluation"]
 Mixing = Literal["concatenate", "proportional", "weights", "temperature"]
@@ -25,14 +28,14 @@ NO_STREAMING = (
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Settings):
     """One source of rows, with the settings that are its own.
 
     Attributes:
         source: file or Hub id, as in `data.train`.
         name: in metrics and reports; None: made of the file's or the data set's name.
         weight: its share of the draws is its weight over the sum of all weights; with data.mixing=weights only.
-        max_rows: stop after so many good rows of this source.
+        max_rows: the most good rows read of this source.
         columns: our column name -> the source's; None: data.columns.
         split: of a Hub data set that names none itself, or of a directory; None: data.split, or data.evaluation_split.
         chat_template: that renders the rows of this source, a built-in name or a file; None: that of the run.
@@ -43,31 +46,26 @@ class SourceConfig:
 
     source: str
     name: str | None = None
-    weight: float | None = None
-    max_rows: int | None = None
+    weight: PositiveFloat | None = None
+    max_rows: PositiveInt | None = None
     columns: dict[str, str] | None = None
     split: str | None = None
     chat_template: str | None = None
-    loss_weight: float = 1.0
+    loss_weight: PositiveFloat = 1.0
 
-    def __post_init__(self) -> None:
-        if not self.source:
-            raise ValueError("source names no file")
-        if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name may have letters, digits and _ . - only, got {self.name!r}")
-        if self.weight is not None and self.weight <= 0:
-            raise ValueError(f"weight must be above 0, got {self.weight}; leave out a source that is not to be drawn")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
-        if self.loss_weight <= 0:
-            raise ValueError(
-                f"loss_weight must be above 0, got {self.loss_weight}; leave out a source that is not to count"
-            )
+    RULES = (
+        Rule("source", lambda c: not c.source, "names no file"),
+        Rule(
+            "name",
+            lambda c: c.name is not None and not NAME.fullmatch(c.name),
+            "may have letters, digits and _ . - only, got {self.name!r}",
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Where rows come from, how sources are mixed, and what happens to rows that do not fit.
+class DataConfig(Settings):
+    """The sources of rows, how they are mixed, and what happens to rows that do not fit.
 
     Attributes:
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
@@ -84,10 +82,10 @@ class DataConfig:
             power 1/temperature (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2); a source repeats its rows, each
             once per epoch of its own. An epoch of the mixture is a length alone: as many draws as the sources have rows
             together, each source counted up to `mixing_maximum`.
-        mixing_maximum: a larger source counts as having so many rows: T5's K, FLAN's mixing rate maximum.
+        mixing_maximum: a larger source counts as having this many rows: T5's K, FLAN's mixing rate maximum.
         temperature: 1 mixes in proportion to sizes, a high one equally.
         columns: our column name -> the file's.
-        max_rows: stop after so many good rows of all sources together.
+        max_rows: the most good rows read of all sources together.
         on_bad_row: report all bad rows and stop, or skip and count them.
         max_length: tokens of prompt and response together.
         turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or on
@@ -110,48 +108,110 @@ class DataConfig:
 
     train: str | list[str | SourceConfig]
     evaluation: str | list[str | SourceConfig] | None = None
-    evaluation_share: float | None = None
+    evaluation_share: Annotated[float, Interval(gt=0, lt=1)] | None = None
     split: str = "train"
     evaluation_split: str | None = None
     mixing: Mixing = "concatenate"
-    mixing_maximum: int | None = None
-    temperature: float | None = None
+    mixing_maximum: PositiveInt | None = None
+    temperature: PositiveFloat | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    max_rows: int | None = None
+    max_rows: PositiveInt | None = None
     on_bad_row: OnBadRow = "error"
-    max_length: int = 1024
+    max_length: Annotated[int, Ge(2)] = 1024
     turns: Turns = "all"
     as_messages: bool = False
     skip_ties: bool = True
-    max_lost_share: float = 0.5
-    max_cut_share: float = 0.5
+    max_lost_share: Share = 0.5
+    max_cut_share: Share = 0.5
     check: Literal["stop", "warn", "off"] = "stop"
-    processes: int | None = None
+    processes: PositiveInt | None = None
     cache: str | None = None
     streaming: bool = False
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: PositiveInt = 10_000
 
-    def __post_init__(self) -> None:
-        if not self.train:
-            raise ValueError("data.train names no file")
-        if self.check not in ("stop", "warn", "off"):
-            raise ValueError(f"data.check must be stop, warn or off, got {self.check!r}")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"data.on_bad_row must be error or skip, got {self.on_bad_row!r}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"data.max_rows must be at least 1, got {self.max_rows}")
-        if self.max_length < 2:
-            raise ValueError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
-        for name in ("max_lost_share", "max_cut_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
-        if self.turns not in get_args(Turns):
-            raise ValueError(f"data.turns must be all, last or each, got {self.turns!r}")
-        if self.processes is not None and self.processes < 1:
-            raise ValueError(f"data.processes must be at least 1, got {self.processes}")
-        _check_mixing(self)
-        _check_evaluation(self)
-        _check_streaming(self)
+    RULES = (
+        Rule("train", lambda c: not c.train or "" in (c.train, *c.train), "names no file"),
+        Rule(
+            "train",
+            lambda c: _names_twice(c.sources("train")),
+            "has two sources of the name {found}; give each its own",
+        ),
+        Rule(
+            "mixing",
+            lambda c: c.mixing == "weights" and _names(each for each in c.sources("train") if each.weight is None),
+            "is weights, which needs a weight for every source of data.train; none for: {found}",
+        ),
+        Rule(
+            "mixing",
+            lambda c: c.mixing != "weights" and _names(each for each in c.sources("train") if each.weight is not None),
+            "is {self.mixing}, which draws by no weights, and these sources have one: {found}; set data.mixing=weights, or "
+            "take the weights out",
+        ),
+        Rule(
+            "temperature",
+            lambda c: c.mixing == "temperature" and c.temperature is None,
+            "is missing: T5 found 2 best",
+        ),
+        Rule(
+            "temperature",
+            lambda c: c.mixing != "temperature" and c.temperature is not None,
+            "says nothing with data.mixing={self.mixing}; set data.mixing=temperature",
+        ),
+        Rule(
+            "mixing_maximum",
+            lambda c: c.mixing_maximum is not None and c.mixing not in ("proportional", "temperature"),
+            "says nothing with data.mixing={self.mixing}; it caps the sizes that data.mixing=proportional and temperature "
+            "draw by (to read fewer rows, give a source max_rows)",
+        ),
+        Rule(
+            "max_rows",
+            lambda c: c.mixing != "concatenate" and c.max_rows is not None,
+            "counts the rows of all sources in order, which leaves out the last ones of a mixture "
+            "(data.mixing={self.mixing}); give each source its own max_rows",
+        ),
+        Rule(
+            "evaluation",
+            lambda c: _names_twice(c.sources("evaluation")),
+            "has two sources of the name {found}; give each its own",
+        ),
+        Rule(
+            "evaluation",
+            lambda c: (
+                c.evaluation_share is None
+                and _names(each for each in c.sources("evaluation") if each.weight or each.loss_weight != 1)
+            ),
+            "has weights ({found}), but held-out rows are all read and count alike; weight and loss_weight belong to data.train",
+        ),
+        Rule("evaluation", lambda c: c.evaluation_share is None and _trained_split(c)),
+        Rule(
+            "evaluation_share",
+            lambda c: c.evaluation_share is not None and c.evaluation is not None,
+            "holds rows of data.train out, and data.evaluation names others; take one of them out",
+        ),
+        Rule(
+            "evaluation_share",
+            lambda c: c.evaluation_share is not None and c.streaming,
+            "is chosen among rows that are all read before the run, which data.streaming does not do; name held-out rows by "
+            "data.evaluation, or set data.streaming=false",
+        ),
+        Rule(
+            "evaluation_split",
+            lambda c: c.evaluation_share is not None and c.evaluation_split is not None,
+            "is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows of data.train out",
+        ),
+        Rule(
+            "streaming",
+            lambda c: c.streaming and c.mixing in ("proportional", "temperature"),
+            "does not know the sizes of the sources, which data.mixing={self.mixing} draws by; give weights with "
+            "data.mixing=weights, or set data.streaming=false",
+        ),
+        Rule(
+            "streaming",
+            lambda c: c.streaming and any(each.max_rows is not None for each in (c, *c.sources("train"))),
+            "never ends the reading of data, as max_rows does: training.max_steps says how many rows are trained on; leave "
+            "max_rows out, or set data.streaming=false",
+        ),
+    )
 
     def sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part, each with name, columns and split filled in; none where no data is named for it.
@@ -192,7 +252,7 @@ class DataConfig:
 
     @property
     def evaluates(self) -> bool:
-        """Whether any rows are held out."""
+        """True where any rows are held out."""
         return self.evaluation is not None or self.evaluation_share is not None
 
     def split_of(self, part: Part) -> str:
@@ -229,7 +289,7 @@ class DataConfig:
 
     @property
     def distinguishes_sources(self) -> bool:
-        """Whether metrics are logged for each source: some part has several, or one is named in the config."""
+        """True where metrics are logged for each source: some part has several, or one is named in the config."""
         named = any(isinstance(each, SourceConfig) and each.name for each in _listed(self.train, self.evaluation))
         return named or any(len(self.sources(part)) > 1 for part in ("train", "evaluation"))
 
@@ -247,22 +307,22 @@ def as_sources(
         split: of those that say none.
         columns: of those that say none.
     """
-    listed = _listed(named)
-    sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in listed]
-    names = _default_names([source.source for source in sources])
-    return [
-        replace(
-            source,
-            name=source.name or name,
-            split=source.split or split,
-            columns=dict(columns or {}) if source.columns is None else source.columns,
-        )
-        for source, name in zip(sources, names, strict=True)
-    ]
+    with deferred_checks():  # of the sections as they were written
+        sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in _listed(named)]
+        names = _default_names([source.source for source in sources])
+        return [
+            replace(
+                source,
+                name=source.name or name,
+                split=source.split or split,
+                columns=dict(columns or {}) if source.columns is None else source.columns,
+            )
+            for source, name in zip(sources, names, strict=True)
+        ]
 
 
 def _listed(*named: object) -> list[str | Path | SourceConfig]:
-    """What each argument names, one or several, in one list; None names nothing."""
+    """All that the arguments name, one or several each, in one list; None names nothing."""
     listed = []
     for each in named:
         several = isinstance(each, Sequence) and not isinstance(each, str)
@@ -292,108 +352,29 @@ def _parts(source: str) -> list[str]:
         name, config, split = found
         parts = [part for part in (split, config, name.rpartition("/")[0], name.rpartition("/")[2]) if part]
     else:
-        suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if source.endswith(suffix)), "")
-        parts = [part for part in source.removesuffix(suffix).split("/") if part not in ("", ".", "..")]
+        parts = [part for part in source.removesuffix(suffix_of(source)).split("/") if part not in ("", ".", "..")]
     parts = [re.sub(r"[^\w.-]+", "_", part) for part in parts]
     return [part for part in parts if re.search(r"[^\W_]", part)] or ["source"]  # `*` of a glob names nothing
 
 
-def _check_mixing(data: DataConfig) -> None:
-    """Refuse settings of a mixture that contradict each other."""
-    train = data.sources("train")
-    weighted = [source for source in train if source.weight is not None]
-    if data.mixing == "weights" and len(weighted) < len(train):
-        missing = ", ".join(str(source.name) for source in train if source.weight is None)
-        raise ValueError(f"data.mixing=weights needs a weight for every source of data.train; none for: {missing}")
-    if data.mixing != "weights" and weighted:
-        names = ", ".join(str(source.name) for source in weighted)
-        raise ValueError(
-            f"data.mixing={data.mixing} draws by no weights, and these sources have one: {names}; "
-            "set data.mixing=weights, or take the weights out"
-        )
-    if (data.mixing == "temperature") != (data.temperature is not None):
-        raise ValueError(
-            "data.temperature is missing: T5 found 2 best"
-            if data.temperature is None
-            else f"data.temperature says nothing with data.mixing={data.mixing}; set data.mixing=temperature"
-        )
-    if data.temperature is not None and data.temperature <= 0:
-        raise ValueError(f"data.temperature must be above 0, got {data.temperature}; 1 mixes in proportion to sizes")
-    if data.mixing_maximum is not None and data.mixing not in ("proportional", "temperature"):
-        raise ValueError(
-            f"data.mixing_maximum says nothing with data.mixing={data.mixing}; it caps the sizes that "
-            "data.mixing=proportional and temperature draw by (to read fewer rows, give a source max_rows)"
-        )
-    if data.mixing_maximum is not None and data.mixing_maximum < 1:
-        raise ValueError(f"data.mixing_maximum must be at least 1, got {data.mixing_maximum}")
-    if data.mixing != "concatenate" and data.max_rows is not None:
-        raise ValueError(
-            f"data.max_rows counts the rows of all sources in order, which leaves out the last ones of a mixture "
-            f"(data.mixing={data.mixing}); give each source its own max_rows"
-        )
+def _names(sources: Iterable[SourceConfig]) -> str:
+    return ", ".join(str(source.name) for source in sources)
 
 
-def _check_evaluation(data: DataConfig) -> None:
-    """Refuse sources with the same name, rows held out that are trained on, and weights where all rows are read."""
-    _check_share(data)
-    for part in ("train", "evaluation"):
-        names = [str(source.name) for source in data.sources(part)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"data.{part}: two sources have the name {', '.join(twice)}; give each its own")
-    if data.evaluation_share is not None:
-        return
-    if weighted := [source for source in data.sources("evaluation") if source.weight or source.loss_weight != 1]:
-        raise ValueError(
-            f"data.evaluation: {weighted[0].name} has a weight, but held-out rows are all read and count alike; "
-            "weight and loss_weight belong to data.train"
-        )
+def _names_twice(sources: Sequence[SourceConfig]) -> str:
+    """The names that several sources have."""
+    names = [str(source.name) for source in sources]
+    return ", ".join(sorted({name for name in names if names.count(name) > 1}))
+
+
+def _trained_split(data: DataConfig) -> str:
+    """A message where the split of a Hub data set is trained and evaluated on; '' where none is."""
     trained = {hub_source(source.source, str(source.split)) for source in data.sources("train")}
     for source in data.sources("evaluation"):
         found = hub_source(source.source, str(source.split))
         if found is not None and found in trained:
-            raise ValueError(
-                f"data.evaluation: {source.source} is read from the split '{found[-1]}', which is trained on; name the "
-                f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
+            return (
+                f"reads {source.source} from the split '{found[-1]}', which is trained on; name the held-out one: "
+                f"data.evaluation_split=test, or data.evaluation={found[0]}[test]"
             )
-
-
-def _check_streaming(data: DataConfig) -> None:
-    """Refuse settings that need the number of rows before they are read."""
-    if data.shuffle_buffer < 1:
-        raise ValueError(
-            f"data.shuffle_buffer must be at least 1 row, got {data.shuffle_buffer}; 1 reads rows in order"
-        )
-    if not data.streaming:
-        return
-    if data.mixing in ("proportional", "temperature"):
-        raise ValueError(
-            f"data.mixing={data.mixing} draws by the sizes of the sources, which data.streaming does not know; give weights "
-            "with data.mixing=weights, or set data.streaming=false"
-        )
-    if data.max_rows is not None or any(source.max_rows is not None for source in data.sources("train")):
-        raise ValueError(
-            "max_rows ends the reading of data, which data.streaming never ends: training.max_steps says how many rows are "
-            "trained on; leave max_rows out, or set data.streaming=false"
-        )
-
-
-def _check_share(data: DataConfig) -> None:
-    """Refuse a share that is none, and rows that are held out in two ways."""
-    if data.evaluation_share is None:
-        return
-    if not 0 < data.evaluation_share < 1:
-        raise ValueError(f"data.evaluation_share must lie between 0 and 1, got {data.evaluation_share}; 0.02 is usual")
-    if data.evaluation is not None:
-        raise ValueError(
-            "data.evaluation_share holds rows of data.train out, and data.evaluation names others; take one of them out"
-        )
-    if data.streaming:
-        raise ValueError(
-            "data.evaluation_share is chosen among rows that are all read before the run, which data.streaming does not do; "
-            "name held-out rows by data.evaluation, or set data.streaming=false"
-        )
-    if data.evaluation_split is not None:
-        raise ValueError(
-            "data.evaluation_split is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows "
-            "of data.train out"
-        )
+    return ""

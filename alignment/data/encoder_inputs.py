@@ -6,14 +6,15 @@ the segments (transformers: token_type_ids) of a batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, Ranking, Tally
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, RefusedRows, ordered_only
+from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, RefusedRows, counted, margin_of, ordered_only
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 
@@ -33,81 +34,76 @@ def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[st
 
 def encode_comparisons(
     rows: Sequence[Comparison], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[PairExample], Tally]:
+) -> tuple[list[Example], Tally]:
     """Both responses after the same prompt; see `encode_responses`."""
-    encoded, counts = encode_responses(
-        [(row.prompt, (row.chosen, row.rejected), row.row_id) for row in rows], tokenizer, max_length
-    )
+    replies = [(row.chosen, row.rejected) for row in rows]
+    encoded, counts = encode_responses(rows, replies, [margin_of(row) for row in rows], tokenizer, max_length)
     pairs = []
-    for row, sides in zip(rows, encoded, strict=True):
-        if sides is not None and sides[0].ids == sides[1].ids:
-            counts.drop(EQUAL, row.row_id)
-        elif sides is not None:
-            pairs.append(PairExample(sides[0], sides[1], row.margin, row.row_id))
+    for pair in encoded:
+        if pair.documents[0] == pair.documents[1]:
+            counts.drop(EQUAL, pair.row_id)
+        else:
+            pairs.append(pair)
     counts.kept = len(pairs)
-    return pairs, counts.with_documents(ids for pair in pairs for ids in pair.documents)
+    return counted(pairs, counts)
 
 
-def encode_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[RankedExample], Tally]:
+def encode_rankings(rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """All responses after the same prompt; see `encode_responses`."""
-    encoded, counts = encode_responses([(row.prompt, row.responses, row.row_id) for row in rows], tokenizer, max_length)
-    groups = [
-        RankedExample(tuple(sides), row.ranks, row.row_id, margin=row.margin)
-        for row, sides in zip(rows, encoded, strict=True)
-        if sides is not None
-    ]
-    counts.kept = len(groups)
-    return groups, counts.with_documents(ids for group in groups for ids in group.documents)
+    values = [{"ranks": list(row.ranks), **margin_of(row)} for row in rows]
+    encoded, counts = encode_responses(rows, [row.responses for row in rows], values, tokenizer, max_length)
+    counts.kept = len(encoded)
+    return counted(encoded, counts)
 
 
 def encode_ordered_rankings(
     rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[RankedExample], Tally]:
+) -> tuple[list[Example], Tally]:
     """`encode_rankings` without those whose responses are all tied."""
     return ordered_only(*encode_rankings(rows, tokenizer, max_length))
 
 
 def encode_responses(
-    rows: Sequence[tuple[object, Sequence[str], str]], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[list[Example] | None], Tally]:
-    """Each row's prompt with each of its responses, None for rows that are dropped.
+    rows: Sequence[Comparison | Ranking],
+    replies: Sequence[Sequence[str]],
+    values: Sequence[dict[str, Any]],
+    tokenizer: Tokenizer,
+    max_length: int,
+) -> tuple[list[Example], Tally]:
+    """Each row's prompt with each of its replies; rows of which a reply gives no token are dropped.
 
     Truncated as decoders' rows are: the prompt loses its beginning first, then each response its end, and special tokens
     stay whole.
 
     Args:
-        rows: prompt, responses, and row id of each.
+        replies: of each row.
+        values: of each row's example.
         tokenizer: the encoder's.
         max_length: tokens of prompt and response with special tokens.
 
     Raises:
         UserError: prompts that are messages, all at once.
     """
-    if refused := [row_id for prompt, _, row_id in rows if not isinstance(prompt, str)]:
+    if refused := [row.row_id for row in rows if not isinstance(row.prompt, str)]:
         raise RefusedRows({MESSAGES: refused})
     template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
-    prompts = _ids(tokenizer, [str(prompt) for prompt, _, _ in rows])
-    ids = iter(_ids(tokenizer, [text for _, responses, _ in rows for text in responses]))
-    encoded: list[list[Example] | None] = []
-    for (prompt, responses, row_id), head in zip(rows, prompts, strict=True):
-        tails = [next(ids) for _ in responses]
+    prompts = _ids(tokenizer, [str(row.prompt) for row in rows])
+    ids = iter(_ids(tokenizer, [text for of_row in replies for text in of_row]))
+    encoded: list[Example] = []
+    for row, head, of_row, known in zip(rows, prompts, replies, values, strict=True):
+        tails = [next(ids) for _ in of_row]
         if not all(tails):
-            counts.drop(NO_RESPONSE, row_id)
-            encoded.append(None)
+            counts.drop(NO_RESPONSE, row.row_id)
             continue
-        budget = text_budget(max_length, template.size(2 if prompt else 1))
-        if prompt:
-            kept_head, kept = truncate(head, tails, budget, None)
-        else:
-            kept_head, kept = [], [tail[:budget] for tail in tails]
+        budget = text_budget(max_length, template.size(2 if row.prompt else 1))
+        kept_head, kept = truncate(head, tails, budget, None) if row.prompt else ([], [tail[:budget] for tail in tails])
         if len(head) > len(kept_head):
-            counts.note_cut(PROMPT_CUT, row_id)
+            counts.note_cut(PROMPT_CUT, row.row_id)
         if any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True)):
-            counts.note_cut(RESPONSE_CUT, row_id)
-        texts = [template.encode(kept_head, tail) if prompt else template.encode(tail) for tail in kept]
-        encoded.append([Example(text.ids, [part == 1 for part in text.segments], row_id) for text in texts])
+            counts.note_cut(RESPONSE_CUT, row.row_id)
+        texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
+        masks = [[part == 1 for part in text.segments] for text in texts]
+        encoded.append(Example([text.ids for text in texts], masks, row.row_id, values=known))
     return encoded, counts
 
 

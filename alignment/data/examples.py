@@ -2,10 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload
-
-from alignment.data.rows.records import Messages
 
 Row = TypeVar("Row")
 
@@ -32,7 +30,7 @@ class RowSequence(Sequence[Row]):
 
 
 class TokenizedRow(Protocol):
-    """An example of any kind: the token sequences that a model reads of one row."""
+    """A row as token sequences: an `Example`, or the row of a task or pretraining objective."""
 
     @property
     def row_id(self) -> str: ...
@@ -42,122 +40,72 @@ class TokenizedRow(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One token sequence.
+    """A data row as K token sequences and a few values.
+
+    | rows           | documents                        | values                                                      |
+    |----------------|----------------------------------|-------------------------------------------------------------|
+    | text           | the text, or a piece of it       |                                                             |
+    | demonstrations | prompt and response              |                                                             |
+    | comparisons    | prompt with chosen, rejected     | margin: by how much chosen leads, where the row says        |
+    | labels         | prompt and response              | desirable: true or false                                    |
+    | rankings       | prompt with each of K responses  | ranks: place of each, 0 is best, equal ones tie; margin     |
+    | steps          | prompt and all steps             | ends: index of each step's last token; labels: is it right  |
+    | prompts        | prompt                           | prompt, extra: as they were read; cut: its beginning is off |
 
     Attributes:
-        ids: token ids.
-        mask: True where a token is to be predicted and counts.
+        documents: token ids, [K][N].
+        masks: True where a token is to be predicted and counts, [K][N].
         row_id: name of the data row.
         source: number of its source among those of the data config.
-        reference: log-probability of its targets under a run's reference, nats, where it was computed beforehand.
+        values: JSON-like. `reference`: log-probabilities of the documents' targets under a run's reference, nats, [K], where
+            they were computed beforehand.
     """
 
-    ids: list[int]
-    mask: list[bool]
+    documents: list[list[int]]
+    masks: list[list[bool]]
     row_id: str
     source: int = 0
-    reference: float | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def single(cls, ids: list[int], mask: list[bool], row_id: str, source: int = 0, **values: Any) -> "Example":
+        """An example of one document."""
+        return cls([ids], [mask], row_id, source, values)
+
+    @classmethod
+    def answered(
+        cls, prompt: list[int], responses: Sequence[list[int]], row_id: str, source: int = 0, **values: Any
+    ) -> "Example":
+        """A prompt with each of K responses, whose tokens count."""
+        masks = [[False] * len(prompt) + [True] * len(response) for response in responses]
+        return cls([prompt + response for response in responses], masks, row_id, source, values)
 
     @property
-    def documents(self) -> list[list[int]]:
-        """The one token sequence."""
-        return [self.ids]
-
-
-@dataclass(frozen=True, slots=True)
-class PairExample:
-    """Two responses to the same prompt tokens."""
-
-    chosen: Example
-    rejected: Example
-    margin: float | None
-    row_id: str
-    source: int = 0
+    def ids(self) -> list[int]:
+        """Token ids of the first document."""
+        return self.documents[0]
 
     @property
-    def documents(self) -> list[list[int]]:
-        """Prompt with the chosen and with the rejected response."""
-        return [self.chosen.ids, self.rejected.ids]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptExample:
-    """A prompt ready to be continued; `prompt` and `extra` as they were read, `cut` where `ids` lack its beginning."""
-
-    ids: list[int]
-    prompt: str | Messages
-    extra: dict[str, Any]
-    row_id: str
-    cut: bool = False
-    source: int = 0
+    def mask(self) -> list[bool]:
+        """Mask of the first document."""
+        return self.masks[0]
 
     @property
-    def documents(self) -> list[list[int]]:
-        """The prompt's tokens."""
-        return [self.ids]
-
-
-@dataclass(frozen=True, slots=True)
-class LabeledExample:
-    """A response judged alone (KTO): prompt and response, and whether the response is desirable."""
-
-    example: Example
-    desirable: bool
-    row_id: str
-    source: int = 0
+    def prompt(self) -> Any:
+        """The prompt of a row of prompts as it was read, text or messages."""
+        return self.values["prompt"]
 
     @property
-    def documents(self) -> list[list[int]]:
-        """The one token sequence."""
-        return [self.example.ids]
+    def extra(self) -> dict[str, Any]:
+        """The other columns of a row of prompts."""
+        return self.values["extra"]
 
 
-@dataclass(frozen=True, slots=True)
-class RankedExample:
-    """K responses to the same prompt tokens, from K = 2.
-
-    Attributes:
-        responses: prompt with each response.
-        ranks: place of each response, 0 is best; equal places are ties.
-        row_id: name of the data row.
-        source: number of its source.
-        margin: by how much the better of two leads; None where K > 2 or the row has none.
-    """
-
-    responses: tuple[Example, ...]
-    ranks: tuple[int, ...]
-    row_id: str
-    source: int = 0
-    margin: float | None = None
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """Prompt with each response."""
-        return [response.ids for response in self.responses]
+PromptExample = Example  # of a row of prompts
 
 
-PreferenceExample = PairExample | LabeledExample | RankedExample
-
-
-@dataclass(frozen=True, slots=True)
-class StepExample:
-    """A response in steps, each labeled (process supervision).
-
-    Attributes:
-        ids: prompt and all steps.
-        ends: index of each step's last token.
-        labels: whether each step is right.
-        row_id: name of the data row.
-        source: number of its source.
-    """
-
-    ids: list[int]
-    ends: tuple[int, ...]
-    labels: tuple[bool, ...]
-    row_id: str
-    source: int = 0
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """The one token sequence."""
-        return [self.ids]
+def join_examples(parts: Sequence[Example], **values: Any) -> Example:
+    """The documents of all parts as one example, with the name and the source of the first."""
+    documents = [ids for part in parts for ids in part.documents]
+    masks = [mask for part in parts for mask in part.masks]
+    return Example(documents, masks, parts[0].row_id, parts[0].source, values)

@@ -1,4 +1,4 @@
-"""What prepared rows depend on, as one key: the rows' bytes, the tokenizer, the settings and the code that prepares them.
+"""One key for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that prepares them.
 
 Anything that could change a token is part of it. Settings count unless they are known not to matter, so that a new one
 counts from its first day.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.rows.files import hub_source, load_hub, source_files
+from alignment.data.rows.sources import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.files import file_hash, hash_of, sha256
 

@@ -7,26 +7,24 @@ smaller one too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
 from alignment.data.config import DataConfig, Part
-from alignment.data.examples import TokenizedRow
 from alignment.data.rows.read import HasRowId, text_hash
 from alignment.data.rows.records import SHOWN_IDS, Tally
-from alignment.data.table import JoinedTables, Rows, Table
+from alignment.data.table import JoinedTables, Rows, Table, tables_of
 from alignment.errors import UserError
 from alignment.files import hash_of
 
 HELD_OUT = "held out by data.evaluation_share"
 
-Row = TypeVar("Row", bound=TokenizedRow)
 AnyRow = TypeVar("AnyRow", bound=HasRowId)
 
 
 def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """Which of the rows with these prompt hashes (uint64, [rows]) are held out, bool, [rows]."""
+    """True for each row that is held out, by the hashes of prompts, uint64, [rows]."""
     return hashes < np.uint64(int(share * 2**64))
 
 
@@ -63,42 +61,27 @@ def view_of_part(rows: Rows, config: DataConfig, part: Part) -> Rows:
     Raises:
         UserError: the part is empty.
     """
-    tables = rows.tables if isinstance(rows, JoinedTables) else [rows]
-    views = [_view(table, config.evaluation_share or 0.0, part) for table in tables if isinstance(table, Table)]
+    views = [_view(cast(Table, table), config.evaluation_share or 0.0, part) for table in tables_of(rows)]
     if not any(map(len, views)):
         raise UserError(_empty(config, part, len(rows)))
     return views[0] if len(views) == 1 else JoinedTables(views)
 
 
-def _view(table: Table[Row], share: float, part: Part) -> Table[Row]:
-    evaluation = table.select(_rows_where(table, share, out=True), key=hash_of([table.key, share, "evaluation"]))
+def _view(table: Table, share: float, part: Part) -> Table:
+    out = held_out(table.column("prompt_hash"), share)
+    evaluation = table.select(np.flatnonzero(out), key=hash_of([table.key, share, "evaluation"]))
     rows = evaluation.distinct_rows()
-    if part == "evaluation":  # what was dropped and cut, and what the checks found, is told of the training rows
-        counts = Tally(len(rows), len(rows), evaluation.documents, _tokens(evaluation))
-        return evaluation.described(counts, [])
-    train = table.select(_rows_where(table, share, out=False), key=hash_of([table.key, share, "train"]))
+    if part == "evaluation":  # rows that were dropped and cut, and findings, are told of the training rows
+        counts = Tally(len(rows), len(rows), evaluation.documents, int(evaluation.column("total").sum()))
+        return evaluation.changed(tally=counts, findings=[])
+    train = table.select(np.flatnonzero(~out), key=hash_of([table.key, share, "train"]))
     counts = _without(table.tally, len(rows), [evaluation.row_id(int(row)) for row in rows[:SHOWN_IDS]])
-    counts.documents, counts.tokens = train.documents, _tokens(train)
-    return train.described(counts, table.findings)
-
-
-def _rows_where(table: Table[Row], share: float, *, out: bool) -> np.ndarray:
-    """Indices of the rows that are held out, or of those that are not, in 4 bytes each where these hold them, [rows]."""
-    dtype, start = np.int32 if len(table) < 2**31 else np.int64, 0
-    found = [np.empty(0, dtype)]
-    for hashes in table.column_batches("prompt_hash"):
-        found.append(np.flatnonzero(held_out(hashes, share) == out).astype(dtype) + dtype(start))
-        start += len(hashes)
-    return np.concatenate(found)
-
-
-def _tokens(table: Table[Row]) -> int:
-    """Tokens of all documents of the rows of a view."""
-    return sum(int(totals.sum()) for totals in table.column_batches("total"))
+    counts.documents, counts.tokens = train.documents, int(train.column("total").sum())
+    return train.changed(tally=counts)
 
 
 def _without(counts: Tally, number: int, first: list[str]) -> Tally:
-    """A tally without so many rows that are held out, the first of which have these names."""
+    """A tally without `number` rows that are held out, the first of which have these names."""
     if not number:
         return replace(counts)
     return replace(

@@ -5,16 +5,15 @@ to know what was drawn before it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
-from alignment.data.stream import Stream, positions_of, rows_in
-from alignment.data.table import JoinedTables
+from alignment.data.stream import Stream
+from alignment.data.table import tables_of
 from alignment.errors import UserError
 
 Row = TypeVar("Row", bound=TokenizedRow)
@@ -55,21 +54,20 @@ def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
     return sum(sizes if config.mixing == "concatenate" else capped_sizes(config, sizes))
 
 
-@dataclass(frozen=True)
 class SourceChoices:
-    """Which source each position of a mixture is drawn from: a pure function of (shares, seed, position).
+    """The source that each position of a mixture is drawn from: a pure function of (shares, seed, position).
 
     The sources of each `BLOCK` of positions are drawn together: how many from each source, and in which order.
 
-    Attributes:
+    Args:
         shares: probability of each source, [S].
         seed: >= 0.
     """
 
-    shares: Sequence[float]
-    seed: int
-    _draws: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _counts: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+    def __init__(self, shares: Sequence[float], seed: int):
+        self.shares, self.seed = shares, seed
+        self._draws: dict[int, np.ndarray] = {}
+        self._counts = np.empty((0, len(shares)), np.int64)
 
     def at(self, position: int) -> tuple[int, int]:
         """Source of the draw at a position, and how many rows of this source were drawn before it."""
@@ -91,77 +89,56 @@ class SourceChoices:
         return self._draws[number]
 
     def _counts_to(self, number: int) -> np.ndarray:
-        """How many rows of each source are in each block, up to block `number` and beyond, [blocks, S].
+        """Rows of each source in each block, up to block `number` and beyond, [blocks, S].
 
         The generator gives the same first rows however many are asked for; they take 8 S bytes for 4096 positions.
         """
-        if not self._counts or len(self._counts[0]) <= number:
+        if len(self._counts) <= number:
             generator = np.random.default_rng([self.seed, COUNT_SALT])
-            self._counts[:] = [generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())]
-        return self._counts[0]
+            self._counts = generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())
+        return self._counts
 
 
-@dataclass(frozen=True)
-class MixtureStream(Generic[Row]):
+class MixtureStream(Stream[Row]):
     """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
 
-    So a source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
+    A source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
 
-    Attributes:
-        rows: all rows, source after source.
+    Args:
         shares: probability of each source, [S].
-        batch_size: rows per batch, over all ranks.
-        seed: >= 0.
-        epoch_length: draws in one epoch.
-        epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
+        draws: length of an epoch.
     """
 
-    rows: JoinedTables[Row]
-    shares: Sequence[float]
-    batch_size: int
-    seed: int
-    epoch_length: int
-    epochs: float | None = None
-    _sources: list[Stream[Row]] = field(default_factory=list, init=False, repr=False, compare=False)
-    _choices: list[SourceChoices] = field(default_factory=list, init=False, repr=False, compare=False)
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        seed: int,
+        epochs: float | None = None,
+        *,
+        shares: Sequence[float],
+        draws: int,
+    ):
+        super().__init__(rows, batch_size, seed, epochs)
+        tables = tables_of(rows)
+        if len(tables) != len(shares):
+            raise ValueError(f"{len(tables)} sources and {len(shares)} shares")
+        if not (abs(sum(shares) - 1) < 1e-9 and min(shares) > 0):
+            raise ValueError(f"shares must be above 0 and add up to 1, got {list(shares)}")
+        self.shares, self.draws = shares, draws
+        self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
+        self._choices = SourceChoices(shares, seed)
 
-    def __post_init__(self) -> None:
-        if len(self.rows.tables) != len(self.shares):
-            raise ValueError(f"{len(self.rows.tables)} sources and {len(self.shares)} shares")
-        if not (abs(sum(self.shares) - 1) < 1e-9 and min(self.shares) > 0):
-            raise ValueError(f"shares must be above 0 and add up to 1, got {list(self.shares)}")
-        for number, table in enumerate(self.rows.tables):
-            self._sources.append(Stream(table, 1, seed_of_source(self.seed, number)))
-        self._choices.append(SourceChoices(self.shares, self.seed))
+    @property
+    def epoch_length(self) -> int:
+        """Length of an epoch, in draws."""
+        return self.draws
 
-    def positions_at(self, step: int) -> list[int]:
-        """Indices into `rows` of the rows of batch `step` (from 0).
-
-        Raises:
-            IndexError: the step is negative, or at or after the stream's end.
-        """
-        starts = [0, *accumulate(map(len, self.rows.tables))]
-        return [starts[source] + self._sources[source].index_of(draw) for source, draw in self.draws_at(step)]
-
-    def epochs_at(self, step: int) -> list[int]:
-        """How often its source had been seen to the end before each row of batch `step`."""
-        return [draw // len(self.rows.tables[source]) for source, draw in self.draws_at(step)]
-
-    def rows_at(self, step: int) -> list[Row]:
-        """The rows of batch `step`, as `positions_at`."""
-        return [self.rows[index] for index in self.positions_at(step)]
-
-    def steps(self, epochs: float | None = None) -> int:
-        """Batches in so many epochs (default: the stream's own), the last, smaller one included."""
-        epochs = self.epochs if epochs is None else epochs
-        if epochs is None:
-            raise ValueError("an endless stream has no number of steps; say for how many epochs")
-        return -(-rows_in(epochs, self.epoch_length) // self.batch_size)
-
-    def draws_at(self, step: int) -> list[tuple[int, int]]:
-        """Source of each row of batch `step`, and how many rows of this source were drawn before it."""
-        positions = positions_of(step, self.batch_size, self.epoch_length, self.epochs)
-        return [self._choices[0].at(position) for position in positions]
+    def row_of(self, position: int) -> tuple[int, int]:
+        """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""
+        source, draw = self._choices.at(position)
+        index, epoch = self._sources[source].row_of(draw)
+        return sum(len(each.rows) for each in self._sources[:source]) + index, epoch
 
 
 def seed_of_source(seed: int, number: int) -> int:
@@ -169,12 +146,12 @@ def seed_of_source(seed: int, number: int) -> int:
     return int(np.random.default_rng([seed, SOURCE_SALT, number]).integers(2**62))
 
 
-RowOrder = Stream[Row] | MixtureStream[Row]
+RowOrder = Stream  # of one source, or a mixture
 
 
 def stream_of(
     config: DataConfig, examples: Sequence[Row], *, batch_size: int, seed: int, epochs: float | None = None
-) -> RowOrder[Row]:
+) -> Stream[Row]:
     """The training examples in the order that the data config asks for.
 
     Args:
@@ -191,21 +168,18 @@ def stream_of(
         raise UserError(NO_STREAMING)
     if config.mixing == "concatenate":
         return Stream(examples, batch_size, seed, epochs)
-    tables = tables_of(examples)
-    sizes = [len(table) for table in tables]
-    if len(sizes) != len(config.sources("train")):
-        raise ValueError(f"the examples come in {len(sizes)} parts, of {len(config.sources('train'))} sources")
+    sizes, sources = [len(table) for table in tables_of(examples)], config.sources("train")
+    if len(sizes) != len(sources):
+        raise ValueError(f"the examples come in {len(sizes)} parts, of {len(sources)} sources")
     if 0 in sizes:
-        raise UserError(f"{config.sources('train')[sizes.index(0)].source}: no row of it can be drawn; take it out")
-    shares = mixing_shares(config, sizes)
-    return MixtureStream(
-        JoinedTables(tables), shares.tolist(), batch_size, seed, epoch_length=epoch_rows(config, sizes), epochs=epochs
-    )
+        raise UserError(f"{sources[sizes.index(0)].source}: no row of it can be drawn; take it out")
+    shares = mixing_shares(config, sizes).tolist()
+    return MixtureStream(examples, batch_size, seed, epochs, shares=shares, draws=epoch_rows(config, sizes))
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What a run takes of one source.
+    """The part that a run takes of one source.
 
     Attributes:
         name: of the source.
@@ -222,8 +196,8 @@ class SourceShare:
     epochs: float
 
 
-def source_shares(config: DataConfig, stream: RowOrder[Row], steps: int) -> list[SourceShare]:
-    """What a run of so many updates takes of each source."""
+def source_shares(config: DataConfig, stream: Stream[Row], steps: int) -> list[SourceShare]:
+    """The share of each source in a run of `steps` updates."""
     tables = tables_of(stream.rows)
     total, draws = len(stream.rows), steps * stream.batch_size
     shares = stream.shares if isinstance(stream, MixtureStream) else [len(table) / total for table in tables]
@@ -233,7 +207,7 @@ def source_shares(config: DataConfig, stream: RowOrder[Row], steps: int) -> list
     ]
 
 
-def describe_mixture(config: DataConfig, stream: RowOrder[Row], steps: int) -> Iterator[str]:
+def describe_mixture(config: DataConfig, stream: Stream[Row], steps: int) -> Iterator[str]:
     """Lines that describe a mixture, one for each source: its rows, its share, and how often its rows are seen."""
     if not isinstance(stream, MixtureStream):
         return
@@ -241,8 +215,3 @@ def describe_mixture(config: DataConfig, stream: RowOrder[Row], steps: int) -> I
     yield f"mixture by {config.mixing}: an epoch is {stream.epoch_length} draws, the run draws {draws}"
     for each in source_shares(config, stream, steps):
         yield f"  {each.name}: {each.rows} rows, share {each.share:.4f}, about {each.epochs:.2g} epochs of its own"
-
-
-def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:
-    """The examples of each source."""
-    return list(examples.tables) if isinstance(examples, JoinedTables) else [examples]

@@ -7,55 +7,48 @@ pretraining/prepare.py; labeled rows: tasks/prepare.py.
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from alignment.data.cache import get_entry
-from alignment.data.codecs import CODECS, Codec
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
-from alignment.data.rows.chunks import Chunk, open_source
-from alignment.data.rows.files import source_files
-from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
-from alignment.data.rows.records import Kind, Record, Tally
-from alignment.data.rows.turns import choose_turns
-from alignment.data.table import JoinedTables, Rows, Table, TableWriter, encode_batch, joined_batch
+from alignment.data.parallel import map_in_order
+from alignment.data.rows.files import Chunk, read_chunks
+from alignment.data.rows.read import (
+    RecordParser,
+    choose_parser,
+    parse_rows,
+    prompt_key,
+    raise_bad_rows,
+    rows_left,
+    text_hash,
+)
+from alignment.data.rows.records import Kind, Tally, choose_turns
+from alignment.data.rows.sources import source_files
+from alignment.data.table import Codec, EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
     STEPS_CUT,
+    TOKENIZE,
     RefusedRows,
-    tokenize_comparisons,
-    tokenize_demonstrations,
-    tokenize_labels,
+    Tokenize,
     tokenize_ordered_rankings,
-    tokenize_prompts,
-    tokenize_rankings,
-    tokenize_steps,
-    tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import cache_directory
 
-Tokenize = Callable[[list[Any], Tokenizer, int], tuple[list[Any], Tally]]
-
-TOKENIZE: dict[str, Tokenize] = {
-    "text": tokenize_texts,
-    "demonstrations": tokenize_demonstrations,
-    "comparisons": tokenize_comparisons,
-    "prompts": tokenize_prompts,
-    "labels": tokenize_labels,
-    "rankings": tokenize_rankings,
-    "steps": tokenize_steps,
-}
+if TYPE_CHECKING:
+    from alignment.data.checks import Checks
 
 CHUNK_BYTES = 4 * 2**20  # of a file of JSON lines
 LEAST_CHUNKS, LEAST_BYTES = 32, 2**18  # smaller chunks where there would be fewer, so that all processes end together
@@ -68,54 +61,88 @@ SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
 @dataclass(frozen=True)
 class Preparation:
-    """How rows of one kind become examples.
+    """The way from rows of one kind to examples.
 
     Attributes:
         name: tells preparations apart that differ in nothing else of the key.
         kind: of the rows.
-        tokenize: records, tokenizer and length -> examples and their tally.
-        codec: how the examples are stored.
-        whole: whether `tokenize` must see all records at once.
+        tokenize: records, tokenizer and length -> rows of examples and their tally.
+        codec: of rows that are no `Example`.
+        whole: True where `tokenize` must see all records at once.
     """
 
     name: str
     kind: Kind
     tokenize: Tokenize
-    codec: Codec[Any]
+    codec: Codec | None = None
     whole: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every chunk of a source needs."""
+    """Settings and parts that every chunk of a source needs."""
 
     preparation: Preparation
     parser: RecordParser
     columns: Mapping[str, str]
     config: DataConfig
     tokenizer: Tokenizer
-    checked: int = 1  # one row in so many has its texts and tokens checked; a power of 2
+    checked: int = 1  # one row in this many has its texts and tokens checked; a power of 2
 
 
 @dataclass
-class PreparedChunk:
-    """A chunk's examples as an Arrow batch, and what was found on the way; counts of reading and of tokenizing."""
+class Prepared:
+    """Prepared rows: counts of reading and of tokenizing, the first bad rows and their number, refused rows by reason."""
 
-    read: Tally
-    tokenized: Tally
-    problems: list[str]
-    bad: int
-    refused: dict[str, list[str]]
-    batch: Any = None
-    names: Sequence[str] = ()
-    checks: Any = None
+    read: Tally = field(default_factory=Tally)
+    tokenized: Tally = field(default_factory=Tally)
+    problems: list[str] = field(default_factory=list)
+    bad: int = 0
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    checks: "Checks | None" = None
+    encoded: EncodedExamples | None = None
+
+    def merge(self, other: "Prepared") -> "Prepared":
+        """Add the findings of later rows, but not their examples."""
+        self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
+        self.problems, self.bad = self.problems + other.problems, self.bad + other.bad
+        for why, names in other.refused.items():
+            self.refused.setdefault(why, []).extend(names)
+        if self.checks is None or other.checks is None:
+            self.checks = self.checks or other.checks
+        else:
+            self.checks.merge(other.checks)
+        return self
+
+    @property
+    def tally(self) -> Tally:
+        """CountTable of reading and tokenizing together."""
+        return self.read.followed_by(self.tokenized)
+
+    def findings(self, config: DataConfig) -> list[dict[str, Any]]:
+        """Findings of the data doctor, each as the fields of a `Finding`."""
+        if self.checks is None:
+            return []
+        limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
+        return [asdict(each) for each in self.checks.findings(self.tally, **limits)]
+
+    def is_wrong(self, config: DataConfig) -> bool:
+        """True where rows are refused, or bad and bad rows end the run."""
+        return bool(self.refused or (self.bad and config.on_bad_row == "error"))
+
+    def raise_errors(self, config: DataConfig) -> None:
+        """Raise the bad rows, then the refused ones."""
+        if config.on_bad_row == "error":
+            raise_bad_rows(self.problems, self.bad)
+        if self.refused:
+            raise RefusedRows(self.refused)
 
 
-class _BadRows(Exception):
-    """A source with bad rows, or with rows that the tokenizer's template refuses."""
+class _WrongRows(Exception):
+    """A source with wrong rows, `found`."""
 
-    def __init__(self, kept: int, problems: list[str], bad: int, refused: dict[str, list[str]]):
-        self.kept, self.problems, self.bad, self.refused = kept, problems, bad, refused
+    def __init__(self, found: Prepared):
+        self.found = found
 
 
 def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[Rows, Tally]:
@@ -132,8 +159,8 @@ def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "
 
 
 def preparation_of(kind: Kind) -> Preparation:
-    """How rows of one kind become the examples of a stage."""
-    return Preparation(kind, kind, TOKENIZE[kind], CODECS[kind])
+    """The preparation of rows of one kind for a stage that reads them as decoders do."""
+    return Preparation(kind, kind, TOKENIZE[kind])
 
 
 def prepare_with(
@@ -177,26 +204,20 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         UserError: bad rows of all sources at once, or rows that the template refuses.
     """
     cache, names = cache_directory(config.cache), config.source_names
-    tables: list[Table[Any]] = []
-    problems: list[str] = []
-    refused: dict[str, list[str]] = {}
-    read = bad = 0
+    tables: list[Table] = []
+    wrong = Prepared()
     for source in config.require_sources(part):
+        read = wrong.read.kept + sum(table.manifest["read"] for table in tables)
         left = rows_left(config.max_rows, read, source)
         if left is not None and left <= 0:
             break
         try:
             own = with_chat_template(tokenizer, source.chat_template)
             table = prepare_source(preparation, source, config, own, max_rows=left, cache=cache)
-            tables.append(table.with_source(names.index(str(source.name))))
-            read += table.manifest["read"]
-        except _BadRows as error:
-            read, bad = read + error.kept, bad + error.bad
-            problems += error.problems
-            merge_lists(refused, error.refused)
-    raise_bad_rows(problems, bad)
-    if refused:
-        raise RefusedRows(refused)
+            tables.append(table.changed(source=names.index(str(source.name))))
+        except _WrongRows as error:
+            wrong.merge(error.found)
+    wrong.raise_errors(config)
     return tables[0] if len(tables) == 1 else JoinedTables(tables)
 
 
@@ -208,7 +229,7 @@ def prepare_source(
     *,
     max_rows: int | None,
     cache: Path,
-) -> Table[Any]:
+) -> Table:
     """The table of one source, from the cache or made; of several processes that ask for it, one makes it."""
     key, parts = table_key(source, config, tokenizer, name=preparation.name, max_rows=max_rows, cache=cache)
 
@@ -216,7 +237,8 @@ def prepare_source(
         return {**_make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory), "parts": parts}
 
     entry = get_entry(cache, key, make)
-    return Table(entry.directory, preparation.codec, entry.manifest, cached=entry.cached, notes=entry.notes)
+    codec = preparation.codec
+    return Table(entry.directory, entry.manifest, codec=codec, cached=entry.cached, notes=entry.notes)
 
 
 def _make(
@@ -228,46 +250,33 @@ def _make(
     max_rows: int | None,
     directory: Path,
 ) -> dict[str, Any]:
-    """Fill the directory of a table; what its manifest says of it."""
-    from alignment.data.checks import Checks
-
-    size = _size(source)
+    """Fill the directory of a table, and return the content of its manifest."""
+    size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])
     even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
     chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
-    parser, chunks = open_source(
-        source, preparation.kind, skip_ties=config.skip_ties, as_messages=config.as_messages, size=chunk_bytes
+    parser, chunks = choose_parser(
+        source, preparation.kind, config, read_chunks(source.source, str(source.split), chunk_bytes)
     )
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
-    checks = Checks(preparation.kind, weight=job.checked)
-    read, tokenized, problems, refused, bad = Tally(), Tally(), [], {}, 0
-    writer = TableWriter(directory, preparation.codec)
-    for done in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
-        read, tokenized, bad = read.merged_with(done.read), tokenized.merged_with(done.tokenized), bad + done.bad
-        problems += done.problems
-        merge_lists(refused, done.refused)
-        if done.checks is not None:
-            checks.merge(done.checks)
-        if done.batch is not None:
-            writer.add(done.batch, done.names)
-    if not read.kept and (config.on_bad_row == "skip" or not bad):
-        raise UserError(f"{source.source}: no row can be used\n" + "\n".join(read.lines()[1:]))
-    if refused or (bad and config.on_bad_row == "error"):
-        raise _BadRows(read.kept, problems if config.on_bad_row == "error" else [], bad, refused)
-    tally = read.followed_by(tokenized)
-    findings = checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
-    counts = {"read": read.kept, "tally": asdict(tally), "findings": [asdict(finding) for finding in findings]}
-    return {**writer.close(), **counts, "notes": [], "kind": preparation.name, "source": source.source}
+    found, writer = Prepared(), TableWriter(directory)
+    for chunk in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
+        found.merge(chunk)
+        if chunk.encoded is not None:
+            writer.add(chunk.encoded)
+    if not found.read.kept and (config.on_bad_row == "skip" or not found.bad):
+        raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
+    if found.is_wrong(config):
+        raise _WrongRows(found)
+    manifest = {"read": found.read.kept, "tally": asdict(found.tally), "notes": []}
+    manifest |= {"findings": found.findings(config), "kind": preparation.name, "source": source.source}
+    return {**writer.close(), **manifest}
 
 
-def _prepared_chunks(
-    job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int
-) -> Iterator[PreparedChunk]:
+def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[Prepared]:
     """The chunks prepared, in order: one after another where rows are counted, else by several processes."""
     if job.preparation.whole:
         yield prepare_chunk(job, Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows())), max_rows)
     elif max_rows is None:
-        from alignment.data.parallel import map_in_order
-
         yield from map_in_order(partial(prepare_chunk, job), chunks, processes)
     else:
         for chunk in chunks:
@@ -295,44 +304,33 @@ def _collector_paused() -> Iterator[None]:
 
 
 @_collector_paused()
-def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> PreparedChunk:
+def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepared:
     """Parse and tokenize one chunk; it is not tokenized where it has bad rows that end the run."""
-    parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
-    done = PreparedChunk(parsed.counts, Tally(), parsed.problems[:SHOWN], len(parsed.problems), {})
-    if parsed.problems and job.config.on_bad_row == "error":
-        return done
     from alignment.data.checks import Checks
 
-    kind = job.preparation.kind
+    parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
+    done = Prepared(parsed.counts, problems=parsed.problems[:SHOWN], bad=len(parsed.problems))
+    if done.is_wrong(job.config):
+        return done
+    kind, codec = job.preparation.kind, job.preparation.codec
     # the tokens of texts for an objective are checked where they are corrupted
     plain = job.preparation.tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)
     done.checks = Checks(kind, job.tokenizer if plain else None, weight=job.checked)
-    batches, names = [], {}
+    examples: list[Any] = []
     rows = choose_turns(parsed.rows, job.config.turns)
     step = len(rows) if job.preparation.whole else BATCH_ROWS
     for start in range(0, len(rows), max(1, step)):
         records = rows[start : start + step]
         try:
-            examples, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
+            made, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
         except RefusedRows as error:
-            merge_lists(done.refused, error.refused)
+            done.merge(Prepared(refused=error.refused))
             continue
         done.tokenized = done.tokenized.merged_with(counts)
-        done.checks.add(records, examples)
-        batches.append(encode_batch(job.preparation.codec, examples, names, prompt_hashes(records)))
-    done.batch, done.names = joined_batch(batches), list(names)
+        done.checks.add(records, made)
+        examples += made if codec is None else map(codec.encode, made)
+    done.encoded = encode_examples(examples, {row.row_id: text_hash(prompt_key(row)) for row in rows})
     return done
-
-
-def merge_lists(into: dict[str, list[str]], more: Mapping[str, Sequence[str]]) -> None:
-    """Append lists to the lists of the same key."""
-    for key, values in more.items():
-        into.setdefault(key, []).extend(values)
-
-
-def prompt_hashes(records: Sequence[Record]) -> dict[str, int]:
-    """64-bit hash of the prompt or text of each record, by row id."""
-    return {record.row_id: text_hash(prompt_key(record)) for record in records}
 
 
 def trained_on(train: Rows, held_out: Rows) -> list[str]:
@@ -340,21 +338,12 @@ def trained_on(train: Rows, held_out: Rows) -> list[str]:
 
     Prompts are compared by hashes of 64 bits: among ten million prompts a false match has a chance of about 1e-12 each.
     """
-    wanted = np.unique(held_out.column("prompt_hash"))
-    found = np.zeros(len(wanted), bool)
-    for batch in train.column_batches("prompt_hash"):
-        found |= np.isin(wanted, batch)
-    rows = np.flatnonzero(np.isin(held_out.column("prompt_hash"), wanted[found]))
-    return list(dict.fromkeys(held_out.row_id(int(row)) for row in rows))
+    both = np.isin(held_out.column("prompt_hash"), train.column("prompt_hash"))
+    return list(dict.fromkeys(held_out.row_id(int(row)) for row in np.flatnonzero(both)))
 
 
 def processes_for(config: DataConfig, size: int) -> int:
-    """Processes that prepare a source of so many bytes: those asked for, else one, or for a large source one per core."""
+    """Processes that prepare a source of `size` bytes: those asked for, else one, or for a large source one per core."""
     if config.processes is not None:
         return config.processes
     return len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1
-
-
-def _size(source: SourceConfig) -> int:
-    """Bytes of a source's files; 0 where it has none."""
-    return sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -20,30 +19,11 @@ def order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return numbers
 
 
-def positions_of(step: int, batch_size: int, epoch_length: int, epochs: float | None) -> range:
-    """Positions of the rows of batch `step` (from 0), counted over all epochs.
-
-    Args:
-        batch_size: rows per batch.
-        epoch_length: rows per epoch.
-        epochs: after which the last, smaller batch ends; None: there is no last one.
-
-    Raises:
-        IndexError: the step is negative, or at or after the last batch.
-    """
-    end = math.inf if epochs is None else rows_in(epochs, epoch_length)
-    first = step * batch_size
-    if step < 0 or first >= end:
-        raise IndexError(f"step {step} lies outside the stream of {-(-end // batch_size):g} steps")
-    return range(first, int(min(first + batch_size, end)))
-
-
 def rows_in(epochs: float, epoch_length: int) -> int:
-    """Rows in so many epochs, at least one."""
+    """Rows in this many epochs, at least one."""
     return max(1, round(epoch_length * epochs))
 
 
-@dataclass(frozen=True)
 class Stream(Generic[Row]):
     """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
 
@@ -54,19 +34,15 @@ class Stream(Generic[Row]):
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
     """
 
-    rows: Sequence[Row]
-    batch_size: int
-    seed: int
-    epochs: float | None = None
-    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.rows:
+    def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
+        if not rows:
             raise ValueError("a stream needs at least one row")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
+        self._orders: dict[int, np.ndarray] = {}
 
     def positions_at(self, step: int) -> list[int]:
         """Indices of the rows of batch `step` (from 0).
@@ -74,18 +50,18 @@ class Stream(Generic[Row]):
         Raises:
             IndexError: the step is negative, or at or after the stream's end.
         """
-        return [self.index_of(position) for position in self._positions(step)]
+        return [self.row_of(position)[0] for position in self._positions(step)]
 
     def epochs_at(self, step: int) -> list[int]:
-        """The epoch, from 0, in which each row of batch `step` is seen."""
-        return [position // len(self.rows) for position in self._positions(step)]
+        """The epoch of its source, from 0, in which each row of batch `step` is seen."""
+        return [self.row_of(position)[1] for position in self._positions(step)]
 
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step`, as `positions_at`."""
         return [self.rows[index] for index in self.positions_at(step)]
 
     def steps(self, epochs: float | None = None) -> int:
-        """Batches in so many epochs (default: the stream's own), the last, smaller one included."""
+        """Batches in this many epochs (default: the stream's own), the last, smaller one included."""
         epochs = self.epochs if epochs is None else epochs
         if epochs is None:
             raise ValueError("an endless stream has no number of steps; say for how many epochs")
@@ -96,14 +72,19 @@ class Stream(Generic[Row]):
         """Rows of one epoch."""
         return len(self.rows)
 
-    def index_of(self, position: int) -> int:
-        """Index of the row at a position, counted over all epochs."""
+    def row_of(self, position: int) -> tuple[int, int]:
+        """Index and epoch of the row at a position, which is counted over all epochs."""
         epoch, offset = divmod(position, len(self.rows))
         if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
             if len(self._orders) > 1:
                 self._orders.clear()
             self._orders[epoch] = order(len(self.rows), self.seed, epoch)
-        return int(self._orders[epoch][offset])
+        return int(self._orders[epoch][offset]), epoch
 
     def _positions(self, step: int) -> range:
-        return positions_of(step, self.batch_size, self.epoch_length, self.epochs)
+        """Positions of the rows of batch `step`, counted over all epochs."""
+        end = math.inf if self.epochs is None else rows_in(self.epochs, self.epoch_length)
+        first = step * self.batch_size
+        if step < 0 or first >= end:
+            raise IndexError(f"step {step} lies outside the stream of {-(-end // self.batch_size):g} steps")
+        return range(first, int(min(first + self.batch_size, end)))

@@ -1,14 +1,13 @@
 """Streaming: rows of a source that fits no disk, read, tokenized and shuffled window by window while a run goes on.
 
-What is random: the order of the files, anew in each epoch, and the order of the examples of each window, which are those of
-`data.shuffle_buffer` successive rows. What is not: which rows share a window, but for the order of the files. Rows that lie
-far apart in one file never come close; shuffle such a file before, or cut it into many. Of a Hub data set the rows come as
-`datasets` streams them.
+Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch; rows never move
+between windows of a file. Rows that lie far apart in one file never come close; shuffle such a file before, or cut it into
+many. Of a Hub data set the rows come as `datasets` streams them.
 
 Both orders are functions of (seed, epoch, number of the window), and a window follows from the position where it begins. So
 a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is one window, for each source of a
 mixture: about four bytes for each token of its rows and a hundred for each row, beside `BATCH_ROWS` rows that are being
-read, and the first `FIRST_ROWS` of each source, which stand for all where rows are checked or shown before the run.
+read, and the first `FIRST_ROWS` of each source, by which rows are checked and shown before the run.
 
 Every rank reads and tokenizes all rows and trains on its share of each batch, so that batches do not depend on the number of
 ranks. Draws from several sources by weights are those of mixture.py.
@@ -16,46 +15,34 @@ ranks. Draws from several sources by weights are those of mixture.py.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from itertools import accumulate, islice
-from typing import Any, Generic, TypedDict, TypeVar, cast
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from alignment.data.checks import Checks
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.examples import RowSequence, TokenizedRow
+from alignment.data.examples import RowSequence
 from alignment.data.mixture import SourceChoices, mixing_shares, seed_of_source
-from alignment.data.prepare import (
-    BATCH_ROWS,
-    Job,
-    Preparation,
-    PreparedChunk,
-    prepare_chunk,
-    require_enough,
-)
-from alignment.data.rows.chunks import Chunk, choose_parser
-from alignment.data.rows.files import RawRow
-from alignment.data.rows.read import RecordParser, raise_bad_rows
+from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
+from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
+from alignment.data.rows.read import RecordParser, choose_parser
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.rows.resumable import OpenSource, Position, Reader, open_sources
-from alignment.data.table import JoinedTables, read_batch
+from alignment.data.table import EncodedSequence, JoinedTables
 from alignment.data.text.named_templates import with_chat_template
-from alignment.data.tokenize import RefusedRows
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import hash_of
 
-Row = TypeVar("Row", bound=TokenizedRow)
+Row = TypeVar("Row")
 
 FIRST_ROWS = 1024  # of each source: read before the run, to be checked
-SELDOM = 2**20  # one row in so many is looked at by the data doctor after the first ones
+SELDOM = 2**20  # one row in this many is looked at by the data doctor after the first ones
 FILE_SALT, WINDOW_SALT = 715_104, 715_105  # generators of different things draw differently
 
 
 @dataclass(frozen=True)
 class WindowStart:
-    """Where a window begins.
+    """The place where a window begins.
 
     Attributes:
         epoch: passes over all files before it.
@@ -71,35 +58,35 @@ class WindowStart:
 
 
 @dataclass(frozen=True)
-class Window(RowSequence[Row]):
+class Window(RowSequence[Any]):
     """The examples of successive rows, in the order in which they are drawn.
 
     Attributes:
-        start: where it begins.
-        end: where the next one begins.
-        tally: of its rows.
-        checks: what the data doctor saw of them, chunk by chunk.
+        end: start of the next one.
+        prepared: counts and findings of its rows.
         name: of the first file or data set in it, '' where it has no row.
         config: by which its rows were prepared.
+        rows: in the order of the files.
+        order: in which they are drawn.
     """
 
-    start: WindowStart
     end: WindowStart
-    tally: Tally
-    checks: Sequence[Checks] = field(repr=False)
+    prepared: Prepared = field(repr=False)
     name: str
     config: DataConfig = field(repr=False)
-    _decode: Sequence[Callable[[int], Row]] = field(repr=False)
-    _starts: Sequence[int] = field(repr=False)
-    _order: np.ndarray = field(repr=False)
+    rows: JoinedTables = field(repr=False)
+    order: np.ndarray = field(repr=False)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
-    def row_at(self, index: int) -> Row:
-        number = int(self._order[index])
-        batch = int(np.searchsorted(self._starts, number, "right")) - 1
-        return self._decode[batch](number - self._starts[batch])
+    def row_at(self, index: int) -> Any:
+        return self.rows[int(self.order[index])]
+
+    @property
+    def tally(self) -> Tally:
+        """Of its rows."""
+        return self.prepared.tally
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -108,14 +95,8 @@ class Window(RowSequence[Row]):
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """What is unusual in its rows, each as the fields of a `Finding`."""
-        if not self.checks:
-            return []
-        whole = Checks(self.checks[0].kind, weight=self.checks[0].weight)
-        for each in self.checks:
-            whole.merge(each)
-        found = whole.findings(self.tally, max_cut_share=self.config.max_cut_share, max_length=self.config.max_length)
-        return [asdict(finding) for finding in found]
+        """Findings of its rows, each as the fields of a `Finding`."""
+        return self.prepared.findings(self.config)
 
 
 @dataclass(frozen=True)
@@ -127,7 +108,7 @@ class File:
     source: int
 
 
-class Windows(Generic[Row]):
+class Windows:
     """Reads the windows of some files, each from its `WindowStart`; faster where it is the next one."""
 
     def __init__(self, files: Sequence[File], config: DataConfig, seed: int | None):
@@ -137,64 +118,43 @@ class Windows(Generic[Row]):
             seed: of both orders; None: as the files are.
         """
         self.files, self.config, self.seed = files, config, seed
-        self._next: tuple[WindowStart, Reader, Iterator[RawRow]] | None = None  # where the last window ended
+        self._next: tuple[WindowStart, Iterator[RawRow]] | None = None  # where the last window ended
 
-    def read(self, start: WindowStart) -> Window[Row]:
+    def read(self, start: WindowStart) -> Window:
         """The window that begins at `start`.
 
         Raises:
             UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
         """
         order = permutation(len(self.files), self.seed, FILE_SALT, start.epoch)
-        chunks: list[tuple[File, PreparedChunk]] = []
-        left, end = self.config.shuffle_buffer, WindowStart(start.epoch + 1)
-        for number, reader, rows in self._open_from(order, start):
+        found, name, parts = Prepared(), "", list[EncodedSequence]()
+        left, position, end = self.config.shuffle_buffer, None, WindowStart(start.epoch + 1)
+        for number, rows in self._open_from(order, start):
             file = self.files[order[number]]
             while left and (chunk := tuple(islice(rows, min(BATCH_ROWS, left)))):
-                chunks.append((file, prepare_chunk(file.job, Chunk(rows=chunk))))
-                left -= len(chunk)
+                done = prepare_chunk(file.job, Chunk(rows=chunk))
+                found.merge(done)
+                name, left = name or file.opened.name, left - len(chunk)
+                if done.encoded is not None:
+                    parts.append(EncodedSequence(done.encoded, file.job.preparation.codec, file.source))
+                position = chunk[-1].end
             if not left:
-                end = WindowStart(start.epoch, start.window + 1, number, reader.position())
-                self._next = (end, reader, rows)
+                end = WindowStart(start.epoch, start.window + 1, number, position)
+                self._next = (end, rows)
                 break
-        _raise_bad([chunk for _, chunk in chunks], self.config)
-        return self._window(chunks, start, end)
+        found.raise_errors(self.config)
+        joined = JoinedTables(parts)
+        drawn = permutation(len(joined), self.seed, WINDOW_SALT, start.epoch, start.window)
+        return Window(end, found, name, self.config, joined, drawn)
 
-    def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Reader, Iterator[RawRow]]]:
-        """The files from `start` on: number in the order of the epoch, reader, and the rows that it has yet to give."""
+    def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Iterator[RawRow]]]:
+        """The files from `start` on: number in the order of the epoch, and the rows that are yet to be read."""
         following, self._next = self._next, None
+        rest = following[1] if following is not None and following[0] == start else None
         position = start.position
         for number in range(start.file, len(order)):
-            if following is not None and following[0] == start:
-                _, reader, rows = following
-            else:
-                reader = self.files[order[number]].opened.open(position)
-                rows = iter(reader.rows())
-            yield number, reader, rows
-            following = position = None
-
-    def _window(
-        self, chunks: Sequence[tuple[File, PreparedChunk]], start: WindowStart, end: WindowStart
-    ) -> Window[Row]:
-        tally = Tally()
-        for _, chunk in chunks:
-            tally = tally.merged_with(chunk.read.followed_by(chunk.tokenized))
-        kept = [(file, chunk) for file, chunk in chunks if chunk.batch is not None]
-        starts = [0, *accumulate(chunk.batch.num_rows for _, chunk in kept)]
-        return Window(
-            start,
-            end,
-            tally,
-            checks=[chunk.checks for _, chunk in chunks if chunk.checks is not None],
-            name=chunks[0][0].opened.name if chunks else "",
-            config=self.config,
-            _decode=[
-                read_batch(chunk.batch, chunk.names, file.job.preparation.codec, source=file.source)
-                for file, chunk in kept
-            ],
-            _starts=starts,
-            _order=permutation(starts[-1], self.seed, WINDOW_SALT, start.epoch, start.window),
-        )
+            yield number, rest or self.files[order[number]].opened.read(position)
+            rest = position = None
 
 
 def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
@@ -202,42 +162,15 @@ def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
     return np.arange(count) if seed is None else np.random.default_rng([seed, *numbers]).permutation(count)
 
 
-def _raise_bad(chunks: Sequence[PreparedChunk], config: DataConfig) -> None:
-    """Raise the bad and the refused rows of a window."""
-    if config.on_bad_row == "error":
-        raise_bad_rows([line for chunk in chunks for line in chunk.problems], sum(chunk.bad for chunk in chunks))
-    refused: dict[str, list[str]] = {}
-    for chunk in chunks:
-        for why, names in chunk.refused.items():
-            refused.setdefault(why, []).extend(names)
-    if refused:
-        raise RefusedRows(refused)
+OrderState = dict[str, Any]  # of a `StreamedOrder`, as JSON-like values
 
 
-class CursorState(TypedDict):
-    """Where a `Cursor` stands, as JSON-like values."""
-
-    start: dict[str, Any]
-    taken: int
-    before: dict[str, Any]
-    last: int
-    noted: int
-
-
-class OrderState(TypedDict):
-    """Where a `StreamedOrder` stands, as JSON-like values."""
-
-    files: str
-    step: int
-    cursors: list[CursorState]
-
-
-class Cursor(Generic[Row]):
+class Cursor:
     """Gives out the examples of some files one after another, window by window."""
 
     def __init__(
         self,
-        windows: Windows[Row],
+        windows: Windows,
         name: str,
         *,
         check: Callable[[Sequence[Row]], object] | None = None,
@@ -253,11 +186,11 @@ class Cursor(Generic[Row]):
         self.windows, self.name, self.check, self.note = windows, name, check, note
         self.start, self.taken = WindowStart(), 0
         self.before = Tally()  # of the windows before this one
-        self._window: Window[Row] | None = None
+        self._window: Window | None = None
         self._noted = 0
         self._last = -1  # epoch of the last example
 
-    def take(self) -> tuple[Row, int]:
+    def take(self) -> tuple[Any, int]:
         """The next example, and its epoch.
 
         Raises:
@@ -266,13 +199,15 @@ class Cursor(Generic[Row]):
         while self.taken >= len(window := self.window()):
             self.before = self.before.merged_with(window.tally)
             if window.end.epoch > self.start.epoch:
-                self._end_epoch()
+                if self._last < self.start.epoch:
+                    raise UserError(f"{self.name}: no row of a whole epoch can be used")
+                self._describe(f"epoch {self.start.epoch + 1} has ended", self.before)
             self.start, self.taken, self._window = window.end, 0, None
         self.taken += 1
         self._last = self.start.epoch
         return window[self.taken - 1], self.start.epoch
 
-    def window(self) -> Window[Row]:
+    def window(self) -> Window:
         """The window that is drawn from, read where it is not in memory."""
         if self._window is None:
             self._window = self.windows.read(self.start)
@@ -286,29 +221,23 @@ class Cursor(Generic[Row]):
                 self._describe(f"the first {counts.rows} rows", counts)
         return self._window
 
-    def _end_epoch(self) -> None:
-        if self._last < self.start.epoch:
-            raise UserError(f"{self.name}: no row of a whole epoch can be used")
-        self._describe(f"epoch {self.start.epoch + 1} has ended", self.before)
-
     def _describe(self, when: str, counts: Tally) -> None:
         if self.note is not None:
             self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
 
-    def state(self) -> CursorState:
-        """Where it stands."""
-        return CursorState(
-            start=asdict(self.start), taken=self.taken, before=asdict(self.before), last=self._last, noted=self._noted
-        )
+    def state(self) -> dict[str, Any]:
+        """State for `restore`, as JSON-like values."""
+        start, before = asdict(self.start), asdict(self.before)
+        return {"start": start, "taken": self.taken, "before": before, "last": self._last, "noted": self._noted}
 
-    def restore(self, state: CursorState) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` says."""
         start, self._window = WindowStart(**state["start"]), None
         self.start, self.taken, self._last = start, state["taken"], state["last"]
         self.before, self._noted = Tally(**state["before"]), state["noted"]
 
 
-class StreamedRows(JoinedTables[Row]):
+class StreamedRows(JoinedTables):
     """The examples of `data.train` under data.streaming. As a sequence: the first rows of each source, for checks.
 
     Attributes:
@@ -324,27 +253,18 @@ class StreamedRows(JoinedTables[Row]):
             UserError: as `Windows.read`; too few of them can be used.
         """
         few = replace(config, shuffle_buffer=min(FIRST_ROWS, config.shuffle_buffer))
-        super().__init__([Windows[Row](each, few, seed=None).read(WindowStart()) for each in files])
+        super().__init__([Windows(each, few, seed=None).read(WindowStart()) for each in files])
         self.files, self.config = files, config
-        self._tally = reduce(Tally.merged_with, [window.tally for window in self._windows()], Tally())
-        require_enough(self._tally, config, "train")
-
-    def _windows(self) -> list[Window[Row]]:
-        return [cast("Window[Row]", table) for table in self.tables]
-
-    @property
-    def tally(self) -> Tally:
-        """Of the first rows."""
-        return self._tally
+        require_enough(self.tally, config, "train")
 
     @property
     def key(self) -> str:
         """Hex digest of names and sizes of all files."""
-        return hash_of([file.opened.version() for files in self.files for file in files])
+        return hash_of([file.opened.version for files in self.files for file in files])
 
     @property
     def notes(self) -> list[str]:
-        """What a run should note of streaming."""
+        """Notes of a run on streaming."""
         return [
             f"streamed from {sum(map(len, self.files))} files or data sets, shuffled in windows of "
             f"{self.config.shuffle_buffer} rows; the counts above are of the first rows. All others are checked when they "
@@ -352,7 +272,7 @@ class StreamedRows(JoinedTables[Row]):
         ]
 
 
-def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer) -> tuple[StreamedRows[Any], Tally]:
+def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer) -> tuple[StreamedRows, Tally]:
     """The training rows of a config with `streaming`, and the tally of the first of them.
 
     Raises:
@@ -367,16 +287,15 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
         own = with_chat_template(tokenizer, source.chat_template)
         job = Job(preparation, _parser(opened, source, config, preparation.kind), source.columns or {}, config, own)
         files.append([File(each, job, names.index(str(source.name))) for each in opened])
-    rows: StreamedRows[Any] = StreamedRows(files, config)
+    rows = StreamedRows(files, config)
     return rows, rows.tally
 
 
 def _parser(opened: Sequence[OpenSource], source: SourceConfig, config: DataConfig, kind: Kind) -> RecordParser:
     """The parser that the first rows of a source ask for."""
-    rows = islice((row for each in opened for row in each.open().rows()), max(FIRST_ROWS, config.shuffle_buffer))
+    rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
     chunks = (Chunk(rows=chunk) for chunk in iter(lambda: tuple(islice(rows, FIRST_ROWS)), ()))
-    parser, _ = choose_parser(source, kind, chunks, skip_ties=config.skip_ties, as_messages=config.as_messages)
-    return parser
+    return choose_parser(source, kind, config, chunks)[0]
 
 
 class StreamedOrder(Generic[Row]):
@@ -392,7 +311,7 @@ class StreamedOrder(Generic[Row]):
 
     def __init__(
         self,
-        rows: StreamedRows[Row],
+        rows: StreamedRows,
         *,
         batch_size: int,
         seed: int,
@@ -409,18 +328,16 @@ class StreamedOrder(Generic[Row]):
         self._choices, groups, names = None, rows.files, [str(source.name) for source in rows.config.sources("train")]
         if rows.config.mixing == "weights":
             self._choices = SourceChoices(mixing_shares(rows.config, [1] * len(groups)).tolist(), seed)
+            seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         else:
-            groups, names = [[file for files in groups for file in files]], ["data.train"]
+            groups, names, seeds = [[file for files in groups for file in files]], ["data.train"], [seed]
         groups = [[replace(file, job=replace(file.job, checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(Windows[Row](files, rows.config, self._seed_of(number)), names[number], check=check, note=note)
-            for number, files in enumerate(groups)
+            Cursor(Windows(files, rows.config, own), name, check=check, note=note)
+            for files, own, name in zip(groups, seeds, names, strict=True)
         ]
-        self._last: tuple[int, list[tuple[Row, int]]] = (-1, [])  # the newest batch
+        self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
-
-    def _seed_of(self, source: int) -> int:
-        return self.seed if self._choices is None else seed_of_source(self.seed, source)
 
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step` (from 0).
@@ -431,14 +348,14 @@ class StreamedOrder(Generic[Row]):
         return [row for row, _ in self._batch(step)]
 
     def epochs_at(self, step: int) -> list[int]:
-        """How often its source had been seen to the end before each row of batch `step`."""
+        """The epoch of its source, from 0, in which each row of batch `step` is seen."""
         return [epoch for _, epoch in self._batch(step)]
 
     def positions_at(self, step: int) -> list[int]:
         """Number of each row of batch `step`, counted over the whole run."""
         return list(range(step * self.batch_size, (step + 1) * self.batch_size))
 
-    def _batch(self, step: int) -> list[tuple[Row, int]]:
+    def _batch(self, step: int) -> list[tuple[Any, int]]:
         """The rows of a batch with their epochs."""
         if step < 0:
             raise IndexError(f"step {step} lies outside the stream")
@@ -451,8 +368,9 @@ class StreamedOrder(Generic[Row]):
         return self._last[1]
 
     def state(self) -> OrderState:
-        """What `restore` needs to give the next batch."""
-        return OrderState(files=self.key, step=self._last[0] + 1, cursors=[cursor.state() for cursor in self._cursors])
+        """State for `restore`, which then gives the next batch."""
+        cursors = [cursor.state() for cursor in self._cursors]
+        return {"files": self.key, "step": self._last[0] + 1, "cursors": cursors}
 
     def restore(self, state: OrderState | None) -> None:
         """Go on where `state` says; None: at the first batch.

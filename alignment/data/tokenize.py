@@ -3,15 +3,16 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from alignment.data.examples import Example, LabeledExample, PairExample, PromptExample, RankedExample, StepExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import (
     SHOWN_IDS,
     Comparison,
     Demonstration,
+    Kind,
     LabeledResponse,
     Message,
     Prompt,
@@ -19,8 +20,8 @@ from alignment.data.rows.records import (
     Steps,
     Tally,
     Text,
+    single_turns,
 )
-from alignment.data.rows.turns import single_turns
 from alignment.data.text import chat
 from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left
@@ -41,6 +42,12 @@ NO_STEP = "no whole step fits"
 
 PromptedRow = Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 Encoded = TypeVar("Encoded")
+Tokenize = Callable[[list[Any], Tokenizer, int], tuple[list[Any], Tally]]  # records, tokenizer, most tokens of a row
+
+
+def counted(examples: list[Example], counts: Tally) -> tuple[list[Example], Tally]:
+    """Examples, and their tally with the number of their documents and tokens."""
+    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
 
 
 def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
@@ -54,8 +61,9 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
             counts.note_cut(TEXT_CUT, row.row_id)
-        examples += [Example(piece, [True] * len(piece), row.row_id) for piece in split_document(ids, max_length, bos)]
-    return examples, counts.with_documents(example.ids for example in examples)
+        pieces = split_document(ids, max_length, bos)
+        examples += [Example.single(piece, [True] * len(piece), row.row_id) for piece in pieces]
+    return counted(examples, counts)
 
 
 def tokenize_demonstrations(
@@ -90,98 +98,83 @@ def tokenize_demonstrations(
             kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
             kept_mask = truncate_left(mask, len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
-            examples.append(Example(kept_head + kept_tail, kept_mask, row.row_id))
-    return examples, counts.with_documents(example.ids for example in examples)
+            examples.append(Example.single(kept_head + kept_tail, kept_mask, row.row_id))
+    return counted(examples, counts)
 
 
 def tokenize_comparisons(
     rows: Sequence[Comparison], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[PairExample], Tally]:
+) -> tuple[list[Example], Tally]:
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
-    counts, pairs = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows, counts)
-    sides = [(row, reply) for row in rows for reply in row.messages or (row.chosen, row.rejected)]
-    responses = _responses(tokenizer, sides, counts)
-    for row, head, chosen, rejected in zip(rows, prompts, responses[::2], responses[1::2], strict=True):
-        kept_head, tails = truncate(head, [chosen, rejected], max_length, bos_id(tokenizer))
-        if min(len(chosen), len(rejected)) < 2:
-            counts.drop(EMPTY, row.row_id)
-        elif tails[0] == tails[1]:
-            counts.drop(EQUAL, row.row_id)
-        else:
-            cut = max(len(chosen), len(rejected)) > max(map(len, tails))
-            _note_cuts(counts, row.row_id, len(head) > len(kept_head), cut)
-            first, second = (_answered(kept_head, tail, row.row_id) for tail in tails)
-            pairs.append(PairExample(first, second, row.margin, row.row_id))
-    counts.kept = len(pairs)
-    return pairs, counts.with_documents(ids for pair in pairs for ids in pair.documents)
+    replies = [row.messages or (row.chosen, row.rejected) for row in rows]
+    ranks, values = [(0, 1)] * len(rows), [margin_of(row) for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values)
 
 
 def tokenize_labels(
     rows: Sequence[LabeledResponse], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[LabeledExample], Tally]:
+) -> tuple[list[Example], Tally]:
     """Prompt and response joined, as in demonstrations of one turn, with the label."""
-    counts, examples = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows, counts)
-    responses = _responses(tokenizer, [(row, row.response) for row in rows], counts)
-    for row, head, tail in zip(rows, prompts, responses, strict=True):
-        if len(tail) < 2:
-            counts.drop(EMPTY, row.row_id)
-            continue
-        kept_head, [kept_tail] = truncate(head, [tail], max_length, bos_id(tokenizer))
-        _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
-        examples.append(LabeledExample(_answered(kept_head, kept_tail, row.row_id), row.desirable, row.row_id))
-    counts.kept = len(examples)
-    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
+    replies, values = [(row.response,) for row in rows], [{"desirable": row.desirable} for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=[(0,)] * len(rows), values=values)
 
 
-def tokenize_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[RankedExample], Tally]:
+def tokenize_rankings(rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """All responses of a row after the very same prompt tokens, each cut to what the prompt leaves of `max_length`.
 
     Of responses that are the same tokens in the end, one stays where they tie; where they do not, none does, since the
     ranking contradicts itself. A ranking with fewer than two responses left is dropped.
     """
+    replies, ranks = [row.responses for row in rows], [row.ranks for row in rows]
+    values = [margin_of(row) for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values, ranked=True)
+
+
+def _tokenize_judged(
+    rows: Sequence[PromptedRow],
+    replies: Sequence[Sequence[str | Message]],
+    tokenizer: Tokenizer,
+    max_length: int,
+    *,
+    ranks: Sequence[Sequence[int]],
+    values: Sequence[dict[str, Any]],
+    ranked: bool = False,
+) -> tuple[list[Example], Tally]:
+    """Each row's prompt with its replies; see `tokenize_rankings`.
+
+    Args:
+        replies: of each row.
+        ranks: of each row's replies, 0 is best.
+        values: of each row's example.
+        ranked: the ranks of the replies that are kept are among its values.
+    """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
-    responses = iter(_responses(tokenizer, [(row, text) for row in rows for text in row.responses], counts))
-    for row, head in zip(rows, prompts, strict=True):
-        whole = [next(responses) for _ in row.responses]
+    flat = [(row, reply) for row, of_row in zip(rows, replies, strict=True) for reply in of_row]
+    encoded = iter(_responses(tokenizer, flat, counts))
+    for row, head, row_ranks, known in zip(rows, prompts, ranks, values, strict=True):
+        whole = [next(encoded) for _ in row_ranks]
+        kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
+        kept = _distinct(tails, row_ranks)
         if min(map(len, whole)) < 2:
             counts.drop(EMPTY, row.row_id)
-            continue
-        kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
-        kept = _distinct(tails, row.ranks)
-        if len(kept) < 2:
+        elif len(kept) < min(2, len(whole)):
             counts.drop(EQUAL if len(whole) == 2 else FEW_RESPONSES, row.row_id)
-            continue
-        if len(kept) < len(tails):
-            counts.note_cut(EQUAL_IN_RANKING, row.row_id)
-        _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
-        sequences = tuple(_answered(kept_head, tails[index], row.row_id) for index in kept)
-        distinct = sorted({row.ranks[index] for index in kept})
-        ranks = tuple(distinct.index(row.ranks[index]) for index in kept)
-        examples.append(RankedExample(sequences, ranks, row.row_id, margin=row.margin))
+        else:
+            if len(kept) < len(tails):
+                counts.note_cut(EQUAL_IN_RANKING, row.row_id)
+            _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
+            distinct = sorted({row_ranks[index] for index in kept})
+            order = {"ranks": [distinct.index(row_ranks[index]) for index in kept]} if ranked else {}
+            tails = [tails[index] for index in kept]
+            examples.append(Example.answered(kept_head, tails, row.row_id, **order, **known))
     counts.kept = len(examples)
-    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
+    return counted(examples, counts)
 
 
-def tokenize_ordered_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[RankedExample], Tally]:
-    """`tokenize_rankings` without those whose responses are all tied."""
-    return ordered_only(*tokenize_rankings(rows, tokenizer, max_length))
-
-
-def ordered_only(examples: list[RankedExample], counts: Tally) -> tuple[list[RankedExample], Tally]:
-    """Rankings in which a response is better than another; what all of them tie in says nothing about an order."""
-    kept = [example for example in examples if len(set(example.ranks)) > 1]
-    for example in examples:
-        if len(set(example.ranks)) == 1:
-            counts.drop(TIED_RANKING, example.row_id)
-    counts.kept = len(kept)
-    return kept, counts.with_documents(ids for example in kept for ids in example.documents)
+def margin_of(row: Comparison | Ranking) -> dict[str, Any]:
+    """The margin of a row as a value of its example, where it has one."""
+    return {} if row.margin is None else {"margin": row.margin}
 
 
 def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:
@@ -192,7 +185,24 @@ def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]
     return [same[0] for same in found.values() if len({ranks[index] for index in same}) == 1]
 
 
-def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int) -> tuple[list[StepExample], Tally]:
+def tokenize_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[Example], Tally]:
+    """`tokenize_rankings` without those whose responses are all tied."""
+    return ordered_only(*tokenize_rankings(rows, tokenizer, max_length))
+
+
+def ordered_only(examples: list[Example], counts: Tally) -> tuple[list[Example], Tally]:
+    """Rankings in which a response is better than another; what all of them tie in says nothing about an order."""
+    kept = [example for example in examples if len(set(example.values["ranks"])) > 1]
+    for example in examples:
+        if len(set(example.values["ranks"])) == 1:
+            counts.drop(TIED_RANKING, example.row_id)
+    counts.kept = len(kept)
+    return counted(kept, counts)
+
+
+def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Prompt and steps joined, each step followed by its row's separator, whose last token carries the step's label.
 
     The prompt gives way first, from its beginning, as for other responses. A step that does not fit whole is left out
@@ -217,24 +227,34 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
         if whole < len(steps):
             counts.note_cut(STEPS_CUT, row.row_id)
         _note_cuts(counts, row.row_id, len(head) > len(kept_head), False)
-        last = tuple(len(kept_head) + end - 1 for end in ends[:whole])
+        values = {"ends": [len(kept_head) + end - 1 for end in ends[:whole]], "labels": list(row.labels[:whole])}
         ids = kept_head + response[: ends[whole - 1]]
-        examples.append(StepExample(ids, last, row.labels[:whole], row.row_id))
+        examples.append(Example.single(ids, [False] * len(ids), row.row_id, **values))
     counts.kept = len(examples)
-    return examples, counts.with_documents(example.ids for example in examples)
+    return counted(examples, counts)
 
 
-def tokenize_prompts(
-    rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[PromptExample], Tally]:
+def tokenize_prompts(rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
     counts, examples = Tally(rows=len(rows), kept=len(rows)), []
     for row, ids in zip(rows, encode_prompts(tokenizer, rows, counts), strict=True):
         kept = truncate_left(ids, max_length, ids[:1] == [bos_id(tokenizer)])
         cut = len(ids) > len(kept)
         _note_cuts(counts, row.row_id, cut, False)
-        examples.append(PromptExample(kept, row.prompt, row.extra, row.row_id, cut))
-    return examples, counts.with_documents(example.ids for example in examples)
+        values = {"prompt": row.prompt, "extra": row.extra, "cut": cut}
+        examples.append(Example.single(kept, [False] * len(kept), row.row_id, **values))
+    return counted(examples, counts)
+
+
+TOKENIZE: dict[Kind, Tokenize] = {
+    "text": tokenize_texts,
+    "demonstrations": tokenize_demonstrations,
+    "comparisons": tokenize_comparisons,
+    "prompts": tokenize_prompts,
+    "labels": tokenize_labels,
+    "rankings": tokenize_rankings,
+    "steps": tokenize_steps,
+}
 
 
 def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Tally | None = None) -> list[list[int]]:
@@ -253,7 +273,7 @@ def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
 def _responses(
     tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally
 ) -> list[list[int]]:
-    """Ids of each reply to its row's prompt; what is worth knowing of them is noted."""
+    """Ids of each reply to its row's prompt; their notes are counted."""
     rows = [row for row, _ in replies]
     encoded = chat.encode_each_response(
         tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
@@ -266,7 +286,7 @@ def _responses(
 def _dialogues(
     tokenizer: Tokenizer, rows: Sequence[Demonstration], counts: Tally
 ) -> list[tuple[list[int], list[bool]]]:
-    """Ids and mask of each row's dialogue; what is worth knowing of them is noted."""
+    """Ids and mask of each row's dialogue; their notes are counted."""
     dialogues = [DialogueRow(row.messages or [], row.trained, row.tools) for row in rows]
     accepted = _accepted(rows, encode_dialogues(tokenizer, dialogues))
     _note(counts, rows, [each.notes for each in accepted])
@@ -274,7 +294,7 @@ def _dialogues(
 
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError]) -> list[Encoded]:
-    """What became of each row; refusals are reported for all rows at once, the same refusal once with its rows."""
+    """The results; refusals are reported for all rows at once, the same refusal once with its rows."""
     done: list[Encoded] = []
     refused: dict[str, list[str]] = {}
     for row, result in zip(rows, encoded, strict=True):
@@ -296,7 +316,7 @@ def _note(counts: Tally, rows: Sequence[PromptedRow], notes: Sequence[Sequence[s
 class RefusedRows(UserError):
     """Rows that the chat template refuses: `refused` has their names by what it says."""
 
-    def __init__(self, refused: Mapping[str, Sequence[str]]):
+    def __init__(self, refused: dict[str, list[str]]):
         self.refused = refused
         super().__init__(list_problems(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items()))
 
@@ -308,13 +328,8 @@ def _more(row_ids: Sequence[str]) -> str:
 
 
 def last_span(mask: Sequence[bool]) -> int:
-    """Where the last unbroken run of True begins, in a mask that ends with True."""
+    """Begin of the last unbroken run of True, in a mask that ends with True."""
     return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
-
-
-def _answered(prompt: list[int], response: list[int], row_id: str) -> Example:
-    """Prompt and response in one sequence, in which the response counts."""
-    return Example(prompt + response, [False] * len(prompt) + [True] * len(response), row_id)
 
 
 def _note_cuts(counts: Tally, row_id: str, prompt: bool, response: bool) -> None:

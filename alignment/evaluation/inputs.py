@@ -1,4 +1,4 @@
-"""Rows of one source for an evaluation."""
+"""Rows of an evaluation, which reads each of them once."""
 
 import sys
 from collections.abc import Sequence
@@ -6,15 +6,16 @@ from typing import Any
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.read import read_rows
-from alignment.data.rows.records import Kind, Tally
+from alignment.data.rows.records import Kind, Prompt, Tally
 from alignment.errors import UserError
+from alignment.hotel_world.grammar import is_prompt
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
     """Records of `data.train`; what was dropped is printed on standard error.
 
     Raises:
-        UserError: bad rows, or settings of a mixture: an evaluation reads every row once.
+        UserError: bad rows, or settings of a mixture.
     """
     refuse_mixture(data)
     rows, tally = read_rows(
@@ -25,13 +26,23 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
 
 
 def refuse_mixture(data: DataConfig) -> None:
-    """Refuse settings of a mixture: an evaluation reads every row once.
-
-    Raises:
-        UserError: the data has such settings.
-    """
+    """Refuse settings of a mixture: an evaluation reads every row once."""
     if unread := data.unread("mixing", "loss_weight", "chat_template"):
         raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
+
+
+def check_hotel_prompts(prompts: Sequence[Prompt], who: str, advice: str = "") -> None:
+    """Refuse prompts that are not of the generated hotel world, which its gold reward and labelers cannot judge.
+
+    Args:
+        who: the setting that asks for it, such as `judge=gold`.
+    """
+    others = [prompt.row_id for prompt in prompts if not is_prompt(prompt.prompt)]
+    if others:
+        raise UserError(
+            f"{others[0]}: {who} judges only prompts of the generated hotel world, and {len(others)} of {len(prompts)} "
+            f"are none{advice}"
+        )
 
 
 def print_tally(what: str, tally: Tally, notes: Sequence[str] = ()) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alignment.data.examples import PairExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, group_by_length
@@ -36,7 +36,7 @@ class PairLogProbs:
 
 
 @torch.no_grad()
-def pair_log_probs(model: GenerativeModel, pairs: Sequence[PairExample]) -> Tensor:
+def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
     """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
 
     Args:
@@ -50,9 +50,9 @@ def pair_log_probs(model: GenerativeModel, pairs: Sequence[PairExample]) -> Tens
         raise UserError("comparisons: no pair is left to measure")
     device = next(model.parameters()).device
     found = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    for column, sides in enumerate(([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])):
-        for group in group_by_length([len(side.ids) for side in sides], TOKENS_PER_FORWARD):
-            batch = Ragged.build([sides[i].ids for i in group], [sides[i].mask for i in group])
+    for column in (0, 1):
+        for group in group_by_length([len(pair.documents[column]) for pair in pairs], TOKENS_PER_FORWARD):
+            batch = Ragged.build([pairs[i].documents[column] for i in group], [pairs[i].masks[column] for i in group])
             log_probs = model(batch=batch.to(device)).log_probs.double().cpu()
             found[:, column].index_add_(0, torch.tensor(group)[batch.target_rows], log_probs)
     return found

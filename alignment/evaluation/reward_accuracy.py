@@ -109,7 +109,7 @@ def run(config: RewardEvalConfig) -> Path:
     model = _load(config, config.weights.dtype)
     encoded, counts = encode_preferences(rows, model, config.data.max_length)
     raise_all([] if encoded else [f"{config.data.train}: no comparison is left to score"])
-    lengths = [(row.record.row_id, len(each.ids)) for row in encoded for each in row.example.responses]
+    lengths = [(row.record.row_id, len(ids)) for row in encoded for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
     groups = score_preferences(encoded, model, rows.annotations)
     texts, pairs = _robustness_texts(config, model, encoded)
@@ -256,9 +256,10 @@ def _robustness_texts(
     texts, pairs = [], []
     for number in evenly_drawn(len(rows), config.robustness_rows):
         example, start = rows[number].example, len(texts)
-        texts += [as_encoded(response, model.is_encoder) for response in example.responses]
-        positions = range(len(example.responses))
-        pairs += [(start + a, start + b) for a in positions for b in positions if example.ranks[a] < example.ranks[b]]
+        texts += as_encoded(example, model.is_encoder)
+        ranks = example.values["ranks"]
+        positions = range(len(ranks))
+        pairs += [(start + a, start + b) for a in positions for b in positions if ranks[a] < ranks[b]]
     return texts, pairs
 
 

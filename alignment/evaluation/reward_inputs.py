@@ -1,12 +1,12 @@
 """What a reward model's card is made from: rows of each source with their annotations, tokenized for the model, and scored."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example
 from alignment.data.rows.fields import BadRow, number_field
 from alignment.data.rows.files import RawRow, read_raw
 from alignment.data.rows.read import (
@@ -67,7 +67,7 @@ class EncodedRow:
 
     record: Preference
     source: str
-    example: RankedExample
+    example: Example
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def encode_preferences(rows: PreferenceRows, model: RewardModel, max_length: int
     counts, encoded = counts.merged_with(ranking_counts), []
     for record, source in zip(rows.records, rows.sources, strict=True):
         example = examples.get(record.row_id)
-        if example is not None and len(example.responses) < len(response_texts(record)):
+        if example is not None and len(example.documents) < len(response_texts(record)):
             counts.drop(EQUAL_IN_RANKING, record.row_id)
             counts.kept -= 1
         elif example is not None:
@@ -172,31 +172,34 @@ def encode_preferences(rows: PreferenceRows, model: RewardModel, max_length: int
     return encoded, counts
 
 
-def _as_ranking(pair: PairExample) -> RankedExample:
-    return RankedExample((pair.chosen, pair.rejected), (0, 1), pair.row_id, margin=pair.margin)
+def _as_ranking(pair: Example) -> Example:
+    return replace(pair, values={**pair.values, "ranks": [0, 1]})
 
 
-def as_encoded(example: Example, is_encoder: bool) -> Encoded:
-    """Ids and segments of an example; in an encoder's examples the mask marks the second text."""
-    return Encoded(example.ids, [int(flag) for flag in example.mask] if is_encoder else [0] * len(example.ids))
+def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
+    """Ids and segments of each document; in an encoder's examples the mask marks the second text."""
+    return [
+        Encoded(ids, [int(flag) for flag in mask] if is_encoder else [0] * len(ids))
+        for ids, mask in zip(example.documents, example.masks, strict=True)
+    ]
 
 
-def response_tokens(example: Example) -> int:
-    """Tokens of the response with its end token; of an encoder's single text all of them."""
-    return sum(example.mask) or len(example.ids)
+def response_tokens(example: Example) -> list[int]:
+    """Tokens of each response with its end token; of an encoder's single text all of them."""
+    return [sum(mask) or len(mask) for mask in example.masks]
 
 
 def score_preferences(
     rows: Sequence[EncodedRow], model: RewardModel, annotations: Mapping[str, Annotation]
 ) -> list[ScoredGroup]:
     """The rows with the model's scores."""
-    texts = [as_encoded(example, model.is_encoder) for row in rows for example in row.example.responses]
+    texts = [text for row in rows for text in as_encoded(row.example, model.is_encoder)]
     raw = model.members_of_ids([text.ids for text in texts], segments=[text.segments for text in texts])
     members = model.calibration.apply(raw)
     scores = iter(zip(model.combined(members).tolist(), members.tolist(), strict=True))
     groups = []
     for row in rows:
-        found = [next(scores) for _ in row.example.responses]
+        found = [next(scores) for _ in row.example.documents]
         annotation = annotations.get(row.record.row_id, Annotation())
         strength = annotation.agreement if row.record.margin is None else row.record.margin
         groups.append(
@@ -205,8 +208,8 @@ def score_preferences(
                 source=row.source,
                 prompt=prompt_key(row.record),
                 scores=[score for score, _ in found],
-                ranks=row.example.ranks,
-                lengths=[response_tokens(example) for example in row.example.responses],
+                ranks=row.example.values["ranks"],
+                lengths=response_tokens(row.example),
                 human=row.record.scores if isinstance(row.record, Ranking) else None,
                 strength=strength,
                 members=[each for _, each in found] if members.shape[1] > 1 else None,
@@ -228,7 +231,7 @@ def votes_on_pairs(
         if annotation is None or len(row.texts) != 2:
             continue
         given = list(annotation.votes) or ([1.0] if annotation.annotator is not None else [])
-        best = row.texts[row.example.ranks.index(0)]
+        best = row.texts[group.ranks.index(0)]
         lead = group.scores[group.ranks.index(0)] - group.scores[1 - group.ranks.index(0)]
         verdict = 1.0 if lead > 0 else 0.5 if lead == 0 else 0.0
         key = (group.prompt, frozenset(row.texts))

@@ -8,12 +8,13 @@ from statistics import fmean
 from typing import Any, Literal
 
 from alignment.errors import UserError
+from alignment.settings import Rule, Settings
 
 Over = Literal["first", "last", "min", "max", "mean"]
 
 
 @dataclass(frozen=True)
-class Expectation:
+class Expectation(Settings):
     """The range in which a measured number must lie for the recipe to have worked.
 
     Attributes:
@@ -21,7 +22,7 @@ class Expectation:
         metric: dotted key in the stage's results.json, or a key of its metrics.jsonl.
         low, high: bounds, both included; at least one.
         why: the reason for the bounds.
-        over: which lines of metrics.jsonl.
+        over: the lines of metrics.jsonl that count.
     """
 
     stage: str
@@ -31,13 +32,7 @@ class Expectation:
     why: str = ""
     over: Over = "last"
 
-    def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ValueError("give low, high or both")
-
-    def holds(self, value: float) -> bool:
-        """Whether a number lies in the range."""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+    RULES = (Rule("low", lambda c: c.low is None and c.high is None, "or high must be given, or both"),)
 
 
 def check_expectations(expectations: Sequence[Expectation], output: Path) -> bool:
@@ -46,11 +41,12 @@ def check_expectations(expectations: Sequence[Expectation], output: Path) -> boo
     inside = True
     for expected in expectations:
         value = read_metric(output / expected.stage, expected.metric, expected.over)
-        inside &= (good := value is not None and expected.holds(value))
-        low, high = ("" if bound is None else f"{bound:g}" for bound in (expected.low, expected.high))
+        low, high = expected.low, expected.high
+        good = value is not None and (low is None or value >= low) and (high is None or value <= high)
+        inside &= good
+        bounds = " .. ".join("" if bound is None else f"{bound:g}" for bound in (low, high))
         measured = "missing" if value is None else f"{value:.6g}"
-        verdict = "ok" if good else "OUTSIDE"
-        rows.append((expected.stage, expected.metric, measured, f"{low} .. {high}", verdict, expected.why))
+        rows.append((expected.stage, expected.metric, measured, bounds, "ok" if good else "OUTSIDE", expected.why))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip())
@@ -73,17 +69,12 @@ def read_metric(directory: Path, metric: str, over: Over = "last") -> float | No
 
 def flatten_numbers(value: object, key: str = "") -> dict[str, float]:
     """Numbers in nested mappings and lists, by dotted keys."""
-    if isinstance(value, dict):
-        items = [(str(name), item) for name, item in value.items()]
-    elif isinstance(value, list):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
+    if not isinstance(value, dict | list):
         return {key: float(value)} if isinstance(value, (int, float)) else {}
-    return {
-        name: number
-        for part, item in items
-        for name, number in flatten_numbers(item, f"{key}.{part}" if key else part).items()
-    }
+    found: dict[str, float] = {}
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= flatten_numbers(item, f"{key}.{name}" if key else str(name))
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,12 +6,10 @@ resumed and recorded alike.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from alignment.algorithms.finetune.predict import load_finetuned
@@ -19,7 +17,7 @@ from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.run_report import read_log_rows
-from alignment.files import explain_full_disk, sync
+from alignment.files import read_json_object, write_text
 from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
@@ -32,7 +30,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage left.
+    """Result of a finished stage.
 
     Attributes:
         path: the run's directory.
@@ -53,17 +51,17 @@ class StageResult:
     @cached_property
     def results(self) -> dict[str, Any]:
         """The content of results.json, which `evaluate` and `best_of_n` write."""
-        return json.loads((self.path / "results.json").read_text(encoding="utf-8"))
+        return read_json_object(self.path / "results.json")
 
 
 def run_on_rows(
     stage: str,
+    *,
     rows: Rows,
     output: str | Path,
-    settings: Mapping[str, object],
-    *,
     evaluation_rows: Rows | None = None,
     on_update: OnUpdate | None = None,
+    **settings: Any,
 ) -> StageResult:
     """Run a stage on rows in memory.
 
@@ -71,10 +69,10 @@ def run_on_rows(
         stage: its verb.
         rows: mappings with the columns that a file of such rows has, or a `datasets.Dataset`; written to `output`/rows.
         output: the run's directory; the same call again resumes an interrupted run.
-        settings: further keys of the stage's config, sections as mappings: `optim={"learning_rate": 1e-5}`.
         evaluation_rows: rows held out, evaluated as `training.evaluate_every_steps` says.
         on_update: called after each update (iteration, of PPO and online DPO) with its line of metrics.jsonl, in the
             first process only; an exception that it raises ends the run.
+        settings: further keys of the stage's config, sections as mappings: `optim={"learning_rate": 1e-5}`.
 
     Raises:
         UserError: no rows, or rows that no JSON line holds; everything that the stage's command refuses.
@@ -92,8 +90,8 @@ def run_on_rows(
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
 
 
-def stage_function(stage: str, summary: str) -> Callable[..., StageResult]:
-    """The function of a stage, named as its verb."""
+def stage_function(name: str, summary: str, stage: str = "") -> Callable[..., StageResult]:
+    """`run_on_rows` for one stage, named as its verb where `stage` does not name another."""
 
     def function(
         *,
@@ -103,9 +101,10 @@ def stage_function(stage: str, summary: str) -> Callable[..., StageResult]:
         on_update: OnUpdate | None = None,
         **settings: Any,
     ) -> StageResult:
-        return run_on_rows(stage, rows, output, settings, evaluation_rows=evaluation_rows, on_update=on_update)
+        own = {"evaluation_rows": evaluation_rows, "on_update": on_update}
+        return run_on_rows(stage or name, rows=rows, output=output, **own, **settings)
 
-    function.__name__ = function.__qualname__ = stage
+    function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{summary}; the arguments are described at `alignment.pipeline.in_memory.run_on_rows`."
     return function
 
@@ -120,15 +119,12 @@ ppo = stage_function(
 )
 finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
 best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
-
-
-def evaluate(*, rows: Rows, output: str | Path, **settings: Any) -> StageResult:
-    """Win rates of `models` (name -> directory) on prompts against the one named `baseline`, as `judge` has it.
-
-    The result's `results` holds them: `evaluate(...).results["models"][name]["win_rate"]`. Settings are the keys of
-    `alignment evaluate winrate`.
-    """
-    return run_on_rows("winrate", rows, output, settings)
+evaluate = stage_function(
+    "evaluate",
+    "Win rates of `models` (name -> directory) on prompts against the one named `baseline`, as `judge` has it: "
+    '`evaluate(...).results["models"][name]["win_rate"]`',
+    "winrate",
+)
 
 
 def write_lines(rows: Rows, folder: Path, name: str) -> str:
@@ -142,35 +138,17 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
             f"{name}: got {type(rows).__name__}; rows are a list of mappings or a datasets.Dataset, and a file is named in "
             "the config of the stage's command"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    digest, problems, count = hashlib.sha256(), [], 0
-    with TemporaryDirectory(dir=folder, prefix=".") as hidden:
-        written = Path(hidden) / name
-        with explain_full_disk(folder / name, written), written.open("wb") as file:
-            for count, row in enumerate(rows, 1):
-                try:
-                    line = json_line(row)
-                except (TypeError, ValueError) as error:
-                    problems.append(f"{name}: row {count}: {error}")
-                    continue
-                digest.update(line)
-                file.write(line)
-        raise_all(problems)
-        if not count:
-            raise UserError(f"{name}: there are no rows")
-        path = folder / f"{name}-{digest.hexdigest()[:12]}.jsonl"
-        if not path.is_file():  # else an earlier call with the same rows wrote it
-            sync(written)
-            os.replace(written, path)
+    lines, problems = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            if not isinstance(row, Mapping):
+                raise TypeError(f"a row is a mapping of columns, got {type(row).__name__}")
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            problems.append(f"{name}: row {number}: {error}")
+    raise_all(problems if lines or problems else [f"{name}: there are no rows"])
+    text = "".join(lines)
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if not path.is_file():  # else an earlier call with the same rows wrote it
+        write_text(path, text)
     return str(path)
-
-
-def json_line(row: object) -> bytes:
-    """One row as a line of JSON.
-
-    Raises:
-        TypeError, ValueError: it is no mapping, or JSON has no form for a value.
-    """
-    if not isinstance(row, Mapping):
-        raise TypeError(f"a row is a mapping of columns, got {type(row).__name__}")
-    return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"

@@ -4,24 +4,25 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignment.config.load import build, code_folders, find_packaged
 from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
 from alignment.errors import UserError, raise_all, suggest
 from alignment.pipeline.expectations import Expectation
+from alignment.settings import NonNegativeInt, Rule, Settings
 
 FOLDERS = ("configs", "data", "recipe")  # names for `${...}`, in addition to stages and the seed
 RESERVED = (*FOLDERS, "seed")
 
 
 @dataclass(frozen=True)
-class StageEntry:
+class StageEntry(Settings):
     """One stage as written.
 
     Attributes:
         name: of its directory below the recipe's output, which `${name}` refers to.
-        run: verb, a key of `STAGES`.
+        run: verb, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named from its folder.
         config: packaged name, path, or the config itself.
         settings: replace values of `config`; keys may be dotted.
     """
@@ -31,44 +32,50 @@ class StageEntry:
     config: str | dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name) or self.name in RESERVED:
-            raise ValueError(
-                f"name must be of letters, digits, - and _, and none of {', '.join(RESERVED)}; got {self.name!r}"
-            )
+    RULES = (
+        Rule(
+            "name",
+            lambda c: not re.fullmatch(r"[A-Za-z0-9][\w-]*", c.name) or c.name in RESERVED,
+            f"must be of letters, digits, - and _, and none of {', '.join(RESERVED)}; got {{self.name!r}}",
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """A pipeline: stages in order, and the expected ranges of their results."""
 
     name: str
     stages: list[StageEntry]
     title: str = ""
     description: str = ""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     expect: list[Expectation] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        names = [stage.name for stage in self.stages]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice or not names:
-            raise ValueError(f"two stages are called {', '.join(twice)}" if twice else "stages: there are none")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
-        for stage in (expected.stage for expected in self.expect):
-            if stage not in names:
-                raise ValueError(f"expect: there is no stage {stage!r}; {suggest(stage, names)}")
+    @property
+    def names(self) -> list[str]:
+        """Names of the stages."""
+        return [stage.name for stage in self.stages]
+
+    RULES = (
+        Rule("stages", lambda c: not c.stages, "must hold at least one stage"),
+        Rule(
+            "stages",
+            lambda c: ", ".join(sorted({name for name in c.names if c.names.count(name) > 1})),
+            "must have different names; two stages are called {found}",
+        ),
+        Rule(
+            "expect",
+            lambda c: next(
+                (f"{e.stage!r}; {suggest(e.stage, c.names)}" for e in c.expect if e.stage not in c.names), ""
+            ),
+            "names a stage that is not there: {found}",
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class StageSettings:
-    """One stage's config before its references are replaced.
-
-    Attributes:
-        entry: the stage as written.
-        document: its config with settings and overrides applied.
-    """
+class StageSettings(NamedTuple):
+    """One stage as written, and its config with settings and overrides applied, before its references are replaced."""
 
     entry: StageEntry
     document: SourcedYaml
@@ -89,20 +96,19 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
     own = [text for text in overrides if "." not in text.partition("=")[0]]
     document = override(read_yaml(path), own)
     recipe = build(Recipe, document)
-    below: dict[str, list[str]] = {stage.name: [] for stage in recipe.stages}
-    problems = []
+    below: dict[str, list[str]] = {name: [] for name in recipe.names}
+    problems, settings = [], []
     for text in (text for text in overrides if text not in own):
         name, _, rest = text.partition(".")
         if name in below:
             below[name].append(rest)
         else:
             problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
-    settings = []
     for index, stage in enumerate(recipe.stages):
         try:
             settings.append(_settings(stage, document.section(("stages", index)), path.parent, below[stage.name]))
         except UserError as error:
-            problems.append(str(error))
+            problems.append(f"stage {stage.name}: {error}")
     raise_all(problems)
     return recipe, path.parent, settings
 
@@ -117,15 +123,12 @@ def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: 
     else:
         document = written.section(("config",))
     if not isinstance(document.values, (dict, type(None))):
-        raise UserError(f"{document.location(())}: stage {stage.name}: its config must be a section of keys")
+        raise UserError(f"its config must be a section of keys ({document.location(())})")
     for name, value in stage.settings.items():
         location = written.location(("settings", name))
         for key, leaf in _leaves(value, tuple(name.split("."))):
             document = overlay(document, key, leaf, location)
-    try:
-        return StageSettings(stage, override(document, overrides))
-    except UserError as error:
-        raise UserError(f"stage {stage.name}: {error}") from error
+    return StageSettings(stage, override(document, overrides))
 
 
 def _leaves(value: object, key: Key) -> Iterator[tuple[Key, object]]:

@@ -5,11 +5,10 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, references, strings
@@ -17,14 +16,13 @@ from alignment.errors import UserError, raise_all, suggest
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.expectations import check_expectations, read_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
-from alignment.pipeline.stages import STAGES, find_stage, missing_data, with_micro_batch, write_page
+from alignment.pipeline.stages import STAGES, find_stage, missing_data, stage_file, with_micro_batch, write_page
 
 GIT_HASH = 40  # digits; a SHA-256 has 64
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A stage ready to run.
 
     Attributes:
@@ -109,66 +107,64 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
         UserError: every problem of every stage at once.
     """
     recipe, folder, written = read_recipe(source, overrides)
-    raise_all(problem for index, stage in enumerate(written) for problem in _wrong_references(stage, written[:index]))
+    problems = [each for i, stage in enumerate(written) for each in _wrong_references(stage, recipe.names[:i], folder)]
+    raise_all(problems)
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
-    names["configs"] = str(packaged_folder("configs"))
-    names |= {stage.entry.name: str(output / stage.entry.name) for stage in written}
+    names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}
     raise_all(problem for stage in written for problem in _missing_data(stage, names))
-    code, hashes, problems = code_hash(), {}, []
-    stages: list[Stage] = []
+    code, stages = code_hash(), dict[str, Stage]()
+    hashes = dict.fromkeys(recipe.names, "wrong")  # those that build on a wrong stage are still checked
     for stage in written:
         try:
-            stages.append(_resolve(stage, names, hashes, code))
-            hashes[stage.entry.name] = stages[-1].hash
+            stages[stage.entry.name] = found = _resolve(stage, names, hashes, code)
+            hashes[stage.entry.name] = found.hash
         except UserError as error:
             problems += [f"stage {stage.entry.name}: {line}" for line in str(error).splitlines()]
-            hashes[stage.entry.name] = "wrong"  # those that build on it are still checked
     raise_all(problems)
-    return recipe, stages
+    return recipe, list(stages.values())
 
 
-def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) -> list[str]:
-    """Unknown verbs, and `${...}` that do not name an earlier stage."""
-    entry, problems = stage.entry, []
-    if entry.run not in STAGES:
-        problems.append(f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}")
-    values = dict(stage.document.values or {})
+def _wrong_references(stage: StageSettings, earlier: Sequence[str], folder: Path) -> Iterator[str]:
+    """Unknown verbs and files of stages, and `${...}` that do not name an earlier stage."""
+    entry, values = stage.entry, dict(stage.document.values or {})
+    own = stage_file(entry.run, folder)
+    if own is None and entry.run not in STAGES:
+        yield f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}"
+    if own is not None and not own.is_file():
+        yield f"stage {entry.name}: run: {own} is not there"
     if values.pop("output", None) not in (None, f"${{{entry.name}}}"):
-        problems.append(
-            f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
-        )
-    known = ["seed", *FOLDERS, *(each.entry.name for each in earlier)]
+        yield f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
+    known = ["seed", *FOLDERS, *earlier]
     for name in sorted(references(values) - set(known)):
-        problems.append(f"stage {entry.name}: ${{{name}}} is no stage before this one; {suggest(name, known)}")
-    return problems
+        yield f"stage {entry.name}: ${{{name}}} is no stage before this one; {suggest(name, known)}"
 
 
-def _missing_data(stage: StageSettings, names: Mapping[str, object]) -> list[str]:
+def _missing_data(stage: StageSettings, names: Mapping[str, object]) -> Iterator[str]:
     """Files below `${data}`, `${recipe}` or `${configs}` that do not exist."""
-    problems = []
     for text in strings(stage.document.values):
         path = Path(str(fill(text, names)))
         if references(text) & set(FOLDERS) and not path.exists():
             advice = "; set ALIGNMENT_DATA to the folder of real data" if "data" in references(text) else ""
-            problems.append(f"stage {stage.entry.name}: {path} is not there{advice}")
-    return problems
+            yield f"stage {stage.entry.name}: {path} is not there{advice}"
 
 
-def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: dict[str, str], code: str) -> Stage:
+def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: Mapping[str, str], code: str) -> Stage:
     """Check a stage's config and collect everything that its result depends on."""
-    name, values = stage.entry.name, dict(stage.document.values or {})
-    config_class, run = find_stage(stage.entry.run)
+    name, values, folder = stage.entry.name, dict(stage.document.values or {}), Path(str(names["recipe"]))
+    config_class, run = find_stage(stage.entry.run, folder)
     filled = {**fill(values, names), "output": names[name]}
     config = build(config_class, SourcedYaml(filled, stage.document.locations))
     values.pop("output", None)
     parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
+    own = stage_file(stage.entry.run, folder)
     lineage = {
         "verb": stage.entry.run,
         "code": code,
         # Without directories, so that a run may be moved: parents are given by their hashes, data by its files.
         "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
         "parents": parents,
-        "files": {text: found for text in strings(values) if (found := _content(text, names))},
+        "files": {text: found for text in strings(values) if (found := _content(text, names))}
+        | ({} if own is None else {"stage": sha256(own)}),
     }
     return Stage(name, config, run, lineage, hash_of(lineage))
 
@@ -200,7 +196,7 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
 
     An interrupted stage with unchanged settings resumes from its checkpoints; otherwise its directory is removed first.
     """
-    directory, record = output / stage.name, read_stages(output)
+    directory, record = output / stage.name, read_json(output / "stages.json")
     changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
     if directory.exists() and (rerun or changed):
         remove_directory(directory)
@@ -216,14 +212,12 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
         raise UserError(f"stage {stage.name}: {error}") from error
     seconds = round(time.monotonic() - started, 2)
     gc.collect()  # a stage's models may be in reference cycles; the next stage needs their memory
-    measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak_megabytes()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024  # of this process so far; Linux reports kilobytes
+    measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak}
     write_json(output / "stages.json", {**record, stage.name: measured})
     print(f"      {seconds:.0f} s", flush=True)
     own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
-    own |= {
-        "parents": stage.lineage["parents"],
-        **read_json(directory / "lineage.json"),
-    }  # a training run has written more
+    own |= {"parents": stage.lineage["parents"]} | read_json(directory / "lineage.json")  # where a run has written more
     write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
     write_page(directory)
     if stage.lineage["verb"] == "report":
@@ -231,14 +225,14 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
 
 
 def is_finished(stage: Stage, output: Path) -> bool:
-    """Whether a stage was completed with the same code, settings, files and parents."""
+    """True where a stage was completed with the same code, settings, files and parents."""
     lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
     same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
     return same and not hub_start_changed(output / stage.name)
 
 
 def hub_start_changed(directory: Path) -> bool:
-    """Whether a Hub model that a training run started from now has another commit on this machine.
+    """True where a Hub model that a training run started from now has another commit on this machine.
 
     The training run records the commit, which is unknown until the stage has fetched the model for the first time.
     """
@@ -252,26 +246,16 @@ def hub_start_changed(directory: Path) -> bool:
     return any(hub_commit(name) != commit for name, commit in commits.items())
 
 
-def peak_megabytes() -> int:
-    """Peak memory of this process so far; Linux reports kilobytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def read_stages(output: Path) -> dict[str, Any]:
-    """`stages.json`: hash, seconds and peak memory of the process so far, by stage."""
-    return read_json(output / "stages.json")
-
-
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
     """Refuse to overwrite a directory of the user, or to run a stage whose parents are not finished."""
-    record = read_stages(output)
-    problems = []
-    for stage in stages:
-        directory = output / stage.name
-        if stage.name in wanted and stage.name not in record and directory.is_dir() and any(directory.iterdir()):
-            problems.append(f"{directory}: was not written by a recipe; choose another --output")
-    by_name = {stage.name: stage for stage in stages}
-    for parent in sorted({parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted):
-        if not is_finished(by_name[parent], output):
-            problems.append(f"stage {parent} comes first and is not finished (or something it depends on has changed)")
-    raise_all(problems)
+    record, by_name = read_json(output / "stages.json"), {stage.name: stage for stage in stages}
+    foreign = [output / name for name in wanted if name not in record and any((output / name).glob("*"))]
+    parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted
+    unfinished = [name for name in sorted(parents) if not is_finished(by_name[name], output)]
+    raise_all(
+        [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
+        + [
+            f"stage {name} comes first and is not finished (or something it depends on has changed)"
+            for name in unfinished
+        ]
+    )

@@ -2,20 +2,18 @@
 
 import dataclasses
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 from alignment.config.yaml_source import Key
+from alignment.errors import UserError
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
-    "hotel_probe": "alignment.hotel_world.probe:run",
-    "hotel_comparisons": "alignment.evaluation.hotel_comparisons:run",
-    "sums": "alignment.data.tools.sums:run",
-    "split": "alignment.data.tools.split:run_split",
-    "pairs": "alignment.data.tools.derive:run_pairs",
-    "continuations": "alignment.data.tools.derive:run_continuations",
     "best_of_n": "alignment.algorithms.best_of_n:run",
     "import_llama2c": "alignment.commands.import_llama2c:run_import",
     "pretrain": "alignment.algorithms.pretrain.pretrain:run",
@@ -29,19 +27,44 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "answer_accuracy": "alignment.evaluation.answer_accuracy:run",
     "label_accuracy": "alignment.evaluation.label_accuracy:run",
-    "probe": "alignment.evaluation.probe:run",
     "language": "alignment.evaluation.language_loss:run",
-    "study": "alignment.evaluation.study:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }
 
 
-def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
-    """Config class and function of a verb; imports its module."""
-    module, _, name = STAGES[verb].partition(":")
-    function = getattr(importlib.import_module(module), name)
+def find_stage(verb: str, folder: Path = Path()) -> tuple[type, Callable[[Any], Any]]:
+    """Config class and function of a stage; imports its module.
+
+    Args:
+        verb: a key of `STAGES`, or `FILE.py:FUNCTION` of a recipe's own stage, as `${recipe}` has it.
+        folder: of the recipe.
+
+    Raises:
+        UserError: the file has no such function.
+    """
+    place, _, name = STAGES.get(verb, verb).partition(":")
+    module = importlib.import_module(place) if verb in STAGES else load_file(folder / place)
+    function = getattr(module, name, None)
+    if function is None:
+        raise UserError(f"{folder / place}: has no function {name!r}")
     (config_class,) = (hint for parameter, hint in get_type_hints(function).items() if parameter != "return")
     return config_class, function
+
+
+def stage_file(verb: str, folder: Path) -> Path | None:
+    """The file of a recipe's own stage; None of a key of `STAGES`."""
+    return folder / verb.partition(":")[0] if ".py:" in verb else None
+
+
+def load_file(path: Path) -> ModuleType:
+    """The module of a Python file outside every package."""
+    name = str(path.resolve())  # its dataclasses look their module up by this name
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def missing_data(config: object, key: Key = ()) -> Iterator[tuple[Key, str]]:

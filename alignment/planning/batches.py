@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.data.examples import Example, RankedExample, StepExample, TokenizedRow
+from alignment.data.examples import Example, TokenizedRow, join_examples
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.table import longest_rows
 from alignment.data.tasks.examples import TaskBatch
@@ -32,18 +32,18 @@ def rows_of(tokens: int, length: int, most: int | None = None) -> int:
 
 def example(length: int, prompt: int = 1) -> Example:
     """A row of `length` tokens; those after the first `prompt` are to be predicted."""
-    return Example([0] * length, [False] * prompt + [True] * (length - prompt), "row")
+    return Example.single([0] * length, [False] * prompt + [True] * (length - prompt), "row")
 
 
-def ranking(length: int) -> RankedExample:
+def ranking(length: int) -> Example:
     """A ranking of `RANKED` responses, `length` tokens each with the prompt."""
-    return RankedExample((example(length),) * RANKED, tuple(range(RANKED)), "row")
+    return join_examples([example(length)] * RANKED, ranks=list(range(RANKED)))
 
 
-def steps(length: int) -> StepExample:
+def steps(length: int) -> Example:
     """A response of `length` tokens with a labeled step every `STEP` tokens."""
     ends = tuple(range(STEP - 1, length, STEP)) or (length - 1,)
-    return StepExample([0] * length, ends, (True,) * len(ends), "row")
+    return Example.single([0] * length, [False] * length, "row", ends=ends, labels=[True] * len(ends))
 
 
 def longest(examples: Sequence[Row], count: int) -> list[Row]:

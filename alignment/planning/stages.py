@@ -34,13 +34,14 @@ from alignment.data.batches import (
     PairBatch,
     PreferenceBatch,
     RankedBatch,
+    StepBatch,
     collate,
     collate_labeled,
     collate_pairs,
     collate_rankings,
+    collate_steps,
 )
-from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
-from alignment.data.step_batches import StepBatch, collate_steps
+from alignment.data.examples import Example, join_examples
 from alignment.errors import UserError
 from alignment.generation.sampling import SamplingConfig, sample_token_unasked, sampling_log_probs
 from alignment.models.families import is_external_type
@@ -247,10 +248,10 @@ def _examples(length: int, rows: DeviceRows) -> list[Example]:
     return [batches.example(length)] * batches.rows_of(rows.tokens, length, rows.per_update)
 
 
-def _pairs(length: int, rows: DeviceRows) -> list[PairExample]:
+def _pairs(length: int, rows: DeviceRows) -> list[Example]:
     if rows.longest:
         return list(rows.longest)
-    pair = PairExample(batches.example(length), batches.example(length), None, "row")
+    pair = join_examples([batches.example(length)] * 2)
     return [pair] * batches.rows_of(rows.tokens, 2 * length, rows.per_update)
 
 
@@ -272,7 +273,7 @@ def no_metrics(scores: Tensor, batch: RaggedBatch) -> Measured:
     return Measured({}, {}, scores.new_zeros(int(batch.weight)))
 
 
-def _rankings(length: int, rows: DeviceRows) -> list[RankedExample]:
+def _rankings(length: int, rows: DeviceRows) -> list[Example]:
     count = batches.rows_of(rows.tokens, batches.RANKED * length, rows.per_update)
     return list(rows.longest) or [batches.ranking(length)] * count
 
@@ -283,7 +284,7 @@ def _preference_batch(config: DPOConfig, rows: DeviceRows, share_prompts: Sharin
     batch: PreferenceBatch
     if config.rows == "labels":
         count = batches.rows_of(rows.tokens, length, rows.per_update)
-        labeled = list(rows.longest) or [LabeledExample(batches.example(length), True, "row")] * count
+        labeled = list(rows.longest) or [join_examples([batches.example(length)], desirable=True)] * count
         batch = collate_labeled(labeled, rows.tokens)[0]
     elif config.rows == "rankings":
         batch = collate_rankings(_rankings(length, rows), rows.tokens, share_prompts=share_prompts)[0]
@@ -343,7 +344,7 @@ def _trace_online_dpo(config: OnlineDPOConfig, tracer: Tracer, rows: DeviceRows)
         _trace_judging(config, tracer, ragged)
     minibatch = replace(rows, per_update=math.ceil(rows.per_update / config.minibatches), longest=())
     side = batches.example(length, prompt)
-    pair = PairExample(side, side, 1.0, "row")
+    pair = join_examples([side, side], margin=1.0)
     pairs = [pair] * batches.rows_of(rows.tokens, 2 * length, minibatch.per_update)
     batch = collate_pairs(pairs, rows.tokens)[0]
     reference = _reference(tracer) if config.holds_reference else None

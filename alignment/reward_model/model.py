@@ -166,7 +166,7 @@ class RewardModel:
         batch = Ragged.build([example.ids])
         with torch.no_grad():
             values = self.model(batch=batch.to(next(self.model.parameters()).device)).values
-        scores = values[torch.tensor(example.ends, device=values.device)].float().cpu()
+        scores = values[torch.tensor(example.values["ends"], device=values.device)].float().cpu()
         right = torch.sigmoid(scores)
         return right if document is None else right.min() if document == "min" else right.prod()
 

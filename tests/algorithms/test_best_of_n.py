@@ -22,7 +22,6 @@ from alignment.algorithms.best_of_n import (
     written_rows,
 )
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import read_rows
 from alignment.data.text.chat import stop_token_ids
@@ -35,6 +34,7 @@ from alignment.rewards import AnswerSpec, LengthSpec, RewardPart, Rewards, Rewar
 from alignment.rewards.build import prepare_rewards
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines
+from tests.examples import prompt_example
 
 
 def vowels(prompts, responses, **columns):
@@ -125,9 +125,9 @@ def test_a_threshold_is_reached_by_the_same_number_in_single_precision(settings)
 DIALOGUE = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 PROMPTS = [  # every one with columns that a reader would take for another row, or refuse
-    PromptExample([1], "Hello?", {"answer": "1", "messages": [], "system": "Be brief.", "label": False}, "r1"),
-    PromptExample([1], DIALOGUE, {"answer": "2", "chosen": "x", "system": "Be brief.", "tools": [TOOL]}, "r2"),
-    PromptExample([1], "Hello?", {"answer": "3", "instruction": "x", "history": [["a", "b"]], "response": "y"}, "r3"),
+    prompt_example([1], "Hello?", {"answer": "1", "messages": [], "system": "Be brief.", "label": False}, "r1"),
+    prompt_example([1], DIALOGUE, {"answer": "2", "chosen": "x", "system": "Be brief.", "tools": [TOOL]}, "r2"),
+    prompt_example([1], "Hello?", {"answer": "3", "instruction": "x", "history": [["a", "b"]], "response": "y"}, "r3"),
 ]
 
 

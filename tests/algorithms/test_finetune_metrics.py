@@ -7,11 +7,11 @@ import torch
 
 from alignment.algorithms.finetune.metrics import (
     answer_metrics,
+    are_entities,
     best_span,
     class_metrics,
     entities,
     entity_metrics,
-    are_entities,
     normalized,
 )
 

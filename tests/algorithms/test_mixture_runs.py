@@ -68,8 +68,8 @@ def test_a_mixture_of_three_to_one_is_learned_from_both_sources(
 
 
 def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path):
-    from alignment.evaluation.report.run_report import read_log_rows, write_run_report
-    from alignment.evaluation.report.source_table import source_panels, source_table
+    from alignment.evaluation.report.metric_charts import source_panels
+    from alignment.evaluation.report.run_report import read_log_rows, source_table, write_run_report
 
     training = TrainingConfig(batch_size=8, max_steps=2)
     run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
@@ -82,7 +82,7 @@ def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path
     assert table[0]["held out loss"] == log[-1]["held_out_loss/colors"]
     assert table[1]["loss"] == [line["loss/numbers"] for line in log if "loss/numbers" in line][-1]
     assert "accuracy" not in table[0]
-    assert {panel.title for panel in source_panels(log)} == {
+    assert {panel.title for panel in source_panels(log).values()} == {
         "Loss by source",
         "Perplexity by source",
         "Share by source",

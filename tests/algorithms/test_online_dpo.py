@@ -16,11 +16,11 @@ from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pair
 from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.examples import prompt_example
 from tests.ppo_states import exact_kl, move
 
 ALONE = SimpleNamespace(rank=0, size=1, sum=lambda total: total, gather_objects=lambda value: [value])
@@ -47,7 +47,7 @@ def test_best_and_worst_by_hand():
 def samples_of(raw, ended, responses, penalty):
     raw, ended = torch.tensor(raw), torch.tensor(ended)
     count = len(responses) // 4
-    rows = [PromptExample([7, 8, 9][: i % 2 + 1], "", {}, f"row {i}") for i in range(4) for _ in range(count)]
+    rows = [prompt_example([7, 8, 9][: i % 2 + 1], "", {}, f"row {i}") for i in range(4) for _ in range(count)]
     zeros = torch.zeros(len(rows), 2)
     return JudgedSamples(
         rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
@@ -66,11 +66,11 @@ def test_pairs_by_hand():
     )
     pairs, metrics = make_pairs(samples, config_of(), ALONE)
     first, second = pairs
-    assert (first.chosen.ids, first.rejected.ids) == ([7, 2, 3], [7, 1])
-    assert (first.chosen.mask, first.rejected.mask) == ([False, True, True], [False, True])
-    assert (first.margin, first.row_id) == (1.5, "row 0")
-    assert (second.chosen.ids, second.rejected.ids) == ([7, 1], [7, 6, 6])  # 3.5 against 4 - 1
-    assert (second.margin, second.row_id) == (0.5, "row 2")
+    assert (first.documents[0], first.documents[1]) == ([7, 2, 3], [7, 1])
+    assert (first.masks[0], first.masks[1]) == ([False, True, True], [False, True])
+    assert (first.values.get("margin"), first.row_id) == (1.5, "row 0")
+    assert (second.documents[0], second.documents[1]) == ([7, 1], [7, 6, 6])  # 3.5 against 4 - 1
+    assert (second.values.get("margin"), second.row_id) == (0.5, "row 2")
     assert metrics == {
         "pairs": 2, "score_ties": 0.25, "unjudged": 0.25, "chosen_score": 3.0, "rejected_score": 2.5, "score_margin": 0.5,
     }  # fmt: skip
@@ -84,8 +84,8 @@ def test_pairs_are_those_without_the_responses_that_have_no_score():
     fewer = samples_of([scores[i] for i in kept], [True] * 12, [[i] for i in kept], penalty=0.0)
     pairs, metrics = make_pairs(whole, config_of(responses_per_prompt=4), ALONE)
     assert (pairs, metrics) == make_pairs(fewer, config_of(responses_per_prompt=3), ALONE)
-    assert [pair.chosen.ids[-1] for pair in pairs] == [0, 4, 11, 13] and metrics["unjudged"] == 0
-    assert [pair.rejected.ids[-1] for pair in pairs] == [2, 5, 10, 12]
+    assert [pair.documents[0][-1] for pair in pairs] == [0, 4, 11, 13] and metrics["unjudged"] == 0
+    assert [pair.documents[1][-1] for pair in pairs] == [2, 5, 10, 12]
 
 
 def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
@@ -130,7 +130,7 @@ def most_a(prompts, first, second):
 
 def shares(judge, tokenizer, texts, count):
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    prompts = [PromptExample([1], f"prompt {i}", {"key": i}, f"row {i}") for i in range(len(texts) // count)]
+    prompts = [prompt_example([1], f"prompt {i}", {"key": i}, f"row {i}") for i in range(len(texts) // count)]
     rows = [prompt for prompt in prompts for _ in range(count)]
     return pair_scorer(judge, tokenizer, count)(rows, ids, [False] * len(ids)).tolist()
 

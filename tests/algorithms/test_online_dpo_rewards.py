@@ -14,7 +14,6 @@ from alignment.algorithms.online_dpo.setup import build_online_state, read_onlin
 from alignment.algorithms.ppo.rollout import draw_samples
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
 from alignment.planning.device import Device
@@ -22,6 +21,7 @@ from alignment.planning.layout import Layout
 from alignment.planning.plan import make_plan
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.examples import prompt_example
 from tests.stub_server import good, serving
 
 NAN = float("nan")
@@ -79,8 +79,8 @@ def test_pairs_of_a_weighted_mix_by_hand(settings, sums, monkeypatch):
     pairs, metrics = make_pairs(samples, config, state.process_group)
     first, third = pairs
     assert (first.row_id, third.row_id) == (rows[0].row_id, rows[4].row_id)
-    assert third.chosen.ids[-len(ids[5]) :] == ids[5] and third.rejected.ids[-len(ids[4]) :] == ids[4]
-    assert (first.margin, third.margin) == (pytest.approx(1.0), pytest.approx(0.2))
+    assert third.documents[0][-len(ids[5]) :] == ids[5] and third.documents[1][-len(ids[4]) :] == ids[4]
+    assert (first.values.get("margin"), third.values.get("margin")) == (pytest.approx(1.0), pytest.approx(0.2))
     assert metrics["pairs"] == 2 and metrics["score_ties"] == 0.5 and metrics["unjudged"] == 0
     assert metrics["chosen_score"] == pytest.approx((1.0 - 1.0) / 2) and metrics["rejected_score"] == 0
     logged = sample_metrics(samples, state)
@@ -95,7 +95,7 @@ def part(name, *values, max_failed_share=None):
 
 def test_what_is_unjudged_by_hand(settings):
     """A judge that failed is no evidence; a rule that does not apply to a prompt counts 0, unless no other one applies."""
-    prompts = [PromptExample([7], "", {}, f"row {i}") for i in range(4)]
+    prompts = [prompt_example([7], "", {}, f"row {i}") for i in range(4)]
     rules = part("rule", 1.0, NAN, NAN, 2.0), part("other", 0.5, 3.0, NAN, NAN)
     scores = Rewards(rules, lambda sums: sums)(prompts, [], [])
     assert scores.total[[0, 1, 3]].tolist() == scores.shaped[[0, 1, 3]].tolist() == [1.5, 3.0, 2.0]

@@ -18,7 +18,6 @@ from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
 from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, start_value_model
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
@@ -28,6 +27,7 @@ from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.reward_models import response_scorer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
+from tests.examples import prompt_example
 from tests.ppo_states import state_of
 
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
@@ -269,7 +269,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign
     prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
     given = response_scorer(judge, tokenizer, 1000)(
-        [PromptExample([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
+        [prompt_example([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
         [[*encode(response), tokenizer.eos_token_id] for response in responses],
         [True, True],
     )
@@ -327,7 +327,7 @@ def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenize
     judge = load_reward_model(with_template(foreign, BRACKETED))
     policy, _, rows = dialogues
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
-    prompts = [PromptExample([5], rows[0], {}, "r")] * 2
+    prompts = [prompt_example([5], rows[0], {}, "r")] * 2
     given = response_scorer(judge, load_tokenizer(policy), 1000)(
         prompts, [[*words, tokenizer.eos_token_id], words], [True, False]
     )
@@ -362,7 +362,7 @@ def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sam
 def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, stage):
     judge = load_reward_model(str(stage("reward") / "model"))
     broken = [[5, 5], [6]]  # no text encodes to these
-    prompts = [PromptExample(ids, "", {}, "r") for ids in ([0, 1], [0])]
+    prompts = [prompt_example(ids, "", {}, "r") for ids in ([0, 1], [0])]
     scores = response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
     assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
 
@@ -372,7 +372,7 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     directory = with_template(shutil.copytree(stage("reward") / "model", tmp_path / "judge"), BRACKETED)
     judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
-    example = PromptExample(prompt_ids(tokenizer, rows[0]), rows[0], {}, "r")
+    example = prompt_example(prompt_ids(tokenizer, rows[0]), rows[0], {}, "r")
     given = response_scorer(judge, tokenizer, 1000)([example], [words], [False])
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 

@@ -12,12 +12,13 @@ from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import RewardConfig, reward_loss_fn
 from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, preference_metrics
 from alignment.models.outputs import ValueOutput
 from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.examples import pair_example
 
 WORDS = ["the spa", "a tour", "the bus", "breakfast", "the pool", "parking"]
 
@@ -67,8 +68,8 @@ def test_a_new_head_has_the_stated_spread(write_checkpoint, tmp_path):
 
 def scores_as_given(chosen, rejected):
     """A batch of pairs, and a model that gives the chosen and rejected ones these scores at their last tokens."""
-    side = lambda row: Example([1, 5, 2], [False, True, True], str(row))  # noqa: E731
-    pairs = [PairExample(side(row), side(row), None, str(row)) for row in range(len(chosen))]
+    side = lambda row: Example.single([1, 5, 2], [False, True, True], str(row))  # noqa: E731
+    pairs = [pair_example(side(row), side(row), None, str(row)) for row in range(len(chosen))]
     [batch] = collate_pairs(pairs, 10**6)
     values = torch.full((len(batch.ragged.tokens),), 1e9)
     values[batch.ragged.last] = torch.tensor([*chosen, *rejected])

@@ -15,7 +15,7 @@ from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, objective_
 from alignment.commands.export import export_model
 from alignment.data.batches import collate_pairs, collate_rankings
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
@@ -25,6 +25,7 @@ from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import load_frozen_reward_model, load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.examples import pair_example, ranked_example
 
 WORDS = ["pool", "bus", "spa", "tour", "bar", "view"]
 MOODS = ["awful", "poor", "fair", "good", "lovely"]  # a known reward: the place in this list, summed over a response
@@ -91,12 +92,12 @@ def test_a_known_reward_is_recovered_from_rankings(loss, checkpoints, make_stage
 
 
 def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
-    side = lambda *ids: Example([1, *ids], [False] + [True] * len(ids), "r")  # noqa: E731
+    side = lambda *ids: Example.single([1, *ids], [False] + [True] * len(ids), "r")  # noqa: E731
     rows = [(side(3, 4), side(5)), (side(6), side(7, 8, 9)), (side(4), side(4, 4))]
     values = torch.randn(20, generator=torch.Generator().manual_seed(0))
     model = lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]])  # noqa: E731
-    [two] = collate_pairs([PairExample(a, b, 0.5, "r") for a, b in rows], 100)
-    [group] = collate_rankings([RankedExample((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
+    [two] = collate_pairs([pair_example(a, b, 0.5, "r") for a, b in rows], 100)
+    [group] = collate_rankings([ranked_example((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
     found = [
         objective_loss_fn(model, OBJECTIVES[loss], center_coef=0.1)(batch)
         for loss, batch in (("bradley_terry", two), ("ranking", group))
@@ -112,8 +113,8 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
     """InstructGPT's mean over prompts: sums over micro-batches of any cut divide by the same weight."""
     rng = random.Random(0)
     rows = [
-        RankedExample(
-            tuple(Example([1, rng.randrange(40), place + 2], [False, True, True], f"r{row}") for place in range(size)),
+        ranked_example(
+            tuple(Example.single([1, rng.randrange(40), place + 2], [False, True, True], f"r{row}") for place in range(size)),
             tuple(rng.sample(range(size), size)), f"r{row}",
         )
         for row, size in enumerate((2, 5, 9, 3, 4, 2))
@@ -189,7 +190,7 @@ def test_heads_on_fixed_features_disagree_where_no_row_taught_them():
     truth = features.sum(1)
     order = [(a, b) if truth[a] > truth[b] else (b, a) for a, b in torch.randint(0, 40, (300, 2)).tolist() if a != b]
     rows = [
-        PairExample(*(Example([0, token], [False, True], f"r{i}") for token in pair), None, f"r{i}")  # pyright: ignore
+        pair_example(*(Example.single([0, token], [False, True], f"r{i}") for token in pair), None, f"r{i}")  # pyright: ignore
         for i, pair in enumerate(order)
     ]
     [batch] = collate_pairs(rows, 10**6)

@@ -13,10 +13,10 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.training import TrainingConfig
+from tests.examples import prompt_example
 
 STOPS = range(0, 384, 6)
 SAMPLING = SamplingConfig(8, temperature=0.7, seed=3)
@@ -65,7 +65,7 @@ def collected(checkpoints):
     )
     training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)
     config = config_of(max_new_tokens=8, temperature=0.7, training=training)
-    rollout = collect(state, config, [PromptExample(ids, "", {}, str(ids)) for ids in PROMPTS], 7)
+    rollout = collect(state, config, [prompt_example(ids, "", {}, str(ids)) for ids in PROMPTS], 7)
     return rollout, asked, sampler
 
 

@@ -14,6 +14,7 @@ from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig
 from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
+from tests.examples import prompt_example
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 48,
@@ -38,7 +39,7 @@ def state_of(model, whole: int, kind: str = "fsdp2"):
 
 
 def prompt(length: int) -> PromptExample:
-    return PromptExample([1] * length, "", {}, "row")
+    return prompt_example([1] * length, "", {}, "row")
 
 
 def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):

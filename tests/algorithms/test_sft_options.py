@@ -72,8 +72,8 @@ def test_the_z_loss_brings_the_normalizer_towards_one(sft, read_metrics):
 
 def test_the_prompt_counts_too_and_the_first_token_never():
     examples = [
-        Example([1, 5, 6, 7, 2], [False, False, False, True, True], "a", 3),
-        Example([1, 8, 2], [False, True, True], "b", 4),
+        Example.single([1, 5, 6, 7, 2], [False, False, False, True, True], "a", 3),
+        Example.single([1, 8, 2], [False, True, True], "b", 4),
     ]
     (part,), (whole,) = collate(examples, 100), collate_whole(examples, 100)
     assert part.tokens[part.target_index].tolist() == [7, 2, 8, 2]
@@ -119,8 +119,8 @@ def test_samples_are_written_at_each_evaluation_shown_in_the_report_and_change_n
 def test_the_prompt_of_a_sample_is_all_before_the_last_response():
     ids = list(range(8))
     turns = [False, False, True, True, False, False, True, True]
-    assert prompt_of(Example(ids, turns, "")) == [0, 1, 2, 3, 4, 5]
-    assert prompt_of(Example(ids, [True] * 8, "")) == [0]  # cut at the left: something must come first
+    assert prompt_of(Example.single(ids, turns, "")) == [0, 1, 2, 3, 4, 5]
+    assert prompt_of(Example.single(ids, [True] * 8, "")) == [0]  # cut at the left: something must come first
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_data_check_prints_its_report(monkeypatch, capsys, ok, code):
         calls.append((path, options))
         return types.SimpleNamespace(ok=ok, render=lambda: "12 rows")
 
-    monkeypatch.setitem(sys.modules, "alignment.data.tools.doctor", types.SimpleNamespace(check_file=check_file))
+    monkeypatch.setitem(sys.modules, "alignment.data.doctor", types.SimpleNamespace(check_file=check_file))
     assert (
         cli.main(["data", "check", "rows.jsonl", "--kind", "comparisons", "--tokenizer", "t", "--max-length", "9"])
         == code

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from alignment.data.batches import collate, collate_pairs, collate_rankings
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example
+from tests.examples import pair_example, ranked_example
 
 
 def example(length, name, first_target=1):
-    return Example(list(range(length)), [index >= first_target for index in range(length)], name)
+    return Example.single(list(range(length)), [index >= first_target for index in range(length)], name)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_h08_no_target_lies_on_a_seam():
 
 
 def pair(chosen, rejected, name, margin=None):
-    return PairExample(example(chosen, name), example(rejected, name), margin, name)
+    return pair_example(example(chosen, name), example(rejected, name), margin, name)
 
 
 def test_pairs_lie_chosen_first_and_weigh_one_each():
@@ -77,16 +78,19 @@ def test_margins_travel_with_their_pairs():
 
 
 def test_batches_know_the_source_of_what_they_count():
-    first = Example([1, 2, 3], [False, True, True], "a", source=2)
-    other = Example([1, 2], [False, True], "b", source=0)
+    first = Example.single([1, 2, 3], [False, True, True], "a", source=2)
+    other = Example.single([1, 2], [False, True], "b", source=0)
     [batch] = collate([other, first], 100)
     assert batch.sources.tolist() == [2, 0]  # the longer one first
     assert batch.counted_sources.tolist() == [2, 2, 0]  # one for each target
 
-    pairs = [PairExample(first, other, None, "a", source=1), PairExample(other, first, None, "b", source=3)]
+    pairs = [pair_example(first, other, None, "a", source=1), pair_example(other, first, None, "b", source=3)]
     [paired] = collate_pairs(pairs, 100)
     assert paired.ragged.sources.tolist() == [1, 3, 1, 3] and paired.counted_sources.tolist() == [1, 3]
 
-    rows = [RankedExample((first, other, first), (0, 1, 2), "a", source=1), RankedExample((other, other), (0, 1), "b")]
+    rows = [
+        ranked_example((first, other, first), (0, 1, 2), "a", source=1),
+        ranked_example((other, other), (0, 1), "b"),
+    ]
     [ranked] = collate_rankings(rows, 100)
     assert ranked.ragged.sources.tolist() == [1, 1, 1, 0, 0] and ranked.counted_sources.tolist() == [1, 0]

@@ -29,5 +29,5 @@ def test_warnings_are_noted_source_by_source(jsonl, bpe):
 
 
 def test_a_wrong_setting_is_refused():
-    with pytest.raises(ValueError, match=r"data.check must be stop, warn or off, got 'no'"):
+    with pytest.raises(ValueError, match=r"check must be 'stop' or 'warn' or 'off', got 'no'"):
         DataConfig("rows.jsonl", check="no")  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from alignment.data.checks import Checks, HashSample, LengthCounts, stable_hash
+from alignment.data.checks import Checks, CountTable, HashSample, length_bucket, outliers, stable_hash
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps, Tally, Text
 from alignment.data.tokenize import tokenize_demonstrations
 
@@ -96,14 +96,11 @@ def test_contradictions_are_found_across_kinds_of_rows():
 
 
 def test_outliers_are_ten_times_what_99_of_100_stay_below():
-    lengths = LengthCounts()
-    for index in range(990):
-        lengths.add(100, f"r{index}", 1)
-    for index in range(9):
-        lengths.add(700, f"s{index}", 1)
-    lengths.add(2000, "long", 1)
-    assert lengths.outliers(10).first == ["long"]
-    assert lengths.outliers(30).number == 0
+    lengths = CountTable()
+    for row, length in [*((f"r{n}", 100) for n in range(990)), *((f"s{n}", 700) for n in range(9)), ("long", 2000)]:
+        lengths.add(length_bucket(length), row, 1)
+    assert outliers(lengths, 10).first == ["long"]
+    assert outliers(lengths, 30).number == 0
 
 
 def test_labels_that_are_nearly_all_alike_are_a_warning():

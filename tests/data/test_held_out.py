@@ -10,7 +10,7 @@ from alignment.data.held_out import HELD_OUT, held_out
 from alignment.data.prepare import prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
-from alignment.data.table import JoinedTables
+from alignment.data.table import JoinedTables, lengths_of, totals_of
 from alignment.data.tasks.examples import TaskFormat, prepare_labeled
 from alignment.errors import UserError
 
@@ -53,11 +53,11 @@ def test_every_row_is_on_one_side_and_no_prompt_on_both(kind, jsonl, bpe):
     assert all(
         [places[row.row_id] for row in side] == sorted(places[row.row_id] for row in side) for side in (train, held)
     )
-    assert train.lengths.tolist() == [max(map(len, row.documents)) for row in train]
-    assert held.totals.tolist() == [sum(map(len, row.documents)) for row in held] and held[-1] == list(held)[-1]
+    assert lengths_of(train).tolist() == [max(map(len, row.documents)) for row in train]
+    assert totals_of(held).tolist() == [sum(map(len, row.documents)) for row in held] and held[-1] == list(held)[-1]
     for side in (train, held):
         assert side.tally.documents == sum(len(row.documents) for row in side)
-        assert side.tokens == side.tally.tokens == sum(len(ids) for row in side for ids in row.documents)
+        assert side.tally.tokens == sum(len(ids) for row in side for ids in row.documents)
         assert [side.row_id(index) for index in range(len(side))] == [row.row_id for row in side]
     assert train.tally.noted[HELD_OUT] == len(held) == held.tally.rows == held.tally.kept
     assert train.tally.kept == train.tally.rows == 120 - len(held) and train.key != held.key != whole.key
@@ -130,8 +130,8 @@ def test_an_empty_side_is_refused_with_the_way_out(jsonl, bpe):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"evaluation_share": 0.0}, "must lie between 0 and 1"),
-        ({"evaluation_share": 1.0}, "must lie between 0 and 1"),
+        ({"evaluation_share": 0.0}, "must be above 0"),
+        ({"evaluation_share": 1.0}, "must be below 1"),
         ({"evaluation_share": 0.1, "evaluation": "b.jsonl"}, "data.evaluation names others"),
         ({"evaluation_share": 0.1, "evaluation_split": "test"}, "take it out"),
         ({"evaluation_share": 0.1, "streaming": True}, "all read before the run"),

@@ -20,7 +20,7 @@ def examples(*sizes):
     """Rows of several sources; a row's name says which row of which source it is."""
     return JoinedTables(
         [
-            [Example([number, row], [False, True], f"{number}:{row}", source=number) for row in range(size)]
+            [Example.single([number, row], [False, True], f"{number}:{row}", source=number) for row in range(size)]
             for number, size in enumerate(sizes)
         ]
     )
@@ -71,7 +71,7 @@ def test_an_epoch_is_the_sum_of_the_capped_sizes():
 
 
 def sources_choices(mixture, steps):
-    return [source for step in steps for source, _ in mixture.draws_at(step)]
+    return [row.source for step in steps for row in mixture.rows_at(step)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -115,13 +115,13 @@ def test_a_source_shows_each_row_once_per_epoch_of_its_own():
             assert len(set(own[start : start + size])) == size
         assert seen == [index // size for index in range(len(own))]
         assert own == [
-            f"{number}:{row}" for row in map(mixture._sources[number].index_of, range(len(own)))
+            f"{number}:{row}" for row, _ in map(mixture._sources[number].row_of, range(len(own)))
         ]  # the k-th draw is row k of the source's own stream
 
 
 def test_sources_of_equal_size_are_not_shuffled_alike():
     mixture = stream(sizes=(100, 100, 100))
-    orders = {tuple(source.index_of(position) for position in range(100)) for source in mixture._sources}
+    orders = {tuple(source.row_of(position)[0] for position in range(100)) for source in mixture._sources}
     assert len(orders) == 3
 
 
@@ -143,14 +143,14 @@ def test_a_far_position_is_cheap_and_the_same():
     near.positions_at(0)
     far = stream(batch_size=1000)
     assert near.positions_at(40_000) == far.positions_at(40_000)
-    far = far._choices[0]
-    assert len(far._draws) == 1 and len(far._counts[0]) < 20_000
+    far = far._choices
+    assert len(far._draws) == 1 and len(far._counts) < 20_000
     counts = np.zeros(3, dtype=int)
     for block in range(5):
-        assert [(far._block(block)[:, 0] == source).sum() for source in range(3)] == list(far._counts[0][block])
+        assert [(far._block(block)[:, 0] == source).sum() for source in range(3)] == list(far._counts[block])
         firsts = [far._block(block)[far._block(block)[:, 0] == source, 1].min(initial=10**9) for source in range(3)]
         assert firsts == list(counts)
-        counts += far._counts[0][block]
+        counts += far._counts[block]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -193,17 +193,17 @@ def test_a_source_without_rows_is_refused():
     ("settings", "words"),
     [
         ({"mixing": "weights"}, "needs a weight for every source of data.train; none for: a, b"),
-        ({"weights": (1.0, None)}, "data.mixing=concatenate draws by no weights, and these sources have one: a"),
-        ({"mixing": "proportional", "weights": (1.0, 2.0)}, "data.mixing=proportional draws by no weights"),
-        ({"mixing": "temperature"}, "data.temperature is missing"),
-        ({"temperature": 2.0}, "data.temperature says nothing with data.mixing=concatenate"),
-        ({"mixing": "temperature", "temperature": 0.0}, "data.temperature must be above 0"),
-        ({"mixing": "weights", "weights": (1.0, 2.0), "mixing_maximum": 3}, "data.mixing_maximum says nothing"),
-        ({"mixing": "proportional", "mixing_maximum": 0}, "data.mixing_maximum must be at least 1"),
+        ({"weights": (1.0, None)}, "draws by no weights, and these sources have one: a"),
+        ({"mixing": "proportional", "weights": (1.0, 2.0)}, "mixing is proportional, which draws by no weights"),
+        ({"mixing": "temperature"}, "temperature is missing"),
+        ({"temperature": 2.0}, "temperature says nothing with data.mixing=concatenate"),
+        ({"mixing": "temperature", "temperature": 0.0}, "temperature must be above 0"),
+        ({"mixing": "weights", "weights": (1.0, 2.0), "mixing_maximum": 3}, "mixing_maximum says nothing"),
+        ({"mixing": "proportional", "mixing_maximum": 0}, "mixing_maximum must be at least 1"),
         ({"mixing": "proportional", "max_rows": 9}, "give each source its own max_rows"),
         ({"evaluation": [SourceConfig("d.jsonl", weight=1.0)]}, "held-out rows are all read"),
         ({"evaluation": [SourceConfig("d.jsonl", loss_weight=2.0)]}, "held-out rows are all read"),
-        ({"evaluation": ["d.jsonl", SourceConfig("e.jsonl", name="d")]}, "two sources have the name d"),
+        ({"evaluation": ["d.jsonl", SourceConfig("e.jsonl", name="d")]}, "evaluation has two sources of the name d"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):
@@ -241,6 +241,6 @@ def test_names_tell_sources_apart():
 
 def test_the_shares_of_a_stream_are_probabilities():
     with pytest.raises(ValueError, match="add up to 1"):
-        MixtureStream(examples(2, 2), [0.5, 0.4], 4, 0, epoch_length=4)
+        MixtureStream(examples(2, 2), 4, 0, shares=[0.5, 0.4], draws=4)
     with pytest.raises(ValueError, match="2 sources and 1 shares"):
-        MixtureStream(examples(2, 2), [1.0], 4, 0, epoch_length=4)
+        MixtureStream(examples(2, 2), 4, 0, shares=[1.0], draws=4)

@@ -255,7 +255,7 @@ def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
 
 
 def test_a_text_needs_one_sentinel_more_than_it_has_spans():
-    row = [Example(list(range(100, 110)), [True] * 10, "r")]  # two tokens in ten lie in one span: two sentinels
+    row = [Example.single(list(range(100, 110)), [True] * 10, "r")]  # two tokens in ten lie in one span: two sentinels
     corrupt = span_corruption(train_tokenizer("unigram", TEXTS, 100, sentinels=2), row, density=0.2)
     source, target = corrupt(row[0].ids, np.random.default_rng(0))
     assert len(source) == 8 + 1 + 1 and len(target) == 2 + 2 + 1
@@ -266,7 +266,7 @@ def test_a_text_needs_one_sentinel_more_than_it_has_spans():
 def test_density_and_mean_span_reach_the_corruption():
     ids = list(range(100, 140))
     tokenizer = train_tokenizer("unigram", TEXTS, 100, sentinels=30)
-    corrupt = span_corruption(tokenizer, [Example(ids, [True] * 40, "r")], density=0.5, mean_span=1.0)
+    corrupt = span_corruption(tokenizer, [Example.single(ids, [True] * 40, "r")], density=0.5, mean_span=1.0)
     source, _ = corrupt(ids, np.random.default_rng(0))
     assert len(set(source) & set(sentinel_ids(tokenizer))) == 20
     wordpiece = train_tokenizer("wordpiece", TEXTS, 100)

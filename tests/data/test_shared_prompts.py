@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from alignment.data.batches import collate_pairs, collate_rankings
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example
 from alignment.ragged import Ragged, common_prompt, with_virtual_tokens
+from tests.examples import pair_example, ranked_example
 
 
 def responses(prompt, *answers, row_id="row"):
     """Prompt with each answer; all tokens of the answers count."""
     return [
-        Example([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), f"{row_id}.{number}")
+        Example.single([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), f"{row_id}.{number}")
         for number, answer in enumerate(answers)
     ]
 
@@ -104,7 +105,7 @@ def test_which_groups_share_may_depend_on_their_lengths():
 
 
 def pair(prompt, chosen, rejected, name="pair"):
-    return PairExample(*responses(prompt, chosen, rejected), None, name)
+    return pair_example(*responses(prompt, chosen, rejected), None, name)
 
 
 def test_pairs_lie_chosen_first_and_a_shared_prompt_counts_once_towards_the_limit():
@@ -118,8 +119,8 @@ def test_pairs_lie_chosen_first_and_a_shared_prompt_counts_once_towards_the_limi
 
 def test_rankings_keep_the_responses_of_a_prompt_together():
     rows = [
-        RankedExample(tuple(responses([1, 2], [3], [4], [5, 6])), (1, 0, 1), "a"),
-        RankedExample(tuple(responses([9], [3], [4])), (0, 1), "b", margin=0.5),
+        ranked_example(tuple(responses([1, 2], [3], [4], [5, 6])), (1, 0, 1), "a"),
+        ranked_example(tuple(responses([9], [3], [4])), (0, 1), "b", margin=0.5),
     ]
     plain, shared = (collate_rankings(rows, 100, share_prompts=share) for share in (False, True))
     for [batch] in (plain, shared):

@@ -4,12 +4,13 @@ import gzip
 import json
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import preparation_of, prepare
-from alignment.data.rows.resumable import open_sources
+from alignment.data.rows.files import open_sources
 from alignment.data.streaming import StreamedOrder, open_stream
 from alignment.errors import UserError
 from alignment.training.terms import shard_rows
@@ -133,7 +134,7 @@ def test_other_files_are_no_resume(bpe, folder):
     stream = streamed(bpe, folder)
     stream.rows_at(3)
     state = stream.state()
-    write_rows(open_sources(folder, "train")[0].path, 17, "a")
+    write_rows(Path(open_sources(folder, "train")[0].name), 17, "a")
     with pytest.raises(UserError, match="not those of the checkpoint"):
         streamed(bpe, folder).restore(state)
 
@@ -156,24 +157,10 @@ def test_files_of_every_format_go_on_at_every_position(tmp_path):
     opened = open_sources(str(tmp_path), "train")
     assert len(opened) == 6
     for each in opened:
-        reader, rows, positions = each.open(), [], []
-        positions.append(reader.position())
-        for row in reader.rows():
-            rows.append(row)
-            positions.append(reader.position())
+        rows = list(each.read(None))
         assert [row.values["text"] for row in rows] == texts, each.name
-        for number, position in enumerate(positions):
-            assert list(each.open(json.loads(json.dumps(position))).rows()) == rows[number:], each.name
-
-
-def test_rows_and_their_names_are_those_of_a_file_that_is_read_as_a_whole(tmp_path):
-    from alignment.data.rows.files import read_raw
-
-    (tmp_path / "a.csv").write_text('text,b\n"one\ntwo",1\n\nthree,2\nfour\n')
-    (tmp_path / "b.txt").write_text("one\ntwo\n\n\nthree")
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n\n[1]\n{"text": "\xff"}\n{nonsense\n{"text": "b"}')
-    for each in open_sources(str(tmp_path), "train"):
-        assert list(each.open().rows()) == list(read_raw(each.name)), each.name
+        for number, row in enumerate(rows, start=1):
+            assert list(each.read(json.loads(json.dumps(row.end)))) == rows[number:], each.name
 
 
 def test_a_hub_data_set_is_streamed_and_gone_on_with(bpe, tmp_path, monkeypatch):
@@ -332,7 +319,7 @@ def test_rows_are_checked_when_they_are_read(bpe, folder):
         ({"mixing": "proportional"}, "does not know"),
         ({"max_rows": 5}, "training.max_steps says"),
         ({"train": [SourceConfig("a.jsonl", max_rows=5)]}, "training.max_steps says"),
-        ({"shuffle_buffer": 0}, "at least 1 row"),
+        ({"shuffle_buffer": 0}, "must be at least 1"),
     ],
 )
 def test_settings_that_streaming_cannot_follow_are_refused(settings, message):

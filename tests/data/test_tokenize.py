@@ -22,6 +22,7 @@ from alignment.data.tokenize import (
 )
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from tests.examples import sides
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -119,9 +120,9 @@ def test_h07_texts_that_differ_only_in_the_end_token_are_equal(bytes_only):
 
 def test_h04_both_sides_of_a_cut_pair_share_their_prompt(bytes_only):
     [pair], _ = tokenize_comparisons([Comparison(letters(40), "a", letters(10), None, "r1")], bytes_only, 24)
-    prompt = pair.chosen.mask.index(True)
-    assert prompt == pair.rejected.mask.index(True) == 13
-    assert pair.chosen.ids[:prompt] == pair.rejected.ids[:prompt]
+    prompt = pair.masks[0].index(True)
+    assert prompt == pair.masks[1].index(True) == 13
+    assert pair.documents[0][:prompt] == pair.documents[1][:prompt]
 
 
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 13, 14, 15, 40])
@@ -174,7 +175,7 @@ def test_prepare_counts_reading_and_tokenizing_together(jsonl, bytes_only):
         "evaluation",
     )
     assert (len(pairs), counts.rows, counts.kept, counts.lost, counts.documents) == (2, 5, 2, 3, 4)
-    assert counts.tokens == sum(len(side.ids) for pair in pairs for side in (pair.chosen, pair.rejected))
+    assert counts.tokens == sum(len(side.ids) for pair in pairs for side in (sides(pair)[0], sides(pair)[1]))
     assert counts.lines()[0] == "2 of 5 rows kept, 4 documents, 16 tokens"
 
 

@@ -20,6 +20,7 @@ from alignment.data.tokenize import (
     tokenize_steps,
 )
 from alignment.data.tokenizers.train import train_bpe
+from tests.examples import sides
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def bytes_only():
 def test_labels_are_the_tokens_of_demonstrations(chatml, prompt, max_length):
     [labeled], counts = tokenize_labels([LabeledResponse(prompt, " today", True, "r")], chatml, max_length)
     [plain], expected = tokenize_demonstrations([Demonstration(prompt, " today", "r")], chatml, max_length)
-    assert labeled.example == plain and labeled.desirable
+    assert sides(labeled)[0] == plain and labeled.values["desirable"]
     assert counts == expected
 
 
@@ -42,8 +43,8 @@ def test_a_ranking_of_two_is_the_pair(bpe, max_length):
     prompt, good, bad = "the cat sat on the mat", " and the other", " hello"
     [ranked], counts = tokenize_rankings([Ranking(prompt, (bad, good), (1, 0), "r", None, 0.5)], bpe, max_length)
     [pair], expected = tokenize_comparisons([Comparison(prompt, good, bad, 0.5, "r")], bpe, max_length)
-    assert ranked.responses == (pair.rejected, pair.chosen)
-    assert (ranked.ranks, ranked.margin, counts) == ((1, 0), 0.5, expected)
+    assert sides(ranked) == sides(pair)[::-1]
+    assert (ranked.values, counts) == ({"ranks": [1, 0], "margin": 0.5}, expected)
 
 
 def test_all_responses_of_a_ranking_follow_the_same_prompt_tokens(bytes_only):
@@ -55,7 +56,7 @@ def test_all_responses_of_a_ranking_follow_the_same_prompt_tokens(bytes_only):
         "<s>ptab</s>",
         "<s>ptabcd</s>",
     ]
-    assert all(response.mask == [False] * 3 + [True] * (len(response.ids) - 3) for response in example.responses)
+    assert all(response.mask == [False] * 3 + [True] * (len(response.ids) - 3) for response in sides(example))
     assert counts.cut == {PROMPT_CUT: 1} and (counts.documents, counts.tokens) == (3, 12 + 6 + 8)
 
 
@@ -70,7 +71,7 @@ def test_responses_that_become_the_same_tokens_are_left_out(bytes_only):
         ["abcdef", "z</s>"],
         ["z</s>", "y</s>"],
     ]
-    assert [example.ranks for example in examples] == [(0, 1), (0, 1)]
+    assert [example.values["ranks"] for example in examples] == [[0, 1], [0, 1]]
     assert counts.cut == {EQUAL_IN_RANKING: 2, RESPONSE_CUT: 2}
     assert counts.dropped == {FEW_RESPONSES: 1, EQUAL: 1}
     assert (counts.rows, counts.kept) == (4, 2)
@@ -80,7 +81,7 @@ def test_the_label_of_a_step_stands_on_the_last_token_of_its_separator(bytes_onl
     row = Steps("p", ("ab", "cde"), (True, False), "r", "\n\n")
     [example], counts = tokenize_steps([row], bytes_only, 64)
     assert bytes_only.decode(example.ids) == "<s>pab\n\ncde\n\n"
-    assert example.ends == (5, 10) and example.labels == (True, False)
+    assert example.values == {"ends": [5, 10], "labels": [True, False]}
     assert (counts.kept, counts.tokens, counts.cut) == (1, 11, {})
 
 
@@ -89,10 +90,10 @@ def test_steps_that_do_not_fit_are_left_out_with_their_labels(bytes_only):
     # 9 tokens: 2 for the prompt (a quarter), 7 for the steps: 3 + 4, and none of the last 2
     [example], counts = tokenize_steps([row], bytes_only, 9)
     assert bytes_only.decode(example.ids) == "<s>tab\ncde\n"
-    assert example.ends == (4, 8) and example.labels == (True, False)
+    assert example.values == {"ends": [4, 8], "labels": [True, False]}
     assert counts.cut == {STEPS_CUT: 1, PROMPT_CUT: 1}
     examples, counts = tokenize_steps([row, Steps("p", ("abcdefghij",), (True,), "long")], bytes_only, 8)
-    assert [example.ends for example in examples] == [(4,)]  # 6 for the steps: the second would take 7
+    assert [example.values["ends"] for example in examples] == [[4]]  # 6 for the steps: the second would take 7
     assert counts.dropped == {NO_STEP: 1} and counts.first[NO_STEP] == ["long"]
 
 
@@ -105,7 +106,7 @@ def test_steps_have_trls_layout(bpe):
     for step in row.steps:
         expected += bpe(step, add_special_tokens=False)["input_ids"] + bpe("\n", add_special_tokens=False)["input_ids"]
         ends.append(len(expected) - 1)
-    assert example.ids == expected and example.ends == tuple(ends)
+    assert example.ids == expected and example.values["ends"] == ends
 
 
 def test_every_kind_of_rows_has_its_tokens():
@@ -114,7 +115,7 @@ def test_every_kind_of_rows_has_its_tokens():
     from alignment.data.rows.records import Kind
 
     assert set(TOKENIZE) == set(get_args(Kind))
-    assert Example([1], [True], "r").source == 0
+    assert Example.single([1], [True], "r").source == 0
 
 
 def test_the_command_line_knows_every_kind():

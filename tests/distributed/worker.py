@@ -44,7 +44,7 @@ def documents(step: int) -> list[Example]:
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 30, (ROWS[step],), generator=generator).tolist()
     ids = [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
-    return [Example(row, [True] * len(row), f"{step}-{index}") for index, row in enumerate(ids)]
+    return [Example.single(row, [True] * len(row), f"{step}-{index}") for index, row in enumerate(ids)]
 
 
 def language_engine(precision: str, seed: int = 0) -> Engine:

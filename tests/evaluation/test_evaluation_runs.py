@@ -14,6 +14,7 @@ from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
+from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
 from alignment.hotel_world.datasets import generate_rows
@@ -337,7 +338,7 @@ def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_p
     assert len(results["warnings"]) == 1 and "12 of 12" in results["warnings"][0]
     assert results["warnings"][0] in capsys.readouterr().err
     one = summary_rows(results)[1]
-    assert one["orders disagree"].startswith("100.0 %") and one["shown first preferred"].startswith("100.0 % [75.")
+    assert one["orders disagree"]["rate"] == 1 and format_cell(one["shown first preferred"]).startswith("100.0 % [75.")
 
 
 def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_people, config_of):

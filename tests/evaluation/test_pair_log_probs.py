@@ -3,16 +3,19 @@
 import pytest
 import torch
 
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.evaluation import pair_log_probs as module
 from alignment.evaluation.pair_log_probs import compare_pairs, pair_log_probs
 from alignment.loading import load_model
+from tests.examples import pair_example, sides
 
 
-def pair(prompt: list[int], chosen: list[int], rejected: list[int], name: str) -> PairExample:
-    sides = [Example(prompt + ids, [False] * len(prompt) + [True] * len(ids), name) for ids in (chosen, rejected)]
-    return PairExample(*sides, None, name)
+def pair(prompt: list[int], chosen: list[int], rejected: list[int], name: str) -> Example:
+    sides = [
+        Example.single(prompt + ids, [False] * len(prompt) + [True] * len(ids), name) for ids in (chosen, rejected)
+    ]
+    return pair_example(*sides, None, name)
 
 
 @torch.no_grad()
@@ -22,7 +25,7 @@ def test_a_response_counts_as_the_sum_over_its_tokens_whatever_it_is_batched_wit
     monkeypatch.setattr(module, "TOKENS_PER_FORWARD", 9)  # several batches, out of the pairs' order
     found = pair_log_probs(model, pairs)
     for row, each in enumerate(pairs):
-        for column, side in enumerate((each.chosen, each.rejected)):
+        for column, side in enumerate((sides(each)[0], sides(each)[1])):
             logits = model(torch.tensor([side.ids])).logits[0]
             own = [float(logits[i - 1].log_softmax(-1)[side.ids[i]]) for i, flag in enumerate(side.mask) if flag]
             assert float(found[row, column]) == pytest.approx(sum(own), abs=1e-5)

@@ -12,19 +12,9 @@ import pytest
 from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.charts import POINTS_SHOWN, Bar, Curve, bar_chart, curve_chart, path_chart
-from alignment.evaluation.report.page import (
-    KLPoint,
-    ReportData,
-    Sample,
-    SampleResponse,
-    StageRecord,
-    WinRateRow,
-    format_cell,
-    format_duration,
-    verdict_sentence,
-    write_report,
-)
-from alignment.evaluation.report.recipe_report import ReportConfig, summary_rows, training_budget
+from alignment.evaluation.report.html import format_cell, format_duration
+from alignment.evaluation.report.page import ReportData, StageRecord, write_report
+from alignment.evaluation.report.recipe_report import ReportConfig, summary_rows, training_budgets, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
 from alignment.training.run.lineage import earlier_run
@@ -65,31 +55,51 @@ def full_data(name: str = "PPO") -> ReportData:
     rows = [{"step": i + 1, "loss": 2.0 / (i + 1), "kl": 0.1 * i, "learning_rate": 1e-3} for i in range(60)]
     rows[3]["loss"] = None
     rows[-1]["held_out_loss"] = 0.25
+    rate = asdict(win_rate([1.0] * 70 + [0.5] * 10 + [0.0] * 20))
+    models = {
+        "SFT": {
+            "gold": {"helpful": 0.4, "brief": -0.21},
+            "pairs": {"chosen_log_prob_change": 0.0, "rejected_log_prob_change": 0.0, "margin": 0.0},
+        },
+        name: {
+            **judged(rate, 3, 2),
+            "gold": {"helpful": 0.875, "brief": 0.5},
+            "pairs": {"chosen_log_prob_change": -1.625, "rejected_log_prob_change": -4.75, "margin": 3.125},
+        },
+    }
+    path = [
+        {"kl": 0.1, "score": 0.5, "gold_score": 2.0}, {"kl": 3.0, "score": 1.5, "gold_score": 2.5},
+        {"kl": math.nan, "score": 2.0, "gold_score": None},
+    ]  # fmt: skip
     return ReportData(
         title="A title & more",
         summary="What happened.",
-        summary_table=[
-            {"Policy": "SFT", "Gold": 2.125, "Against SFT": None},
-            {"Policy": name, "Gold": 3.5, "Against SFT": win_rate([1.0] * 70 + [0.5] * 10 + [0.0] * 20)},
+        tables=[
+            [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
         ],
-        win_rates=[WinRateRow(name, "SFT", "gold", win_rate([1.0] * 70 + [0.5] * 10 + [0.0] * 20), 3, 2)],
-        gold_parts={"SFT": {"helpful": 0.4, "brief": -0.21}, name: {"helpful": 0.875, "brief": 0.5}},
-        pairs={
-            "SFT": {"chosen_log_prob_change": 0.0, "rejected_log_prob_change": 0.0, "margin": 0.0},
-            name: {"chosen_log_prob_change": -1.625, "rejected_log_prob_change": -4.75, "margin": 3.125},
-        },
-        overoptimization={name: [KLPoint(0.1, 0.5, 2.0), KLPoint(3.0, 1.5, 2.5), KLPoint(math.nan, 2.0, None)]},
+        results={"baseline": "SFT", "judge": "gold", "models": models},
+        paths={name: path},
         stages={"ppo": rows, "empty": []},
         samples=[
-            Sample(f"Where is breakfast? {ATTACK}", {name: SampleResponse(f"In the hall. {ATTACK}", 3.25)}),
-            Sample([{"role": "user", "content": "Hello"}], {name: SampleResponse("Hello!")}),
+            {
+                "prompt": f"Where is breakfast? {ATTACK}",
+                "responses": {name: {"text": f"In the hall. {ATTACK}", "score": 3.25}},
+            },
+            {"prompt": [{"role": "user", "content": "Hello"}], "responses": {name: {"text": "Hello!", "score": None}}},
         ],
         lineage=[
             StageRecord("sft", "cd" * 32, (), 25.0, {}),
             StageRecord("ppo", "ab" * 32, ("sft",), 125.0, {"optim": {"learning_rate": 0.001}, "note": ATTACK}),
         ],
-        notes=[f"A remark. {ATTACK}"],
     )
+
+
+def judged(rate: dict, inconsistent: int = 0, failures: int = 0, bias: tuple = (0.5, 0.4, 0.6)) -> dict:
+    """A model's part of results.json."""
+    shares = dict(zip(("rate", "low", "high"), bias, strict=True))
+    return {
+        "win_rate": rate, "inconsistent": {"count": inconsistent, **shares}, "position_bias": shares, "failures": failures,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +134,8 @@ def test_text_is_escaped_and_nothing_can_run(html):
     assert "script" not in page.tags and "img" not in page.tags
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert (
-        page.text.count("<script>alert") == html.count("&lt;script&gt;alert") == 5
-    )  # summary, prompt, answer, setting, note
+        page.text.count("<script>alert") == html.count("&lt;script&gt;alert") == 4
+    )  # summary, prompt, answer, setting
     assert "default-src 'none'" in html
 
 
@@ -251,19 +261,19 @@ def test_a_noisy_path_has_a_beginning_an_end_and_a_line_smoother_than_its_points
     ],
 )
 def test_the_page_says_who_won(wins, losses, words, tmp_path):
-    row = WinRateRow("PPO", "SFT", "gold", win_rate([1.0] * wins + [0.0] * losses))
-    assert words in verdict_sentence(row)
-    data = ReportData(title="Verdict", verdicts=[verdict_sentence(row)])
+    rate = asdict(win_rate([1.0] * wins + [0.0] * losses))
+    said = verdicts({"baseline": "SFT", "judge": "gold", "models": {"SFT": {}, "PPO": judged(rate)}})
+    assert len(said) == 1 and words in said[0]
+    data = ReportData(title="Verdict", verdicts=said)
     assert words in Page(write_report(tmp_path / "report.html", data).read_text(encoding="utf-8")).text
 
 
 def test_a_judge_that_goes_by_position_is_no_honest_half(tmp_path):
-    row = WinRateRow("PPO", "SFT", "people", win_rate([0.5] * 32, inconsistent=32), 32, 0, (1.0, 0.893, 1.0))
-    page = write_report(tmp_path / "report.html", ReportData(title="Verdict", win_rates=[row])).read_text(
-        encoding="utf-8"
-    )
+    rate = asdict(win_rate([0.5] * 32, inconsistent=32))
+    results = {"baseline": "SFT", "judge": "people", "models": {"PPO": judged(rate, 32, 0, (1.0, 0.893, 1.0))}}
+    page = write_report(tmp_path / "report.html", ReportData(title="Verdict", results=results)).read_text("utf-8")
     assert "100.0 % [89.3, 100.0]" in Page(page).text.replace("\N{NO-BREAK SPACE}", " ")
-    words = verdict_sentence(row)
+    (words,) = verdicts(results)
     assert "50.0 % [0.0, 100.0]" in words and "nothing is decided" in words
     assert "contradict each other on 32 of them" in words
 
@@ -329,15 +339,19 @@ def test_held_out_pairs_have_a_chart_for_each_side_and_their_margin(html):
     assert "SFT" not in section  # the baseline has not moved
 
 
-def test_a_recipes_table_says_what_every_policy_was_given(tmp_path):
+def test_a_recipes_table_says_what_every_policy_was_given():
     lineage = [
         StageRecord("IPO", "ab" * 32, settings={"training": {"batch_size": 32}, "optim": {"learning_rate": 3e-4}}),
         StageRecord("KTO", "cd" * 32, settings={"training": {"batch_size": 64}, "optim": {"learning_rate": 2e-4}}),
     ]
-    updates = {"IPO": 50, "KTO": 50}
-    assert training_budget(lineage, updates, "IPO") == {"updates": 50, "rows per update": 32, "learning rate": 3e-4}
-    assert training_budget(lineage, updates, "KTO")["rows per update"] == 64
-    assert training_budget(lineage, updates, "SFT") == {}
+    metrics, policies = (
+        {"IPO": [{"step": 1}, {"step": 50}], "KTO": [{"step": 50}]},
+        dict.fromkeys(("SFT", "IPO", "KTO")),
+    )
+    assert training_budgets(lineage, metrics, policies) == [
+        {"policy": "IPO", "updates": 50, "rows per update": 32, "learning rate": 3e-4},
+        {"policy": "KTO", "updates": 50, "rows per update": 64, "learning rate": 2e-4},
+    ]
 
 
 def test_a_recipes_table_shows_the_pairs_of_every_policy():

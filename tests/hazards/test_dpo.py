@@ -14,11 +14,12 @@ from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_me
 from alignment.algorithms.dpo.updates import GlobalInputs, PreferenceUpdates, RewardShift, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, LabeledExample, PairExample
+from alignment.data.examples import Example
 from alignment.losses import dpo_loss
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_language_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
+from tests.examples import labeled_example, pair_example, sides
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -45,14 +46,14 @@ def test_h26_rewards_at_the_reference_point_count_half():
     assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0] and measured.sums["accuracy"].item() == 2.0
 
 
-def rows_of(count: int) -> list[LabeledExample]:
+def rows_of(count: int) -> list[Example]:
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(count):
         ids = torch.randint(1, 23, (4 + number % 5,), generator=generator).tolist()
         rows.append(
-            LabeledExample(
-                Example(ids, [False] * 2 + [True] * (len(ids) - 2), str(number)), number % 3 > 0, str(number)
+            labeled_example(
+                Example.single(ids, [False] * 2 + [True] * (len(ids) - 2), str(number)), number % 3 > 0, str(number)
             )
         )
     return rows
@@ -76,7 +77,8 @@ def one_update(name: str, tokens: int):
     rows = labeled
     if config.rows == "comparisons":
         rows = [
-            PairExample(a.example, b.example, None, a.row_id) for a, b in zip(labeled[:4], labeled[4:], strict=True)
+            pair_example(sides(a)[0], sides(b)[0], None, a.row_id)
+            for a, b in zip(labeled[:4], labeled[4:], strict=True)
         ]
     collate = collate_labeled if config.rows == "labels" else collate_pairs
     updates = PreferenceUpdates(

@@ -59,7 +59,7 @@ def test_h10_an_sft_update_does_not_depend_on_how_the_batch_is_cut(checkpoints):
     from alignment.loading import load_model
     from alignment.training import Engine
 
-    examples = [Example(list(range(4, 4 + size)), [False] + [True] * (size - 1), "") for size in (3, 4, 7, 12)]
+    examples = [Example.single(list(range(4, 4 + size)), [False] + [True] * (size - 1), "") for size in (3, 4, 7, 12)]
 
     def update(limit: int) -> torch.Tensor:
         config = OptimConfig(0.1, name="sgd", momentum=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=0.0)

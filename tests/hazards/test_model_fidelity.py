@@ -142,7 +142,7 @@ def one_update(checkpoint, adapter, tokenizer, output, **settings):
     before = {name: value.clone() for name, value in policy.model.state_dict().items()}
     optim = OptimConfig(learning_rate=1e-2, schedule="constant", weight_decay=0.0)
     engine = Engine(policy.model.train(), optim, TrainingConfig(**settings), total_steps=2)
-    examples = [Example(list(range(4, 4 + size)), [False] + [True] * (size - 1), "") for size in (5, 9, 14)]
+    examples = [Example.single(list(range(4, 4 + size)), [False] + [True] * (size - 1), "") for size in (5, 9, 14)]
     engine.update(Term(collate(examples, 100), language_loss_fn(engine.model)))
     assert engine.untrained == []
     return before, policy.model.state_dict()

@@ -7,9 +7,10 @@ import torch
 
 from alignment.algorithms.policies import language_loss_fn
 from alignment.data.batches import collate, collate_pairs
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
+from tests.examples import pair_example
 
 ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY |= {"num_key_value_heads": 2}
@@ -33,7 +34,7 @@ def model(request):
 
 def example(name: str, length: int, seed: int, prompt: int = 1) -> Example:
     ids = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Example(ids, [False] * prompt + [True] * (length - prompt), name)
+    return Example.single(ids, [False] * prompt + [True] * (length - prompt), name)
 
 
 def padded(documents: list[list[int]], side: str, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +82,8 @@ def test_h08_no_response_reads_another_one_of_the_same_prompt(model):
     with torch.no_grad():
         found = []
         for chosen in answers[:2]:
-            sides = [Example([*prompt, *answer], mask, "a") for answer in (chosen, answers[2])]
-            [batch] = collate_pairs([PairExample(*sides, margin=None, row_id="a")], 200, share_prompts=True)
+            sides = [Example.single([*prompt, *answer], mask, "a") for answer in (chosen, answers[2])]
+            [batch] = collate_pairs([pair_example(*sides, margin=None, row_id="a")], 200, share_prompts=True)
             assert len(batch.ragged.tokens) == 30 + 9 + 9
             found.append(model(batch=batch.ragged).log_probs)
     assert (found[0][9:] - found[1][9:]).abs().max() <= 1e-6 < 1e-2 < (found[0][:9] - found[1][:9]).abs().max()
@@ -120,10 +121,12 @@ def test_h18_padded_packed_and_shared_forms_have_one_loss_and_one_gradient(model
         sides = []
         for side, length in enumerate((chosen, rejected)):
             mask = [False] * prompt_length + [True] * length
-            sides.append(Example([*prompt, *example("r", length, 10 * number + side + 5).ids], mask, str(number)))
-        pairs.append(PairExample(*sides, margin=None, row_id=str(number)))
-    order = sorted(pairs, key=lambda pair: -max(len(pair.chosen.ids), len(pair.rejected.ids)))
-    documents = [pair.chosen for pair in order] + [pair.rejected for pair in order]
+            sides.append(
+                Example.single([*prompt, *example("r", length, 10 * number + side + 5).ids], mask, str(number))
+            )
+        pairs.append(pair_example(*sides, margin=None, row_id=str(number)))
+    order = sorted(pairs, key=lambda pair: -max(len(pair.documents[0]), len(pair.documents[1])))
+    documents = [sides(pair)[0] for pair in order] + [sides(pair)[1] for pair in order]
     [packed], [shared] = (collate_pairs(pairs, 1000, share_prompts=share) for share in (False, True))
     assert len(shared.ragged.tokens) == len(packed.ragged.tokens) - 35
     forms = {

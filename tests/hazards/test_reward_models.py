@@ -15,7 +15,7 @@ from alignment.algorithms.reward import EnsembleConfig, NormalizeConfig, reward_
 from alignment.algorithms.reward_losses import measure_steps
 from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.losses.ranking import ordered_pair_metrics
@@ -27,6 +27,7 @@ from alignment.reward_model.calibration import CALIBRATION, fit_calibration
 from alignment.reward_model.canaries import CANARIES, TEXTS
 from alignment.training import TrainingConfig
 from alignment.training.terms import shard_rows
+from tests.examples import pair_example
 
 TEXT = [("How is the pool?", " It is lovely."), ("How is the bus?", " Late, as ever; do not take it."), "A whole text"]
 
@@ -74,8 +75,8 @@ def test_h23_the_end_token_inside_a_prompt_does_not_move_the_score(stage):
 
 def test_h23_the_loss_reads_the_last_token_alone():
     """Whatever the values at other tokens are, the loss of a pair is that of the two last ones."""
-    side = lambda length: Example([1] * length, [False] + [True] * (length - 1), "r")  # noqa: E731
-    [batch] = collate_pairs([PairExample(side(3), side(7), None, "r")], 100)
+    side = lambda length: Example.single([1] * length, [False] + [True] * (length - 1), "r")  # noqa: E731
+    [batch] = collate_pairs([pair_example(side(3), side(7), None, "r")], 100)
     losses = []
     for elsewhere in (0.0, 1e9, float("nan")):
         values = torch.full((10,), elsewhere)
@@ -245,8 +246,8 @@ def test_h25_a_new_head_has_the_stated_deviation(write_checkpoint, tmp_path):
 
 def test_h26_four_margins():
     """Margins 0.7, -0.3, 0, 3.1 cost 0.498688 in the mean; accuracy (1 + 0 + 1/2 + 1) / 4 with one tie."""
-    side = lambda row: Example([1, 5, 2], [False, True, True], str(row))  # noqa: E731
-    [batch] = collate_pairs([PairExample(side(row), side(row), None, str(row)) for row in range(4)], 100)
+    side = lambda row: Example.single([1, 5, 2], [False, True, True], str(row))  # noqa: E731
+    [batch] = collate_pairs([pair_example(side(row), side(row), None, str(row)) for row in range(4)], 100)
     values = torch.zeros(len(batch.ragged.tokens))
     values[batch.ragged.last] = torch.tensor([0.7, 0.0, 0.2, 3.1, 0.0, 0.3, 0.2, 0.0])
     result = reward_loss_fn(lambda batch, tokens: ValueOutput(values[tokens]), 0.0)(batch)
@@ -256,8 +257,8 @@ def test_h26_four_margins():
 
 def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
     """No row is repeated to fill a rank: 5 and 4 rows, and the sums over both are those over nine."""
-    side = lambda row, what: Example([1, 3 + row, what], [False, True, True], f"r{row}")  # noqa: E731
-    rows = [PairExample(side(row, 4), side(row, 5), None, f"r{row}") for row in range(9)]
+    side = lambda row, what: Example.single([1, 3 + row, what], [False, True, True], f"r{row}")  # noqa: E731
+    rows = [pair_example(side(row, 4), side(row, 5), None, f"r{row}") for row in range(9)]
     scores = torch.randn(40, generator=torch.Generator().manual_seed(0))
 
     def sums(batches):

@@ -25,6 +25,7 @@ from alignment.data.tokenize import (
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.losses import bradley_terry_loss, dpo_loss
+from tests.examples import sides
 
 PROMPT = "abcdefgh" * 5  # 40 tokens
 
@@ -47,9 +48,9 @@ def test_h06_a_long_prompt_gives_way_and_the_whole_response_is_kept(bytes_only):
     assert bytes_only.decode(example.ids[-6:]) == "hello</s>"
     assert counts.cut == {PROMPT_CUT: 1} and counts.first == {PROMPT_CUT: ["r"]}
     [labeled], _ = tokenize_labels([LabeledResponse(PROMPT, "hello", True, "r")], bytes_only, 16)
-    assert labeled.example == example
+    assert sides(labeled)[0] == example
     [ranked], _ = tokenize_rankings([Ranking(PROMPT, ("hello", "jello"), (0, 1), "r")], bytes_only, 16)
-    assert ranked.responses[0] == example
+    assert sides(ranked)[0] == example
 
 
 @pytest.mark.parametrize("max_length", range(2, 20))
@@ -58,7 +59,7 @@ def test_h06_no_row_that_is_kept_lacks_something_to_learn(bytes_only, max_length
     pairs, counts = tokenize_comparisons([Comparison(PROMPT, "x", "y" * 60, None, "r")], bytes_only, max_length)
     assert counts.kept + counts.lost == 1
     for pair in pairs:
-        for side in (pair.chosen, pair.rejected):
+        for side in (sides(pair)[0], sides(pair)[1]):
             assert len(side.ids) <= max_length and any(side.mask)
     examples, _ = tokenize_demonstrations([Demonstration(PROMPT, "y" * 60, "r")], bytes_only, max_length)
     assert all(any(example.mask) and len(example.ids) <= max_length for example in examples)

@@ -18,6 +18,7 @@ from alignment.data.tokenize import (
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from tests.examples import sides
 
 CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
 TURNS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
@@ -45,10 +46,10 @@ def sequences(tokenizer, prompt, responses=("46", "$46")):
     [ranked], _ = tokenize_rankings([Ranking(prompt, responses, (0, 1), "r")], tokenizer, 100)
     made = {
         "sft": demonstration,
-        "chosen": pair.chosen,
-        "rejected": pair.rejected,
-        "label": labeled.example,
-        "ranking": ranked.responses[0],
+        "chosen": sides(pair)[0],
+        "rejected": sides(pair)[1],
+        "label": sides(labeled)[0],
+        "ranking": sides(ranked)[0],
     }
     if dialogue is not None:
         [made["dialogue"]], _ = tokenize_demonstrations([Demonstration(prompt, first, "r", dialogue)], tokenizer, 100)
@@ -58,7 +59,7 @@ def sequences(tokenizer, prompt, responses=("46", "$46")):
 def test_h01_end_token_is_kept_when_pad_is_eos(tokenizer):
     """eos = pad: rows of 8 and 15 tokens that end in it have two supervised end tokens, and no padding counts."""
     end = tokenizer.eos_token_id
-    rows = [Example([5] * (size - 1) + [end], [False] + [True] * (size - 1), str(size)) for size in (8, 15)]
+    rows = [Example.single([5] * (size - 1) + [end], [False] + [True] * (size - 1), str(size)) for size in (8, 15)]
     [batch] = collate(rows, 100)
     assert int((batch.tokens[batch.target_index] == end).sum()) == 2
     assert set(batch.last.tolist()) <= set(batch.target_index.tolist())

@@ -11,12 +11,12 @@ from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOState
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.generation import Responses
 from alignment.losses.language import token_log_probs_and_entropy
 from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
 from alignment.ragged import Ragged
 from alignment.training import Engine, OptimConfig, TrainingConfig
+from tests.examples import prompt_example
 
 VOCABULARY, LENGTH = 6, 3
 SEQUENCES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))  # [216, 3]
@@ -186,7 +186,7 @@ def train(world: World, beta: float, settings: dict, faults: dict) -> TablePolic
         start=Policy(start, None),
         shared_value=config.shares_trunk,
     )  # fmt: skip
-    prompts = [PromptExample([0], "", {}, str(i)) for i in range(training.batch_size)]
+    prompts = [prompt_example([0], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):
         iterate(state, config, prompts, step)
     return start

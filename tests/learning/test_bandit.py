@@ -14,10 +14,10 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.samples import SampledAhead
 from alignment.algorithms.ppo.setup import PPOState
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.language_model import LanguageModel
 from alignment.training import Engine, OptimConfig, TrainingConfig
+from tests.examples import prompt_example
 
 VOCABULARY, WANTED = 37, 5
 CONFIG = {
@@ -78,7 +78,7 @@ def probability_after_training(
         start=Policy(policy, None),
         ahead=SampledAhead(lambda step: prompts if step < iterations else ()) if config.rollouts_behind else None,
     )
-    prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
+    prompts = [prompt_example([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):
         metrics, _ = iterate(state, config, prompts, step)
         assert metrics["first_ratio_error"] <= 1e-5

@@ -9,9 +9,9 @@ from alignment.algorithms.online_dpo import OnlineDPOConfig, sample_and_learn
 from alignment.algorithms.online_dpo.setup import OnlineDPOState, updates_of
 from alignment.algorithms.policies import Policy, Reference
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.models.build import build_language_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
+from tests.examples import prompt_example
 
 VOCABULARY, WANTED = 11, 5
 CONFIG = {
@@ -45,7 +45,7 @@ def after_training(sign: float, iterations: int = 40, **settings):
         stop_ids=[],
         start=Policy(policy.model, None),
     )  # fmt: skip
-    prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
+    prompts = [prompt_example([1], "", {}, str(i)) for i in range(training.batch_size)]
     history = [sample_and_learn(state, config, prompts, step)[0] for step in range(iterations)]
     with torch.no_grad():
         return policy.model(torch.tensor([[1]])).logits[0, -1].softmax(-1), history

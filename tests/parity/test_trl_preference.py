@@ -14,10 +14,11 @@ from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.algorithms.dpo.updates import GlobalInputs, with_positions
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, LabeledExample, PairExample
+from alignment.data.examples import Example
 from alignment.losses import kto_loss, orpo_loss
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_language_model
+from tests.examples import labeled_example, pair_example, sides
 
 pytest.importorskip("trl")
 # Tokens of the prompt and of the two responses of each pair.
@@ -29,17 +30,17 @@ CONFIG = {
 }  # fmt: skip
 
 
-def make_pairs() -> list[PairExample]:
+def make_pairs() -> list[Example]:
     generator = torch.Generator().manual_seed(3)
     pairs = []
     for number, (prompt, chosen, rejected) in enumerate(LENGTHS):
         head = torch.randint(1, VOCABULARY, (prompt,), generator=generator).tolist()
         sides = [
-            Example(head + torch.randint(1, VOCABULARY, (n,), generator=generator).tolist(),
+            Example.single(head + torch.randint(1, VOCABULARY, (n,), generator=generator).tolist(),
                     [False] * prompt + [True] * n, str(number))
             for n in (chosen, rejected)
         ]  # fmt: skip
-        pairs.append(PairExample(*sides, None, str(number)))
+        pairs.append(pair_example(*sides, None, str(number)))
     return pairs
 
 
@@ -114,7 +115,7 @@ def trl_dpo(policy, reference, **settings):
     }  # fmt: skip
     trainer = SimpleNamespace(**{**values, **settings})
     pairs = make_pairs()
-    inputs = padded([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs])
+    inputs = padded([sides(pair)[0] for pair in pairs] + [sides(pair)[1] for pair in pairs])
     return MethodType(DPOTrainer._compute_loss, trainer)(TokenLogProbs(policy), inputs, False)
 
 
@@ -243,8 +244,10 @@ def test_orpo_has_the_odds_ratio_term_of_trl_whose_likelihood_is_of_the_prompt_t
     policy, reference = make_models()
     given = all_inputs(policy, reference)
     theirs = trl_reference_free(ORPOTrainer, policy, beta=0.2)
-    whole = [Example(p.chosen.ids, [False] + [True] * (len(p.chosen.ids) - 1), p.row_id) for p in make_pairs()]
-    (text,) = collate_pairs([PairExample(row, row, None, row.row_id) for row in whole], 10_000)
+    whole = [
+        Example.single(p.documents[0], [False] + [True] * (len(p.documents[0]) - 1), p.row_id) for p in make_pairs()
+    ]
+    (text,) = collate_pairs([pair_example(row, row, None, row.row_id) for row in whole], 10_000)
     count = sum(len(row.ids) - 1 for row in whole)
     of_text = -policy(batch=text.ragged).log_probs[:count].sum() / count
     compare(policy, ours(policy, reference, loss="orpo", beta=0.2, sft_coef=0.0), theirs - of_text)
@@ -266,16 +269,18 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
 
     policy, reference = make_models()
     rows = [
-        LabeledExample(example, desirable, example.row_id)
-        for pair in make_pairs() for example, desirable in ((pair.chosen, True), (pair.rejected, False))
+        labeled_example(example, desirable, example.row_id)
+        for pair in make_pairs() for example, desirable in ((sides(pair)[0], True), (sides(pair)[1], False))
     ][:7]  # fmt: skip
     from alignment.algorithms.dpo.updates import mismatched_rows
     from alignment.algorithms.policies import sequence_log_probs
     from alignment.losses.unpaired import kl_reference_point
 
     mismatched = mismatched_rows(rows, 32, None)
-    inputs = padded([row.example for row in rows]) | {"label": torch.tensor([row.desirable for row in rows])}
-    inputs |= {f"KL_{key}": value for key, value in padded([row.example for row in mismatched]).items()}
+    inputs = padded([sides(row)[0] for row in rows]) | {
+        "label": torch.tensor([row.values["desirable"] for row in rows])
+    }
+    inputs |= {f"KL_{key}": value for key, value in padded([sides(row)[0] for row in mismatched]).items()}
     trainer = SimpleNamespace(
         accelerator=accelerator(), model=TokenLogProbs(policy), ref_model=TokenLogProbs(reference), beta=0.3,
         loss_type=name, calculate_KL=name == "kto", precompute_ref_logps=False, desirable_weight=1.2,

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.algorithms.reward_losses import OBJECTIVES, RewardLoss, objective_loss_fn
-from alignment.data.batches import collate_pairs, collate_rankings
-from alignment.data.examples import Example, PairExample, RankedExample, StepExample
-from alignment.data.step_batches import collate_steps
+from alignment.data.batches import collate_pairs, collate_rankings, collate_steps
+from alignment.data.examples import Example
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
+from tests.examples import pair_example, ranked_example, sides, step_example
 
 pytest.importorskip("trl")
 
@@ -44,14 +44,14 @@ def checkpoint(checkpoints, tmp_path_factory) -> str:
     return str(folder)
 
 
-def make_pairs(margins: bool) -> list[PairExample]:
+def make_pairs(margins: bool) -> list[Example]:
     pairs = []
     for number, (prompt, chosen, rejected, margin) in enumerate(PAIRS):
         sides = [
-            Example(prompt + response, [False] * len(prompt) + [True] * len(response), str(number))
+            Example.single(prompt + response, [False] * len(prompt) + [True] * len(response), str(number))
             for response in (chosen, rejected)
         ]
-        pairs.append(PairExample(*sides, margin if margins else None, str(number)))
+        pairs.append(pair_example(*sides, margin if margins else None, str(number)))
     return pairs
 
 
@@ -107,7 +107,10 @@ def test_loss_and_gradient_of_pairs_equal_trl(case, share_prompts, checkpoint, t
     loss, gradients = ours(checkpoint, "bradley_terry", batch, center_coef, tmp_path / "pairs")
     assert loss == pytest.approx(theirs.item(), abs=1e-5)
     assert_same_gradients(gradients, expected)
-    groups = [RankedExample((pair.chosen, pair.rejected), (0, 1), pair.row_id, margin=pair.margin) for pair in pairs]
+    groups = [
+        ranked_example((sides(pair)[0], sides(pair)[1]), (0, 1), pair.row_id, margin=pair.values.get("margin"))
+        for pair in pairs
+    ]
     [batch] = collate_rankings(groups, 10**6, share_prompts=share_prompts)
     loss, gradients = ours(checkpoint, "ranking", batch, center_coef, tmp_path / "rankings")
     assert loss == pytest.approx(theirs.item(), abs=1e-5)
@@ -134,7 +137,7 @@ def test_the_loss_of_steps_is_token_classification_with_two_labels(checkpoint, t
     theirs = model(input_ids=ids, attention_mask=mask, labels=labels).loss
     theirs.backward()
 
-    [batch] = collate_steps([StepExample(*row, str(i)) for i, row in enumerate(rows)], 10**6)
+    [batch] = collate_steps([step_example(*row, str(i)) for i, row in enumerate(rows)], 10**6)
     loss, gradients = ours(checkpoint, "steps", batch, 0.0, tmp_path / "steps")
     assert loss == pytest.approx(theirs.item(), abs=1e-5)
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if name != "score.bias"}

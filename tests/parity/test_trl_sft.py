@@ -59,7 +59,7 @@ def ours(checkpoint: str, config: SFTConfig, rows: list, folder: Path) -> tuple[
     model = load_model(checkpoint).train()
     if config.neftune_alpha is not None:
         add_embedding_noise(model, config.neftune_alpha)
-    examples = [Example(ids, [False] * prompt + [True] * (len(ids) - prompt), "") for ids, prompt in rows]
+    examples = [Example.single(ids, [False] * prompt + [True] * (len(ids) - prompt), "") for ids, prompt in rows]
     (batch,) = (collate_whole if config.loss_on == "all" else collate)(examples, 10**6)
     loss = sft_loss_fn(model, config, ONE_SOURCE)(batch).total / batch.weight
     loss.backward()

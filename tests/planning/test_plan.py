@@ -17,7 +17,7 @@ from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, LabeledResponse, Prompt, Ranking, Steps, Text
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
@@ -29,6 +29,7 @@ from alignment.planning.quantized_layers import quantized_bytes
 from alignment.planning.run_length import Data, mean_characters
 from alignment.planning.starts import find_start, packaged_bases
 from alignment.training import OptimConfig, TrainingConfig
+from tests.examples import pair_example
 
 CPU = Device(False, None, "cpu", 1.0)
 GPU = Device(True, 24 * 10**9, "RTX 4090", 165.0)
@@ -163,8 +164,8 @@ def test_a_cached_reference_is_there_before_the_updates_and_simpo_has_none(base)
 @pytest.mark.parametrize("adapter", [None, PromptSpec(tokens=4), PrefixSpec(tokens=4)])
 def test_known_pairs_are_traced_with_their_prompts_shared(base, adapter):
     """Prompts of 60 tokens and responses of 4: of the 2 * 64 tokens of a pair only 68 are computed."""
-    sides = [Example([1] * 60 + [n] * 4, [False] * 60 + [True] * 4, "row") for n in (2, 3)]
-    pairs = [PairExample(sides[0], sides[1], None, "row")] * 4
+    sides = [Example.single([1] * 60 + [n] * 4, [False] * 60 + [True] * 4, "row") for n in (2, 3)]
+    pairs = [pair_example(sides[0], sides[1], None, "row")] * 4
 
     def activations(share):
         training = TrainingConfig(batch_size=4, micro_batch_tokens=4096, max_steps=1, share_prompts=share)

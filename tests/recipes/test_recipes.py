@@ -9,12 +9,13 @@ import pytest
 
 from alignment.config.load import packaged_folder
 from alignment.data.rows.read import prompt_key, read_rows
-from alignment.data.tools.split import opening
 from alignment.errors import UserError
 from alignment.pipeline.recipe import read_recipe
 from alignment.pipeline.run import plan, run_recipe
+from alignment.pipeline.stages import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
+opening = load_file(packaged_folder("recipes") / "rows.py").opening
 
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 POLICIES = ("hh", "stories")  # real data, policies compared in the end

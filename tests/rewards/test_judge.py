@@ -7,13 +7,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.rewards import JudgeSpec, RewardSpec, SampledTexts
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.combine import RewardPart, Rewards
 from alignment.rewards.http import retry_after
 from alignment.rewards.judge import judge_reward
+from tests.examples import prompt_example
 from tests.stub_server import good, serving
 
 QUICK = {"timeout_seconds": 0.5, "retries": 3, "backoff_seconds": 0.01, "max_backoff_seconds": 0.5}
@@ -197,7 +197,7 @@ def test_a_pattern_that_backtracks_is_a_failure(serve):
 
 
 def example(row, **extra):
-    return PromptExample([1], "Say so.", extra, f"rows:{row}")
+    return prompt_example([1], "Say so.", extra, f"rows:{row}")
 
 
 def test_more_failures_than_allowed_stop_the_run_and_fewer_have_no_score():

@@ -14,7 +14,6 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.config.load import build, load_config
 from alignment.config.yaml_source import parse_yaml
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.rewards import (
     AnswerSpec,
@@ -37,6 +36,7 @@ from alignment.rewards.combine import part_metrics
 from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.specs import names_of
+from tests.examples import prompt_example
 
 # --- answers --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ def only_texts(texts):
 
 
 def rows_of(*extras):
-    return [PromptExample([1], "p", extra, f"rows.jsonl:{i + 1}") for i, extra in enumerate(extras)]
+    return [prompt_example([1], "p", extra, f"rows.jsonl:{i + 1}") for i, extra in enumerate(extras)]
 
 
 HERE = "tests.rewards.test_rewards"
@@ -337,7 +337,7 @@ def score(*parts, sources=None, count=None):
     """Scores of responses by parts that give the same numbers every time."""
     rewards = Rewards(parts, lambda x: x)
     count = count or len(parts[0].score([], [], []))
-    rows = [PromptExample([1], "p", {}, f"r{i}", source=source) for i, source in enumerate(sources or [0] * count)]
+    rows = [prompt_example([1], "p", {}, f"r{i}", source=source) for i, source in enumerate(sources or [0] * count)]
     return rewards(rows, [[1]] * count, [True] * count)
 
 
@@ -365,7 +365,7 @@ def test_the_score_is_the_sum_of_weight_times_clip_of_the_normalized_part():
 
 def scored(*parts, prompts):
     """Scores of responses to prompts that are named by letters, side by side."""
-    return Rewards(parts, lambda x: x)([PromptExample([1], "p", {}, name) for name in prompts], [], [])
+    return Rewards(parts, lambda x: x)([prompt_example([1], "p", {}, name) for name in prompts], [], [])
 
 
 def test_what_has_no_score_is_no_number_whatever_bounds_it_has():

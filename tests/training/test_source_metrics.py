@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from alignment.data.batches import collate, collate_pairs
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.training.source_metrics import Sources
 from alignment.training.terms import LossSum, averages, named_sums
+from tests.examples import pair_example
 
 
 def example(targets, source, name="row"):
-    return Example([0] * (targets + 1), [False] + [True] * targets, name, source=source)
+    return Example.single([0] * (targets + 1), [False] + [True] * targets, name, source=source)
 
 
 def logged(*losses, weight):
@@ -89,7 +90,7 @@ def test_a_source_without_a_row_in_the_update_is_left_out_and_nothing_is_nan():
 
 def test_pairs_are_counted_by_pair():
     pairs = [
-        PairExample(example(chosen, 0, name), example(rejected, 0, name), None, name, source=source)
+        pair_example(example(chosen, 0, name), example(rejected, 0, name), None, name, source=source)
         for name, chosen, rejected, source in (("a", 5, 1, 0), ("b", 1, 5, 1), ("c", 1, 1, 1))
     ]
     sources = Sources(("hh", "stack"), (1.0, 0.5))

@@ -41,8 +41,6 @@ from alignment.data.batches import (
     collate_rankings,
     padded_groups,
 )
-from alignment.data.codecs import CODECS
-from alignment.data.mixture import MixtureStream
 from alignment.data.prepare import Preparation
 from alignment.data.stream import Stream
 from alignment.data.tokenize import tokenize_ordered_rankings
@@ -83,7 +81,7 @@ def run(config: DPOConfig) -> Path:
         if config.reference_log_probs == "cache":
             from alignment.algorithms.dpo.reference_cache import cached_reference
 
-            assert isinstance(stream, Stream | MixtureStream)  # streamed rows are refused with the config
+            assert isinstance(stream, Stream)  # streamed rows are refused with the config
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
         elif config.refers:
             reference = reference_of(policy, config.reference, engine, bases=bases)
@@ -196,7 +194,7 @@ def ranked_arguments(
     return [*(padded_groups(column, batch)[0] for column in responses.of(loss)), ranks], {"mask": mask}
 
 
-ORDERED = Preparation("ordered rankings", "rankings", tokenize_ordered_rankings, CODECS["rankings"])
+ORDERED = Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)
 
 ROW_KINDS: dict[Rows, RowKind] = {
     "comparisons": RowKind(collate_pairs, pair_arguments, pair_metrics),

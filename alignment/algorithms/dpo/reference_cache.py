@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.setup import DPOConfig
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate
-from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample, RowSequence
+from alignment.data.examples import Example, RowSequence
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
@@ -38,7 +38,6 @@ CACHED_ROWS = 256  # of each rank, whose log-probabilities are computed between 
 # How far two computations of one number may lie apart, in nats and as a share of it: batches of other rows round otherwise.
 TOLERANCE = {"fp32": (1e-3, 1e-4), "bf16": (0.5, 2e-2)}
 
-Row = TypeVar("Row", PairExample, LabeledExample, RankedExample)
 Collate = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -61,24 +60,8 @@ class ReferencedRows(RowSequence[Any]):
 
     def row_at(self, index: int) -> Any:
         number = range(len(self))[index]
-        return with_reference(self.rows[number], self.values[self.starts[number] : self.starts[number + 1]])
-
-
-def with_reference(row: Row, values: Sequence[float] | np.ndarray) -> Row:
-    """The row, its responses with their log-probabilities."""
-    known = [replace(each, reference=float(value)) for each, value in zip(responses_of(row), values, strict=True)]
-    if isinstance(row, PairExample):
-        return replace(row, chosen=known[0], rejected=known[1])
-    if isinstance(row, LabeledExample):
-        return replace(row, example=known[0])
-    return replace(row, responses=tuple(known))
-
-
-def responses_of(row: PreferenceExample) -> tuple[Example, ...]:
-    """The responses of a row, each with its prompt, in the order of its documents."""
-    if isinstance(row, PairExample):
-        return row.chosen, row.rejected
-    return (row.example,) if isinstance(row, LabeledExample) else row.responses
+        row, values = self.rows[number], self.values[self.starts[number] : self.starts[number + 1]]
+        return replace(row, values={**row.values, "reference": values.tolist()})
 
 
 class IndexedRows(Protocol):
@@ -106,7 +89,7 @@ def cached_reference(
     policy: Policy,
     engine: Engine,
     stream: RowStream,
-    held_out: Sequence[PreferenceExample],
+    held_out: Sequence[Example],
     *,
     run: Run,
 ) -> tuple[ReferencedStream, Sequence[Any]]:
@@ -163,7 +146,7 @@ class ReferenceCache:
     weights: str
     precision: str
 
-    def attach(self, rows: Sequence[PreferenceExample], name: str, run: Run) -> Sequence[Any]:
+    def attach(self, rows: Sequence[Example], name: str, run: Run) -> Sequence[Any]:
         """The rows with the reference's log-probabilities, from disk or computed now; a collective operation.
 
         Args:
@@ -196,7 +179,7 @@ class ReferenceCache:
         run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are computed, and kept in {path}")
         return ReferencedRows(rows, values, starts)
 
-    def _compute(self, rows: Sequence[PreferenceExample], starts: np.ndarray) -> np.ndarray:
+    def _compute(self, rows: Sequence[Example], starts: np.ndarray) -> np.ndarray:
         """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
         values = np.full(int(starts[-1]), np.nan, np.float32)
         group, step = self.engine.process_group, CACHED_ROWS * self.engine.process_group.size
@@ -213,13 +196,14 @@ class ReferenceCache:
 
     @torch.no_grad()
     def _log_probs(
-        self, rows: Sequence[PreferenceExample], numbers: Sequence[int], starts: np.ndarray
+        self, rows: Sequence[Example], numbers: Sequence[int], starts: np.ndarray
     ) -> Iterator[tuple[int, float]]:
         """(index among all responses, log-probability) of this rank's share of these rows."""
         documents = []
         for number in numbers:
-            for offset, response in enumerate(responses_of(rows[number])):
-                documents.append(replace(response, row_id=str(int(starts[number]) + offset)))
+            row = rows[number]
+            for offset, (ids, mask) in enumerate(zip(row.documents, row.masks, strict=True), int(starts[number])):
+                documents.append(Example.single(ids, mask, str(offset), row.source))
         group, backend = self.engine.process_group, self.engine.backend
         batches = shard_rows(documents, self.collate, group.rank, group.size)
         most = group.largest(len(batches)) if backend.collective_forward else 0
@@ -251,15 +235,15 @@ class ReferenceCache:
             )
 
 
-def rows_key(rows: Sequence[PreferenceExample]) -> tuple[str, np.ndarray]:
+def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
     """A hash of the tokens and masks of all rows' responses, and the index of each row's first response, then their number."""
     digest, starts = hashlib.sha256(), np.zeros(len(rows) + 1, np.int64)
     for number in range(len(rows)):
-        responses = responses_of(rows[number])
-        starts[number + 1] = starts[number] + len(responses)
-        for response in responses:
-            digest.update(np.array([len(response.ids), *response.ids], np.int32).tobytes())
-            digest.update(np.array(response.mask, np.bool_).tobytes())
+        row = rows[number]
+        starts[number + 1] = starts[number] + len(row.documents)
+        for ids, mask in zip(row.documents, row.masks, strict=True):
+            digest.update(np.array([len(ids), *ids], np.int32).tobytes())
+            digest.update(np.array(mask, np.bool_).tobytes())
     return digest.hexdigest(), starts
 
 

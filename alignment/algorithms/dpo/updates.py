@@ -24,7 +24,7 @@ from alignment.algorithms.dpo.setup import DPOConfig, WeightedLoss
 from alignment.algorithms.policies import LogProbModel, language_loss_fn
 from alignment.algorithms.runs import sources_of
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
-from alignment.data.examples import Example, LabeledExample, PreferenceExample, TokenizedRow
+from alignment.data.examples import Example, TokenizedRow
 from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.text.truncation import truncate
 from alignment.data.tokenize import last_span
@@ -144,7 +144,7 @@ class PreferenceUpdates:
     loss_fn: PreferenceLossFn
     reference: LogProbModel | None
     collate: Collate
-    mismatch: Callable[[Sequence[LabeledExample]], list[LabeledExample]]
+    mismatch: Callable[[Sequence[Example]], list[Example]]
     imitates: bool = False
     demonstrations: Demonstrations | None = None
     shift: RewardShift = field(default_factory=RewardShift)
@@ -158,7 +158,7 @@ class PreferenceUpdates:
         if isinstance(state, dict):
             self.shift.mean, self.shift.pairs = float(state["shift"]), int(state["pairs"])
 
-    def update(self, step: int, rows: Sequence[PreferenceExample]) -> dict[str, float]:
+    def update(self, step: int, rows: Sequence[Example]) -> dict[str, float]:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
         batches = self._shard(rows, self.collate)
         given = self.inputs(batches, rows, shared=True)
@@ -168,14 +168,14 @@ class PreferenceUpdates:
             terms.append(Term(texts, self.demonstrations.loss_fn, self.demonstrations.coef, "sft"))
         return logged_metrics(self.engine.update(*terms))
 
-    def evaluate(self, rows: Sequence[PreferenceExample], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Example], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
         """Mean loss and metrics over held-out rows, taken as one global batch; every rank reads them all."""
         given = self.inputs(batches, rows, shared=False)
         numbered, loss_fn = with_positions(batches, given), partial(self.loss_fn, given=given)
         return logged_metrics(held_out_metrics(self.engine, numbered, loss_fn), "held_out_")
 
     @torch.no_grad()
-    def inputs(self, batches: Sequence[Batch], rows: Sequence[PreferenceExample], *, shared: bool) -> GlobalInputs:
+    def inputs(self, batches: Sequence[Batch], rows: Sequence[Example], *, shared: bool) -> GlobalInputs:
         """What the losses take of a global batch; a collective operation where it is shared among ranks.
 
         Args:
@@ -193,7 +193,7 @@ class PreferenceUpdates:
                 self.shift.add(pairs)
             shift = self.shift.mean if self.shift.pairs else mean_log_ratio(pairs)
         return GlobalInputs(
-            kl=self._reference_point([row for row in rows if isinstance(row, LabeledExample)], shared)
+            kl=self._reference_point([row for row in rows if "desirable" in row.values], shared)
             if "kl" in kinds
             else None,
             pairs=pairs,
@@ -202,7 +202,7 @@ class PreferenceUpdates:
             mean_tokens=self._mean_tokens(batches, shared) if self.imitates else None,
         )
 
-    def _reference_point(self, rows: Sequence[LabeledExample], shared: bool) -> Tensor:
+    def _reference_point(self, rows: Sequence[Example], shared: bool) -> Tensor:
         """KTO's z0, from the responses of the global batch after other rows' prompts; 0 where there is one row alone."""
         device = self.engine.process_group.device
         totals = torch.zeros(2, device=device)  # sum of log-ratios, their number
@@ -322,19 +322,17 @@ def demonstrations(config: DPOConfig, texts: Sequence[Example], engine: Engine) 
     )
 
 
-def mismatched_rows(rows: Sequence[LabeledExample], max_length: int, bos: int | None) -> list[LabeledExample]:
+def mismatched_rows(rows: Sequence[Example], max_length: int, bos: int | None) -> list[Example]:
     """Each prompt with the response of the row before it, the first one with that of the last, at most `max_length` long.
 
     The responses are those of the batch itself, as in KTO's own code, and the rows are those of the global batch in the
     order of the run: the pairing depends neither on micro-batches nor on ranks.
     """
-    starts = [last_span(row.example.mask) for row in rows]
-    pieces = [(row.example.ids[:start], row.example.ids[start:]) for row, start in zip(rows, starts, strict=True)]
+    starts = [last_span(row.mask) for row in rows]
+    pieces = [(row.ids[:start], row.ids[start:]) for row, start in zip(rows, starts, strict=True)]
     mismatched = []
     for number, row in enumerate(rows):
-        prompt, [response] = truncate(pieces[number][0], [pieces[number - 1][1]], max_length, bos)
-        example = Example(
-            prompt + response, [False] * len(prompt) + [True] * len(response), row.example.row_id, row.source
-        )
-        mismatched.append(LabeledExample(example, row.desirable, row.row_id, row.source))
+        prompt, responses = truncate(pieces[number][0], [pieces[number - 1][1]], max_length, bos)
+        desirable = row.values["desirable"]
+        mismatched.append(Example.answered(prompt, responses, row.row_id, row.source, desirable=desirable))
     return mismatched

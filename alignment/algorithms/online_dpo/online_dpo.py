@@ -29,7 +29,7 @@ from alignment.algorithms.policies import note_dropout_off, save_policy
 from alignment.algorithms.ppo.metrics import log_samples, part_columns
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.runs import open_run
-from alignment.data.examples import Example, PairExample, PromptExample
+from alignment.data.examples import Example, PromptExample, join_examples
 from alignment.errors import UserError
 from alignment.rewards.combine import MOST_UNSCORED
 from alignment.rewards.functions import function_files
@@ -123,7 +123,7 @@ def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Ten
 
 def make_pairs(
     samples: JudgedSamples, config: OnlineDPOConfig, group: ProcessGroup
-) -> tuple[list[PairExample], dict[str, float]]:
+) -> tuple[list[Example], dict[str, float]]:
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
     Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
@@ -139,14 +139,14 @@ def make_pairs(
     def example(i: int) -> Example:
         prompt, response, row = samples.prompts[i], samples.responses[i], samples.rows[i]
         mask = [False] * len(prompt) + [True] * len(response)
-        return Example([*prompt, *response], mask, row.row_id, row.source)
+        return Example.single([*prompt, *response], mask, row.row_id, row.source)
 
     pairs, scores = [], []
     for prompt, usable in enumerate((~tied & ~unjudged).tolist()):
         chosen, rejected = (prompt * count + int(side[prompt]) for side in (best, worst))
         if usable and samples.responses[chosen] != samples.responses[rejected]:
-            row, lead = samples.rows[chosen], float(samples.scores[chosen] - samples.scores[rejected])
-            pair = PairExample(example(chosen), example(rejected), lead, row.row_id, row.source)
+            lead = float(samples.scores[chosen] - samples.scores[rejected])
+            pair = join_examples([example(chosen), example(rejected)], margin=lead)
             pairs.append((samples.numbers[chosen], pair))
             scores.append([float(samples.raw_scores[chosen]), float(samples.raw_scores[rejected])])
     sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
@@ -165,7 +165,7 @@ def make_pairs(
 
 
 def update_policy(
-    updates: PreferenceUpdates, config: OnlineDPOConfig, pairs: Sequence[PairExample], step: int
+    updates: PreferenceUpdates, config: OnlineDPOConfig, pairs: Sequence[Example], step: int
 ) -> dict[str, float]:
     """Epochs of minibatch updates on the pairs of all ranks; the mean of each metric over the updates that have it.
 

@@ -106,7 +106,9 @@ def tokenize_plain(
     """
     budget = text_budget(max_length, special_tokens, least=3)
     parts, counts = _split(rows, tokenizer, budget, {0: NO_TOKEN, 1: TOO_SHORT})
-    examples = [Example(text.ids[part], [True] * (part.stop - part.start), row.row_id) for row, text, part in parts]
+    examples = [
+        Example.single(text.ids[part], [True] * (part.stop - part.start), row.row_id) for row, text, part in parts
+    ]
     return examples, counts.with_documents(example.ids for example in examples)
 
 

@@ -3,13 +3,13 @@
 from functools import partial
 from typing import Any, Literal
 
-from alignment.data.codecs import EXAMPLES, Codec, mask_of, runs_of
 from alignment.data.config import DataConfig, Part
+from alignment.data.examples import Example
 from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining.examples import MaskableExample, tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import Passage, Sentence, tokenize_passages
 from alignment.data.rows.records import Tally, Text
-from alignment.data.table import Rows
+from alignment.data.table import Codec, Rows, mask_of, runs_of
 from alignment.data.tokenize import tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -26,40 +26,34 @@ TOKENIZE_TEXT: dict[str, Tokenize] = {
 }
 
 
-def _maskable(row_id: str, source: int, *values: list[int]) -> MaskableExample:
-    tokens, maskable, word_starts = values
-    return MaskableExample(tokens, mask_of(maskable), mask_of(word_starts), row_id)
+def _store_maskable(row: MaskableExample) -> Example:
+    return Example.single(row.ids, row.maskable, row.row_id, row.source, word_starts=runs_of(row.word_starts))
 
 
-def _encode_passage(passage: Passage) -> tuple[Any, ...]:
-    sentences = passage.sentences
-    tokens = [token for sentence in sentences for token in sentence.ids]
-    starts = [start for sentence in sentences for start in sentence.word_starts]
-    return tokens, [len(sentence.ids) for sentence in sentences], runs_of(starts), passage.document
+def _read_maskable(example: Example) -> MaskableExample:
+    starts = mask_of(example.values["word_starts"])
+    return MaskableExample(example.ids, example.mask, starts, example.row_id, example.source)
 
 
-def _passage(row_id: str, source: int, *values: Any) -> Passage:
-    tokens, parts, runs, document = values
-    starts, sentences, first = mask_of(runs), [], 0
-    for part in parts:
-        sentences.append(Sentence(tokens[first : first + part], starts[first : first + part]))
-        first += part
-    return Passage(sentences, document, row_id)
+def _store_passage(passage: Passage) -> Example:
+    starts = [start for sentence in passage.sentences for start in sentence.word_starts]
+    values = {"sizes": [len(sentence.ids) for sentence in passage.sentences], "document": passage.document}
+    return Example.single(passage.documents[0], starts, passage.row_id, passage.source, **values)
 
 
-MASKABLE: Codec[MaskableExample] = Codec(
-    "maskable",
-    {"tokens": "integers", "maskable": "integers", "word_starts": "integers"},
-    lambda example: (example.ids, runs_of(example.maskable), runs_of(example.word_starts)),
-    _maskable,
-)
-PASSAGES: Codec[Passage] = Codec(
-    "passages",
-    {"tokens": "integers", "parts": "integers", "word_starts": "integers", "document": "integer"},
-    _encode_passage,
-    _passage,
-)
-TEXT_CODECS: dict[str, Codec[Any]] = {"masked": MASKABLE, "sentence_pairs": PASSAGES}  # others: EXAMPLES
+def _read_passage(example: Example) -> Passage:
+    sentences, first = [], 0
+    for size in example.values["sizes"]:
+        part = slice(first, first + size)
+        sentences.append(Sentence(example.ids[part], example.mask[part]))
+        first += size
+    return Passage(sentences, example.values["document"], example.row_id, example.source)
+
+
+TEXT_CODECS = {  # of other objectives the rows are examples
+    "masked": Codec(_store_maskable, _read_maskable),
+    "sentence_pairs": Codec(_store_passage, _read_passage),
+}
 
 UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
@@ -78,9 +72,9 @@ def prepare_text(
     if objective not in TOKENIZE_TEXT:
         raise UserError(f"unknown pretraining objective {objective!r}; known: {', '.join(TOKENIZE_TEXT)}")
     tokenize = partial(_tokenize_and_note_unknown, TOKENIZE_TEXT[objective])
-    codec = TEXT_CODECS.get(objective, EXAMPLES)
     # A second sentence may come from any other text, so that passages are made of all texts at once.
-    preparation = Preparation(f"text for {objective}", "text", tokenize, codec, whole=objective == "sentence_pairs")
+    codec, whole = TEXT_CODECS.get(objective), objective == "sentence_pairs"
+    preparation = Preparation(f"text for {objective}", "text", tokenize, codec, whole)
     if config.streaming and part == "train":
         from alignment.data.streaming import open_stream
 

@@ -43,15 +43,19 @@ def type_name(value: object) -> str:
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
 
+def _present(row: Columns, key: str) -> Any:
+    if key not in row:
+        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
+    return row[key]
+
+
 def text_field(row: Columns, key: str, *, may_be_empty: bool = False) -> str:
     """The text under `key`.
 
     Raises:
         BadRow: missing, null, not text, or nothing but white space.
     """
-    if key not in row:
-        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
-    value = row[key]
+    value = _present(row, key)
     if value is None and may_be_empty:
         return ""
     if not isinstance(value, str):
@@ -83,9 +87,7 @@ def flag_field(row: Columns, key: str) -> bool:
     Raises:
         BadRow: missing, or anything else.
     """
-    if key not in row:
-        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
-    value = row[key]
+    value = _present(row, key)
     word = str(value).strip().lower() if isinstance(value, str | bool | int | float) else ""
     if word not in FLAGS:
         raise BadRow(key, "must be true or false (or 1 or 0)", repr(value)[:40])
@@ -98,9 +100,7 @@ def list_field(row: Columns, key: str) -> list[Any]:
     Raises:
         BadRow: missing, not a list, or empty.
     """
-    if key not in row:
-        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
-    value = row[key]
+    value = _present(row, key)
     if not isinstance(value, list):
         raise BadRow(key, f"must be a list, is {type_name(value)}")
     if not value:

@@ -112,7 +112,7 @@ def _call(call: object, key: str, where: str) -> dict[str, Any]:
 
 
 def _decoded(text: object, key: str, where: str) -> Any:
-    """What a tool call or its arguments say, written as JSON."""
+    """A tool call, or its arguments, from JSON."""
     try:
         return json.loads(cast("str", text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -154,7 +154,7 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
 
 
 def turn_weights(row: Columns, key: str) -> list[bool | None]:
-    """Whether each message under `key` counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
+    """True for each message under `key` that counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
 
     Raises:
         BadRow: another weight, or a message of someone else than the assistant that is to count.
@@ -192,7 +192,7 @@ def reply_message(row: Columns, key: str) -> Message:
 
 
 def is_plain(message: Message) -> bool:
-    """Whether a message is its text alone, without tool calls or reasoning."""
+    """True where a message is its text alone, without tool calls or reasoning."""
     return not (message.get("tool_calls") or message.get("reasoning_content"))
 
 

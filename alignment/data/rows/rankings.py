@@ -17,16 +17,10 @@ from alignment.data.rows.fields import (
     text_field,
     type_name,
 )
-from alignment.data.rows.formats import explicit_prompt, is_tie, parse_text_pair
+from alignment.data.rows.formats import explicit_prompt, parse_text_pair
 from alignment.data.rows.messages import reply_field
 from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow
 
-RANKING_COLUMNS = (  # the responses, and what orders them
-    ("responses", "ranking"),
-    ("responses", "ranks"),
-    ("responses", "scores"),
-    ("generations", "ratings"),
-)
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
 ALL_TIED = "all responses are tied, so no pair prefers one"
@@ -34,79 +28,78 @@ NO_RANKED_REPLIES = "no two ranked replies in the tree"
 TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
-def ranking_parser(responses: str, order: str) -> Callable[[Columns, str], Ranking]:
-    """Parser of rows with a list of responses and a list that orders them.
-
-    Args:
-        responses: column of K texts or assistant messages.
-        order: `ranking`: the responses best first, each as its number from 0 or as its text, ties as a list in the
-            list; `ranks`: the place of each response, the lowest best; `scores` or `ratings`: one number for each
-            response, the highest best.
-    """
-
-    def parse(row: Columns, row_id: str) -> Ranking:
-        texts = [reply_field({responses: item}, responses) for item in list_field(row, responses)]
-        if order == "ranking":
-            return build_ranking(
-                row, _prompt(row), texts, ranks=listed_ranks(list_field(row, order), texts), row_id=row_id
-            )
-        numbers = [_number(item, order) for item in list_field(row, order)]
-        if len(numbers) != len(texts):
-            raise BadRow(order, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
-        if order == "ranks":
-            return build_ranking(row, _prompt(row), texts, ranks=dense_ranks(numbers), row_id=row_id)
-        return scored_ranking(row, texts, numbers, row_id)
-
-    return parse
+def parse_listed(row: Columns, row_id: str, responses: str, ranking: str) -> Ranking:
+    """Responses and the list of them best first, each as its number from 0 or as its text, ties as a list in the list."""
+    texts = _texts(row, responses)
+    return build_ranking(row, texts, ranks=listed_ranks(list_field(row, ranking), texts), row_id=row_id)
 
 
-def parse_rated_completions(key: str) -> Callable[[Columns, str], Ranking]:
-    """Parser of a list of objects, each a response with its score or rank (UltraFeedback, Nectar).
+def parse_ranked(row: Columns, row_id: str, responses: str, ranks: str) -> Ranking:
+    """Responses and the place of each, the lowest best."""
+    texts = _texts(row, responses)
+    return build_ranking(row, texts, ranks=dense_ranks(_numbers(row, ranks, responses, len(texts))), row_id=row_id)
 
-    Args:
-        key: column of the list.
-    """
 
-    def parse(row: Columns, row_id: str) -> Ranking:
-        texts, scores, ranks = [], [], []
-        for item in list_field(row, key):
-            if not isinstance(item, dict):
-                raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
-            texts.append(text_field({key: _first(item, RESPONSE_KEYS, key, "response")}, key))
-            if item.get("rank") is not None:
-                ranks.append(_number(item["rank"], key))
-            else:
-                scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
-        if scores and ranks:
-            raise BadRow(key, "some responses have a rank and some have a score")
-        if ranks:
-            return build_ranking(row, _prompt(row), texts, ranks=dense_ranks(ranks), row_id=row_id)
-        return scored_ranking(row, texts, scores, row_id)
+def parse_scored(row: Columns, row_id: str, responses: str, scores: str) -> Ranking:
+    """Responses and one number for each, the highest best."""
+    texts = _texts(row, responses)
+    return scored_ranking(row, texts, _numbers(row, scores, responses, len(texts)), row_id)
 
-    return parse
+
+def _texts(row: Columns, key: str) -> list[str]:
+    return [reply_field({key: item}, key) for item in list_field(row, key)]
+
+
+def _numbers(row: Columns, key: str, responses: str, count: int) -> list[float]:
+    numbers = [_number(item, key) for item in list_field(row, key)]
+    if len(numbers) != count:
+        raise BadRow(key, f"must be as many as {responses}", f"{len(numbers)} and {count}")
+    return numbers
+
+
+def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
+    """A list of objects, each a response with its score or rank (UltraFeedback, Nectar)."""
+    texts, scores, ranks = [], [], []
+    for item in list_field(row, key):
+        if not isinstance(item, dict):
+            raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
+        texts.append(text_field({key: _first(item, RESPONSE_KEYS, key, "response")}, key))
+        if item.get("rank") is not None:
+            ranks.append(_number(item["rank"], key))
+        else:
+            scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
+    if scores and ranks:
+        raise BadRow(key, "some responses have a rank and some have a score")
+    if ranks:
+        return build_ranking(row, texts, ranks=dense_ranks(ranks), row_id=row_id)
+    return scored_ranking(row, texts, scores, row_id)
 
 
 def scored_ranking(row: Columns, responses: Sequence[str], scores: Sequence[float], row_id: str) -> Ranking:
     """A ranking by scores, the highest best; the scores are kept."""
     ranks = dense_ranks([-score for score in scores])
-    return build_ranking(row, _prompt(row), responses, ranks=ranks, scores=tuple(scores), row_id=row_id)
+    return build_ranking(row, responses, ranks=ranks, scores=tuple(scores), row_id=row_id)
 
 
 def build_ranking(
     row: Columns,
-    prompt: str | Messages,
     responses: Sequence[str],
     *,
     ranks: Sequence[int],
     row_id: str,
     scores: tuple[float, ...] | None = None,
+    prompt: Messages | None = None,
 ) -> Ranking:
     """A ranking of at least two responses that differ.
+
+    Args:
+        prompt: None: that of the row; an `instruction` without an `input` stands as it is.
 
     Raises:
         EqualResponses: two of them are the same text.
         BadRow: fewer than two, or a margin beside more than two.
     """
+    question = prompt or _prompt(row)
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
     if len(set(responses)) < len(responses):
@@ -114,7 +107,7 @@ def build_ranking(
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
-    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, scores, margin)
+    return Ranking(question, tuple(responses), tuple(ranks), row_id, scores, margin)
 
 
 def listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
@@ -151,21 +144,7 @@ def dense_ranks(numbers: Sequence[float]) -> list[int]:
     return [order.index(number) for number in numbers]
 
 
-def different_pair(
-    parse: Callable[[Columns, str], Comparison],
-) -> Callable[[Columns, str], Comparison]:
-    """The parser, where two equal responses are no comparison."""
-
-    def parse_different(row: Columns, row_id: str) -> Comparison:
-        pair = parse(row, row_id)
-        if is_tie(pair):
-            raise EqualResponses()
-        return pair
-
-    return parse_different
-
-
-def parse_pair_ranking(row: Columns, row_id: str) -> Ranking:
+def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
     """A pair as a ranking of two, the chosen one first; its margin and scores are kept."""
     pair = parse_text_pair(row, row_id)
     rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
@@ -173,11 +152,11 @@ def parse_pair_ranking(row: Columns, row_id: str) -> Ranking:
     return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
 
 
-def pairs_parser(parse: Callable[[Columns, str], Record | list[Record]]) -> Callable[[Columns, str], list[Record]]:
+def pairs_parser(parser: Callable[..., Record | list[Record]]) -> Callable[..., list[Record]]:
     """Parser of the pairs that the rankings of a row make: each response beside every worse one, ties left out."""
 
-    def parse_pairs(row: Columns, row_id: str) -> list[Record]:
-        found = parse(row, row_id)
+    def parse_pairs(row: Columns, row_id: str, *columns: str) -> list[Record]:
+        found = parser(row, row_id, *columns)
         rankings = cast("list[Ranking]", found if isinstance(found, list) else [found])
         pairs: list[Record] = [pair for ranking in rankings for pair in ordered_pairs(ranking)]
         if not pairs:
@@ -197,7 +176,7 @@ def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
                 yield Comparison(ranking.prompt, chosen, rejected, ranking.margin, row_id)
 
 
-def parse_tree(row: Columns, row_id: str) -> list[Record]:
+def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:
     """The rankings in a tree of messages (OpenAssistant): each prompt with two ranked replies or more is one.
 
     Deleted messages and replies without a rank are left out. The dialogue up to the prompt is the prompt.
@@ -220,7 +199,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
         ranks = dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
         texts = [text_field(reply, "text") for reply in ranked]
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
-        yield build_ranking({}, dialogue, texts, ranks=ranks, row_id=name)
+        yield build_ranking({}, texts, ranks=ranks, row_id=name, prompt=dialogue)
     for number, reply in enumerate(replies):
         yield from _ranked_replies(reply, dialogue, row_id, (*way, number))
 

@@ -1,16 +1,17 @@
 """Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in kinds.py."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
-from alignment.data.config import SourceConfig, as_sources
+from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, EqualResponses
-from alignment.data.rows.files import RawRow, read_raw
+from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.formats import complete, with_messages
-from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, expected_columns, match_format
+from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, match_format
 from alignment.data.rows.records import (
     EXPANDED,
     Columns,
@@ -28,6 +29,13 @@ from alignment.errors import UserError, raise_all, suggest
 
 SHOWN_PROBLEMS = 20
 TIE = EqualResponses().reason
+NO_EFFECT = (
+    "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
+    "or leave chat_template out"
+)
+OPTIONAL = {  # columns that rows may have beside those of their format
+    "input", "margin", "prompt", "instruction", "system", "history", "tools", "votes", "agreement", "annotator",
+}  # fmt: skip
 
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
@@ -53,7 +61,7 @@ def read_rows(
         split: of a Hub data set that names none itself.
         kind: text, demonstrations, comparisons, prompts, labels, rankings or steps.
         columns: our column name -> the source's, where they differ.
-        max_rows: stop after so many good rows; a row of the source that makes several is kept whole.
+        max_rows: the most good rows; a row of the source that makes several is kept whole.
         on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
         skip_ties: drop and count pairs with equal texts; False: they are bad rows.
         as_messages: prompts that are plain text become messages.
@@ -175,27 +183,22 @@ class RecordParser:
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         try:
-            found = self.row_format.parse(values, location)
+            records = self.row_format.parse(values, location)
         except EqualResponses as equal:
             if self.skip_ties:
                 raise SkippedRow(equal.reason) from equal
             raise
-        records = found if isinstance(found, list) else [found]
         if self.as_messages:
             records = [with_messages(record) for record in records]
         records = [complete(record, values) for record in records]
-        for record in records:
-            self._check_form(record, location)
+        for form in (type(getattr(record, "prompt", "")) for record in records):
+            if self.form is None:
+                self.form, self.form_location = form, location
+            if form is not self.form:  # they would be rendered in two ways
+                words = {str: "text", list: "messages"}
+                seen = f"at {self.form_location}"
+                raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", seen)
         return records
-
-    def _check_form(self, record: Record, location: str) -> None:
-        """Refuse a source that mixes prompts of text and of messages: they would be rendered in two ways."""
-        form = type(getattr(record, "prompt", ""))
-        if self.form is None:
-            self.form, self.form_location = form, location
-        if form is not self.form:
-            words = {str: "text", list: "messages"}
-            raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", f"at {self.form_location}")
 
 
 def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
@@ -216,26 +219,51 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
             f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
             "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected, or train by dpo.loss=kto"
         )
+    expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
-        f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected_columns(kind)}. "
+        f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
         f"Name the file's columns with {column_advice(kind, readable[0])}"
     )
 
 
+def choose_parser(
+    source: SourceConfig, kind: Kind, config: DataConfig, chunks: Iterator[Chunk]
+) -> tuple[RecordParser, Iterator[Chunk]]:
+    """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them.
+
+    The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
+    first good row. So the parser is the same for all chunks, in whatever order they are parsed.
+
+    Raises:
+        UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that
+            have no messages.
+    """
+    if config.as_messages and kind == "text":
+        raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
+    columns, ways = source.columns or {}, (config.skip_ties, config.as_messages)
+    held: list[Chunk] = []
+    seen: list[RawRow] = []
+    tried = 0
+    for chunk in chunks:
+        held.append(chunk)
+        seen += chunk.raw_rows()
+        if len(seen) < 2 * tried or all(row.values is None for row in seen):
+            continue
+        tried = len(seen)
+        try:
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), *ways)
+        except UserError:  # a row further down may match
+            continue
+        parse_rows(seen, parser, columns=columns, max_rows=1)
+        if parser.form is not None:
+            if source.chat_template is not None and parser.form is str:
+                raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
+            return parser, chain(held, chunks)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), *ways), iter(held)
+
+
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
-    known |= {
-        "input",
-        "margin",
-        "prompt",
-        "instruction",
-        "system",
-        "history",
-        "tools",
-        "votes",
-        "agreement",
-        "annotator",
-    }
+    known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:
@@ -283,6 +311,6 @@ AnyRecord = TypeVar("AnyRecord", bound=HasRowId)
 
 
 def overlap(train: Sequence[AnyRecord], evaluation: Sequence[AnyRecord], key: Callable[[AnyRecord], str]) -> list[str]:
-    """Ids of the evaluation rows whose prompt (or text) also stands in the training rows."""
+    """Ids of the evaluation rows whose prompt (or text) is in the training rows too."""
     known = {key(row) for row in train}
     return [row.row_id for row in evaluation if key(row) in known]

@@ -12,7 +12,7 @@ Tools = list[dict[str, Any]]  # definitions of functions that a model may call, 
 
 
 class Turn(TypedDict):
-    """What every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
+    """The parts that every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
 
     role: str
     content: str  # "" where an assistant message consists of tool calls alone
@@ -145,10 +145,47 @@ class Steps:
     tools: Tools | None = None
 
 
+Turns = Literal["all", "last", "each"]  # see `choose_turns`
 Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 
 SHOWN_IDS = 3
 EXPANDED = "a row of several records: each counts as a row"
+
+
+def choose_turns(rows: Sequence[Record], turns: Turns) -> list[Record]:
+    """The rows, dialogues with the assistant's turns that are trained on.
+
+    Args:
+        turns: "all" trains on every assistant turn of a dialogue in one sequence; "last" on the last one that counts;
+            "each" makes an example of every turn that counts, after the prompt that generation renders for it.
+    """
+    return [_with_turns(row, turns) if isinstance(row, Demonstration) else row for row in rows]
+
+
+def _with_turns(row: Demonstration, turns: Turns) -> Demonstration:
+    if row.messages is None or turns == "all":
+        return row
+    trained = row.trained or (True,) * sum(message["role"] == "assistant" for message in row.messages)
+    if turns == "last":
+        last = max(number for number, counts in enumerate(trained) if counts)
+        trained = tuple(number == last for number in range(len(trained)))
+    return replace(row, trained=trained, apart=True)
+
+
+def single_turns(row: Demonstration) -> list[tuple[Demonstration, str | Message]]:
+    """(row with the prompt, reply) of each turn that counts and has something before it, where turns are kept apart.
+
+    Of a row without `messages` the one that it has.
+    """
+    if row.messages is None:
+        return [(row, row.response)]
+    replies = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    trained = row.trained or (True,) * len(replies)
+    return [
+        (replace(row, prompt=row.messages[:index]), row.messages[index])
+        for index, counts in zip(replies, trained, strict=True)
+        if counts and index
+    ]
 
 
 class SkippedRow(Exception):
@@ -157,16 +194,16 @@ class SkippedRow(Exception):
 
 @dataclass
 class Tally:
-    """Counts of one preparation: every row that is dropped or cut is counted here.
+    """CountTable of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
-        rows: rows read; one that holds several records counts as so many.
+        rows: rows read; each of several records in one row counts.
         kept: rows that survive.
         documents: token sequences made of them (0 before tokenization; a pair counts two).
         tokens: tokens of these documents.
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
-        noted: rows used as they are, by what is worth knowing about them.
+        noted: rows used as they are, by note.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
@@ -188,21 +225,19 @@ class Tally:
 
     def drop(self, reason: str, row_id: str) -> None:
         """Count a row that is left out."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self._note(reason, row_id)
+        self._count(self.dropped, reason, row_id)
 
     def note_cut(self, what: str, row_id: str) -> None:
         """Count a row that is kept, but cut."""
-        self.cut[what] = self.cut.get(what, 0) + 1
-        self._note(what, row_id)
+        self._count(self.cut, what, row_id)
 
     def note(self, what: str, row_id: str) -> None:
         """Count a row that is used, and has something worth knowing."""
-        self.noted[what] = self.noted.get(what, 0) + 1
-        self._note(what, row_id)
+        self._count(self.noted, what, row_id)
 
-    def _note(self, reason: str, row_id: str) -> None:
-        ids = self.first.setdefault(reason, [])
+    def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
+        table[what] = table.get(what, 0) + 1
+        ids = self.first.setdefault(what, [])
         if len(ids) < SHOWN_IDS:
             ids.append(row_id)
 
@@ -213,27 +248,20 @@ class Tally:
 
     def followed_by(self, later: "Tally") -> "Tally":
         """The tally of this step followed by `later`, which worked on the rows this one kept."""
-        return replace(
-            later,
-            rows=self.rows,
-            dropped=_sum(self.dropped, later.dropped),
-            cut=_sum(self.cut, later.cut),
-            noted=_sum(self.noted, later.noted),
-            first=_join(self.first, later.first),
-        )
+        return replace(later, rows=self.rows, **self._with_reasons(later))
 
     def merged_with(self, other: "Tally") -> "Tally":
         """The tally of two sources together."""
-        return Tally(
-            rows=self.rows + other.rows,
-            kept=self.kept + other.kept,
-            documents=self.documents + other.documents,
-            tokens=self.tokens + other.tokens,
-            dropped=_sum(self.dropped, other.dropped),
-            cut=_sum(self.cut, other.cut),
-            noted=_sum(self.noted, other.noted),
-            first=_join(self.first, other.first),
-        )
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in ("rows", "kept", "documents", "tokens")}
+        return Tally(**numbers, **self._with_reasons(other))
+
+    def _with_reasons(self, other: "Tally") -> dict[str, Any]:
+        """The tables of both, summed."""
+        tables = {name: (getattr(self, name), getattr(other, name)) for name in ("dropped", "cut", "noted")}
+        sums = {name: {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}} for name, (a, b) in tables.items()}
+        names = {**self.first, **other.first}
+        first = {key: (self.first.get(key, []) + other.first.get(key, []))[:SHOWN_IDS] for key in names}
+        return {**sums, "first": first}
 
     def require(self, max_lost_share: float, source: str) -> None:
         """Refuse to go on with too little.
@@ -284,15 +312,3 @@ class Tally:
             f"  {verb} {number}: {reason} ({', '.join(self.first[reason])}{', ...' if number > SHOWN_IDS else ''})"
             for reason, number in table.items()
         ]
-
-
-def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
-    return {key: left.get(key, 0) + right.get(key, 0) for key in _keys(left, right)}
-
-
-def _join(left: dict[str, list[str]], right: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {key: (left.get(key, []) + right.get(key, []))[:SHOWN_IDS] for key in _keys(left, right)}
-
-
-def _keys(left: Iterable[str], right: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([*left, *right]))

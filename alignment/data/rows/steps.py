@@ -23,7 +23,7 @@ FIRST_STEP = "Step 1:"
 NO_STEPS = "no labeled step"
 
 
-def parse_steps(row: Columns, row_id: str) -> Steps:
+def parse_steps(row: Columns, row_id: str, *_: str) -> Steps:
     """trl's stepwise supervision: a prompt, the texts of the steps, and a label for each."""
     steps = [text_field({"completions": step}, "completions") for step in list_field(row, "completions")]
     labels = [flag_field({"labels": label}, "labels") for label in list_field(row, "labels")]
@@ -32,7 +32,7 @@ def parse_steps(row: Columns, row_id: str) -> Steps:
     return Steps(prompt_field(row, "prompt"), tuple(steps), tuple(labels), row_id)
 
 
-def parse_prm800k(row: Columns, row_id: str) -> list[Record]:
+def parse_prm800k(row: Columns, row_id: str, *_: str) -> list[Record]:
     """PRM800K's records: the solution that the annotators followed, and one row for each other continuation they rated.
 
     A rating of -1 is wrong; 1 and the neutral 0 are right.
@@ -85,7 +85,7 @@ def _is_right(completion: Columns) -> bool:
     return rating >= 0
 
 
-def parse_tagged_steps(row: Columns, row_id: str) -> Steps:
+def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
     """Math-Shepherd's texts: in `input` each step ends with a tag, and `label` is that text with + or - for the tag.
 
     Source: Wang et al. 2024, arXiv:2312.08935.

@@ -1,13 +1,12 @@
-"""Charts as inline SVG in the page's own colors, light or dark. page.py chooses what to draw."""
+"""Charts as inline SVG in the page's own colors, light or dark."""
 
 import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import matplotlib as mpl
 import numpy as np
@@ -15,6 +14,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from alignment.evaluation.report.html import Chart
 
 # Placeholder colors for matplotlib; the SVG refers to the page's style sheet instead.
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
@@ -53,8 +54,7 @@ STYLE: Any = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One line: label, coordinates, and the number of its color."""
 
     label: str
@@ -63,8 +63,7 @@ class Curve:
     color: int = 0
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """One bar: label, value, the interval around it if there is one, and the number of its color."""
 
     label: str
@@ -84,7 +83,13 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
         figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
         axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
         for curve in curves:
-            _draw_curve(axes, curve)
+            x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+            color = SERIES[curve.color % len(SERIES)]
+            if len(y) < 40 or _is_smooth(y):
+                axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
+            else:
+                axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
+                axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -109,8 +114,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
                 axes.plot(x[0], y[0], color=color, marker="o", markersize=7.5, markerfacecolor="none")
             axes.plot(x, y, color=color, linewidth=1.2, marker="" if noisy else "o", markersize=2.6, alpha=0.75)
             axes.plot(x[-1], y[-1], color=color, marker="o", markersize=7.5, markeredgewidth=0)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set(xlabel=x_label, ylabel=y_label)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.margins(0.06)
@@ -137,10 +141,9 @@ def bar_chart(
                 low, high = bar.interval
                 axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
                 axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
-            _write_value(axes, bar, y, percent=percent)
+            _write_value(axes, bar.value, y, percent=percent)
         axes.set_yticks(heights, labels, color=INK, fontsize=10)
-        axes.set_xlim(*limits)
-        axes.set_ylim(-0.55, len(bars) - 0.45)
+        axes.set(xlim=limits, ylim=(-0.55, len(bars) - 0.45))
         axes.grid(False, axis="y")
         axes.spines["left"].set_visible(False)
         if percent:
@@ -155,20 +158,26 @@ def bar_chart(
         return _inline(figure, label)
 
 
-def _write_value(axes: Axes, bar: Bar, y: float, *, percent: bool) -> None:
+def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
+    """Bars of rates with their intervals, beside one half; a rate that is None is left out.
+
+    Args:
+        rates: label -> mapping with rate, low and high.
+        colors: label -> number of its color; None: one for all.
+    """
+    bars = [
+        Bar(name, rate["rate"], (rate["low"], rate["high"]), (colors or {}).get(name, 0))
+        for name, rate in rates.items()
+        if rate is not None
+    ]
+    return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=0.5))
+
+
+def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
     """Write a bar's value beside the chart, where neither a line nor a label is."""
-    text = f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
-    axes.annotate(
-        text,
-        (1, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=9.5,
-        color=INK,
-        annotation_clip=False,
-    )
+    text = f"{value:.1%}".replace("%", " %") if percent else f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
+    place: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+    axes.annotate(text, **place, va="center", fontsize=9.5, color=INK, annotation_clip=False)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -176,16 +185,6 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained", facecolor="none")
     axes = figure.add_subplot(facecolor="none")
     return figure, axes
-
-
-def _draw_curve(axes: Axes, curve: Curve) -> None:
-    x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
-    color = SERIES[curve.color % len(SERIES)]
-    if len(y) < 40 or _is_smooth(y):
-        axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
-        return
-    axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
-    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
 
 
 def _is_smooth(values: np.ndarray) -> bool:
@@ -221,8 +220,8 @@ def padded_limits(values: Sequence[float], share: float = 0.05) -> tuple[float, 
     return low - room if low < 0 else low, high + room if high > 0 else high
 
 
-def is_finite_number(value: object) -> bool:
-    """Whether a value is a finite number, which an axis can show."""
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """True of a finite number, which an axis can show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

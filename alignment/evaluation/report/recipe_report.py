@@ -2,31 +2,28 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.evaluation.report.page import (
-    PAIR_PARTS,
-    KLPoint,
-    ReportData,
-    Sample,
-    SampleResponse,
-    StageRecord,
-    WinRateRow,
-    format_cell,
-    format_share,
-    verdict_sentence,
-    with_interval,
-    write_report,
-)
+from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
+from alignment.evaluation.report.page import PAIR_PARTS, ReportData, StageRecord, write_report
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
-from alignment.evaluation.winrate import WinRate
+from alignment.settings import Settings
+
+COLUMNS = {
+    "proxy": "reward model",
+    "kl": "KL from baseline, nats",
+    "language_loss": "text loss, nats/token",
+    "response_tokens": "tokens per reply",
+    "ended_share": "share that ended",
+}
+ORDERS = {"inconsistent": "orders disagree", "position_bias": "shown first preferred"}  # of a judge
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(Settings):
     """Settings of a report.
 
     Attributes:
@@ -52,26 +49,18 @@ def run(config: ReportConfig) -> Path:
     """
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
-    lineage = [_record(name, folder) for name, folder in config.stages.items()]
-    updates = {name: lines[-1]["step"] for name, lines in metrics.items() if lines}
-    rows = [{key: value for key, value in row.items() if key not in ORDERS} for row in summary_rows(results)]
-    budgets = [{"policy": row["policy"], **training_budget(lineage, updates, row["policy"])} for row in rows]
-    budgets = [row for row in budgets if len(row) > 1]
+    lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
+    table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
+    budgets = training_budgets(lineage, metrics, results.get("models", {}))
     data = ReportData(
         title=config.title,
         summary=config.summary,
-        verdicts=[
-            *map(verdict_sentence, win_rate_rows(results)),
-            *(f"Warning: {warning}." for warning in results.get("warnings", [])),
-        ],
-        summary_table=rows,
-        budget_table=budgets,
-        win_rates=win_rate_rows(results),
-        gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
-        pairs={name: model["pairs"] for name, model in results.get("models", {}).items() if "pairs" in model},
-        overoptimization={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
+        verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
+        tables=[table, budgets],
+        results=results,
+        paths={name: lines for name, lines in metrics.items() if any("kl" in line for line in lines)},
         stages=metrics,
-        samples=read_samples(results),
+        samples=results.get("samples", []),
         lineage=lineage,
     )
     path = write_report(Path(config.output) / "report.html", data)
@@ -85,14 +74,8 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per policy, the columns in the table's order."""
     rows = []
     for name, model in results.get("models", {}).items():
-        row: dict[str, Any] = {"policy": name, f"win rate against {results['baseline']}": None}
-        if "win_rate" in model:
-            row[f"win rate against {results['baseline']}"] = WinRate(**model["win_rate"])
-            bias, inconsistent = model["position_bias"], model["inconsistent"]
-            shares = (
-                format_share(**{key: found[key] for key in ("rate", "low", "high")}) for found in (inconsistent, bias)
-            )
-            row |= dict(zip(ORDERS, shares, strict=True))
+        row = {"policy": name, f"win rate against {results['baseline']}": model.get("win_rate")}
+        row |= {label: model[key] for key, label in ORDERS.items() if key in model}
         if "gold" in model:
             row["gold reward"] = with_interval(model["gold"]["total"], model.get("gold_interval"))
         row |= {
@@ -105,67 +88,51 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def training_budget(lineage: Sequence[StageRecord], updates: Mapping[str, int], policy: str) -> dict[str, object]:
-    """What the training run of a policy's name was given; nothing where no stage of that name was trained."""
-    for record in lineage:
-        if record.name == policy and policy in updates:
-            training, optim = (record.settings.get(section, {}) for section in ("training", "optim"))
-            rows, rate = training.get("batch_size"), optim.get("learning_rate")
-            return {"updates": updates[policy], "rows per update": rows, "learning rate": rate}
-    return {}
-
-
-ORDERS = ("orders disagree", "shown first preferred")  # of a judge; a page has them among its counts
-COLUMNS = {
-    "proxy": "reward model",
-    "kl": "KL from baseline, nats",
-    "language_loss": "text loss, nats/token",
-    "response_tokens": "tokens per reply",
-    "ended_share": "share that ended",
-}
-
-
-def win_rate_rows(results: Mapping[str, Any]) -> list[WinRateRow]:
-    """Rows of the win-rate chart."""
+def training_budgets(
+    lineage: Sequence[StageRecord], metrics: Mapping[str, Sequence[Row]], policies: Mapping[str, object]
+) -> list[dict[str, object]]:
+    """One row for each policy that a stage of its name has trained: updates, rows of each, learning rate."""
     return [
-        WinRateRow(
-            name,
-            results["baseline"],
-            results["judge"],
-            WinRate(**model["win_rate"]),
-            model["inconsistent"]["count"],
-            model["failures"],
-            tuple(model["position_bias"][key] for key in ("rate", "low", "high")),
-        )
-        for name, model in results.get("models", {}).items()
-        if "win_rate" in model
+        {
+            "policy": record.name,
+            "updates": metrics[record.name][-1]["step"],
+            "rows per update": record.settings.get("training", {}).get("batch_size"),
+            "learning rate": record.settings.get("optim", {}).get("learning_rate"),
+        }
+        for record in lineage
+        if record.name in policies and metrics[record.name]
     ]
 
 
-def kl_points(lines: list[dict[str, Any]]) -> list[KLPoint]:
-    """The path of a PPO run through (KL, proxy, gold); nothing for other runs."""
-    return [KLPoint(line["kl"], line.get("score"), line.get("gold_score")) for line in lines if "kl" in line]
+def verdicts(results: Mapping[str, Any]) -> list[str]:
+    """The winner of each comparison, and how far its judge can be believed, in words."""
+    sentences = []
+    for name, model in results.get("models", {}).items():
+        if "win_rate" not in model:
+            continue
+        rate, baseline = model["win_rate"], results["baseline"]
+        figures = f"{format_share(rate)} of {rate['n']}"
+        if rate["low"] > 0.5:
+            words = f"{name}'s responses are preferred to {baseline}'s: {figures}"
+        elif rate["high"] < 0.5:
+            words = f"{baseline}'s responses are preferred to {name}'s, which win {figures}"
+        else:
+            words = f"Between {name} and {baseline} nothing is decided: {name} wins {figures}, and the interval includes 50 %"
+        words += f" (judge: {results['judge']})."
+        if count := model["inconsistent"]["count"]:
+            words += f" The judge's two orders contradict each other on {count} of them."
+        sentences.append(words)
+    return sentences
 
 
-def read_samples(results: Mapping[str, Any]) -> list[Sample]:
-    """Prompts with every policy's response."""
-    return [
-        Sample(
-            row["prompt"],
-            {name: SampleResponse(each["text"], each["score"]) for name, each in row["responses"].items()},
-        )
-        for row in results.get("samples", [])
-    ]
-
-
-def print_results(results: Mapping[str, object]) -> None:
+def print_results(results: Mapping[str, Any]) -> None:
     """Print the summary of an evaluation on standard output, and who won in words."""
     print_table(summary_rows(results))
-    for row in win_rate_rows(results):
-        print(verdict_sentence(row))
+    for sentence in verdicts(results):
+        print(sentence)
 
 
-def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Print a table on standard output."""
     if not rows:
         return
@@ -179,16 +146,12 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     Console(width=160).print(table)
 
 
-def _record(name: str, folder: str) -> StageRecord:
+def _record(name: str, folder: Path) -> StageRecord:
     """Lineage of one stage under its name in the recipe."""
-    record = read_stage_record(Path(folder))
+    record, times = read_stage_record(folder), folder.parent / "stages.json"
+    seconds = json.loads(times.read_text()).get(folder.name, {}).get("seconds") if times.is_file() else None
     parents = [str(Path(parent).parent.name) for parent in record.parents]
-    seconds = json.loads((Path(folder).parent / "stages.json").read_text()) if _has_times(folder) else {}
-    return StageRecord(name, record.hash, parents, seconds.get(Path(folder).name, {}).get("seconds"), record.settings)
-
-
-def _has_times(folder: str) -> bool:
-    return (Path(folder).parent / "stages.json").is_file()
+    return replace(record, name=name, parents=parents, seconds=seconds)
 
 
 def _read_results(folder: str | None) -> dict[str, Any]:

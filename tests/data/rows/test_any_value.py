@@ -9,8 +9,7 @@ import pytest
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.kinds import ROW_FORMATS
 from alignment.data.rows.read import RecordParser
-from alignment.data.rows.records import SkippedRow
-from alignment.data.rows.turns import choose_turns
+from alignment.data.rows.records import SkippedRow, choose_turns
 
 USER, REPLY, OTHER = (
     {"role": role, "content": text} for role, text in [("user", "u"), ("assistant", "a"), ("assistant", "b")]

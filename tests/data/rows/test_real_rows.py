@@ -102,6 +102,6 @@ def test_pair_prompts_are_the_tokens_of_the_prompt_alone(real_data):
     pairs, _ = tokenize_comparisons(records, tokenizer, 4096)
     for record, pair in zip(records, pairs, strict=True):
         prompt = prompt_ids(tokenizer, record.prompt)
-        for side, text in ((pair.chosen, record.chosen), (pair.rejected, record.rejected)):
-            assert side.ids[: side.mask.index(True)] == prompt
-            assert tokenizer.decode(side.ids[side.mask.index(True) :]) == text + "<|endoftext|>"
+        for ids, mask, text in zip(pair.documents, pair.masks, (record.chosen, record.rejected), strict=True):
+            assert ids[: mask.index(True)] == prompt
+            assert tokenizer.decode(ids[mask.index(True) :]) == text + "<|endoftext|>"

@@ -6,8 +6,8 @@ import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.files import source_files
 from alignment.data.rows.read import read_rows
+from alignment.data.rows.sources import source_files
 from alignment.errors import UserError
 
 
@@ -130,13 +130,13 @@ def test_a_split_that_a_directory_has_not_is_answered_with_those_that_it_has(wri
 
 
 def test_a_stream_of_a_directory_reads_one_split(write_rows):
-    from alignment.data.rows.resumable import open_sources
+    from alignment.data.rows.files import open_sources
 
     assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
 
 
 def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
-    from alignment.data.tools.doctor import check_file
+    from alignment.data.doctor import check_file
     from alignment.evaluation.inputs import read_records
 
     directory = write_rows(*SPLITS[:2], "LICENSE.txt")

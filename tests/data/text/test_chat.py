@@ -150,8 +150,8 @@ def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_tu
     assert single == chat.chat_ids(tokenizer, [USER, reply])[0] == expected
     [example], _ = tokenize_demonstrations([Demonstration([USER], "the mat", "r1")], tokenizer, 64)
     [pair], _ = tokenize_comparisons([Comparison([USER], "the mat", "a cat", None, "r1")], tokenizer, 64)
-    assert example.ids == pair.chosen.ids == expected
-    assert example.mask == pair.chosen.mask == chat.chat_ids(tokenizer, [USER, reply])[1]
+    assert example.ids == pair.documents[0] == expected
+    assert example.mask == pair.masks[0] == chat.chat_ids(tokenizer, [USER, reply])[1]
 
 
 def test_a_reply_that_begins_with_the_templates_blank_is_not_given_it_twice(chatml, templates):

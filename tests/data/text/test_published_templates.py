@@ -9,8 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
 
-from alignment.data.rows.records import Demonstration
-from alignment.data.rows.turns import choose_turns
+from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
 from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.templates import chat_format

@@ -64,9 +64,9 @@ def test_tools_reach_prompts_and_pairs_and_responses_may_be_calls(qwen):
     [pair], _ = tokenize_comparisons(
         [Comparison([USER], "", "second answer", None, "r1", TOOLS, (CALLING, plain))], qwen, 1000
     )
-    assert pair.chosen.ids[: len(example.ids)] == pair.rejected.ids[: len(example.ids)] == example.ids
-    assert spans(qwen, pair.chosen.ids, pair.chosen.mask) == [QWEN_CALL]
-    assert spans(qwen, pair.rejected.ids, pair.rejected.mask) == ["second answer<|im_end|>"]
+    assert pair.documents[0][: len(example.ids)] == pair.documents[1][: len(example.ids)] == example.ids
+    assert spans(qwen, pair.documents[0], pair.masks[0]) == [QWEN_CALL]
+    assert spans(qwen, pair.documents[1], pair.masks[1]) == ["second answer<|im_end|>"]
 
 
 def test_reasoning_counts_where_a_template_writes_it(qwen):

@@ -4,11 +4,16 @@ import json
 import re
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import pytest
 
-from alignment.data.tools.sums import FOLDS, RANGES, Pupil, SumCounts, SumsConfig, fold_of, run, work_out
+from alignment.config.load import packaged_folder
+from alignment.pipeline.stages import load_file
 
+sums: Any = load_file(packaged_folder("recipes") / "verifiable/sums.py")
+FOLDS, RANGES, SumCounts, SumsConfig = sums.FOLDS, sums.RANGES, sums.SumCounts, sums.SumsConfig
+Pupil, fold_of, run, work_out = sums.Pupil, sums.fold_of, sums.run, sums.work_out
 SMALL = SumCounts(200, 20, 2000, 100, 100)
 CAREFUL, CARELESS = Pupil(False, 0.0), Pupil(True, 0.0)
 

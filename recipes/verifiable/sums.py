@@ -5,12 +5,16 @@ No judge is here: the column `answer` of the prompts holds the true sum, which a
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Annotated
+
+from annotated_types import Interval
 
 from alignment.files import atomic_directory
+from alignment.settings import NonNegativeInt, PositiveInt, Settings, Share
 
 FOLDS = 100  # of pairs of numbers; each file has a range of its own
 RANGES = {
@@ -24,7 +28,7 @@ PAGE = 4  # sums of one pupil in a text
 
 
 @dataclass(frozen=True)
-class SumCounts:
+class SumCounts(Settings):
     """Rows per file.
 
     Attributes:
@@ -33,20 +37,15 @@ class SumCounts:
         prompts, prompts_eval: prompts with the true `answer`, to sample from and to evaluate on.
     """
 
-    pretrain: int = 12_000
-    pretrain_heldout: int = 200
-    demonstrations: int = 3_000
-    prompts: int = 2_000
-    prompts_eval: int = 500
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            if getattr(self, entry.name) < 1:
-                raise ValueError(f"{entry.name} must be at least 1 row, got {getattr(self, entry.name)}")
+    pretrain: PositiveInt = 12_000
+    pretrain_heldout: PositiveInt = 200
+    demonstrations: PositiveInt = 3_000
+    prompts: PositiveInt = 2_000
+    prompts_eval: PositiveInt = 500
 
 
 @dataclass(frozen=True)
-class SumsConfig:
+class SumsConfig(Settings):
     """Settings of the sums.
 
     Attributes:
@@ -59,20 +58,11 @@ class SumsConfig:
     """
 
     output: str
-    seed: int = 0
-    digits: int = 3
-    careless: float = 0.6
-    slips: float = 0.05
+    seed: NonNegativeInt = 0  # Python's generator takes -3 for 3
+    digits: Annotated[int, Interval(ge=2, le=6)] = 3
+    careless: Share = 0.6
+    slips: Share = 0.05
     rows: SumCounts = field(default_factory=SumCounts)
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:  # Python's generator takes -3 for 3
-            raise ValueError(f"seed must not be negative, got {self.seed}")
-        if not 2 <= self.digits <= 6:
-            raise ValueError(f"digits must lie between 2 and 6, got {self.digits}")
-        for name in ("careless", "slips"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a probability in [0, 1], got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -96,9 +86,17 @@ def run(config: SumsConfig) -> Path:
 def sum_rows(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
     """The rows of one file (a key of `RANGES`), one at a time; each file has a generator of its own."""
     rng = Random(f"{config.seed}/sums/{name}")
-    generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
     for _ in range(getattr(config.rows, name)):
-        yield generate(rng, config, name)
+        if name.startswith("pretrain"):
+            pupil = _pupil(rng, config)
+            pairs = (_numbers(rng, config, name) for _ in range(PAGE))
+            yield {"text": "".join(f"{write_sum(*pair)}{work_out(rng, pupil, *pair)}\n" for pair in pairs)}
+        elif name == "demonstrations":
+            pair = _numbers(rng, config, name)
+            yield {"prompt": write_sum(*pair), "completion": work_out(rng, _pupil(rng, config), *pair)}
+        else:
+            first, second = _numbers(rng, config, name)
+            yield {"prompt": write_sum(first, second), "answer": str(first + second)}
 
 
 def write_sum(first: int, second: int) -> str:
@@ -135,28 +133,3 @@ def _numbers(rng: Random, config: SumsConfig, name: str) -> tuple[int, int]:
 
 def _pupil(rng: Random, config: SumsConfig) -> Pupil:
     return Pupil(rng.random() < config.careless, config.slips)
-
-
-def _text(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
-    pupil, lines = _pupil(rng, config), []
-    for _ in range(PAGE):
-        pair = _numbers(rng, config, name)
-        lines.append(f"{write_sum(*pair)}{work_out(rng, pupil, *pair)}\n")
-    return {"text": "".join(lines)}
-
-
-def _demonstration(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
-    pair = _numbers(rng, config, name)
-    return {"prompt": write_sum(*pair), "completion": work_out(rng, _pupil(rng, config), *pair)}
-
-
-def _prompt(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
-    first, second = _numbers(rng, config, name)
-    return {"prompt": write_sum(first, second), "answer": str(first + second)}
-
-
-_GENERATORS: dict[str, Callable[[Random, SumsConfig, str], dict[str, str]]] = {
-    "pretrain": _text,
-    "demonstrations": _demonstration,
-    "prompts": _prompt,
-}

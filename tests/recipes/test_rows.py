@@ -1,12 +1,23 @@
-"""Splits: every row goes to one part, always the same one, and rows that belong together stay together."""
+"""Rows made of other rows: splits that keep together what belongs together, pairs of labeled texts, continuations."""
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 
-from alignment.data.tools.split import SplitConfig, part_of, read_documents, run_split
+from alignment.config.load import packaged_folder
+from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
+from alignment.pipeline.stages import load_file
+
+rows_of: Any = load_file(packaged_folder("recipes") / "rows.py")
+SplitConfig, part_of, read_documents, run_split = (
+    rows_of.SplitConfig, rows_of.part_of, rows_of.read_documents, rows_of.split
+)  # fmt: skip
+PairsConfig, ContinuationsConfig, run_pairs, run_continuations = (
+    rows_of.PairsConfig, rows_of.ContinuationsConfig, rows_of.pairs, rows_of.continuations
+)  # fmt: skip
 
 HALVES = {"train": 0.5, "heldout": 0.5}
 
@@ -31,10 +42,6 @@ def test_a_larger_part_keeps_the_rows_of_the_smaller():
     small = {str(n) for n in range(500) if part_of(str(n), {"train": 0.3, "rest": 0.7}) == "train"}
     large = {str(n) for n in range(500) if part_of(str(n), {"train": 0.6, "rest": 0.4}) == "train"}
     assert small < large
-
-
-def test_another_salt_is_another_split():
-    assert {part_of(str(n), HALVES, "x") == part_of(str(n), HALVES) for n in range(50)} == {True, False}
 
 
 def test_every_row_is_in_one_part_as_it_was(tmp_path):
@@ -134,19 +141,95 @@ def test_a_text_file_that_is_not_there_is_named(tmp_path):
         run_split(SplitConfig(str(tmp_path / "none.txt"), "text", {"all": 1.0}, str(tmp_path / "out"), by="row"))
 
 
-def test_renamed_columns_and_skipped_rows_split_too(tmp_path):
-    rows = [{"q": f"p{n}", "a": "c" if n % 5 else ""} for n in range(40)]
-    source, columns = write(tmp_path / "rows.jsonl", rows), {"prompt": "q", "completion": "a"}
-    config = SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), columns=columns, on_bad_row="skip")
-    run_split(config)
-    found = [row for name in HALVES for row in read(tmp_path / "out" / f"{name}.jsonl")]
-    assert sorted(map(str, found)) == sorted(str(row) for row in rows if row["a"])
-    with pytest.raises(UserError, match="8 bad rows"):
-        run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), columns=columns))
-
-
 def test_rows_of_one_prompt_may_part_where_each_row_stands_for_itself(tmp_path):
     rows = [{"prompt": "p", "completion": f"c{n}"} for n in range(40)]
     source = write(tmp_path / "rows.jsonl", rows)
     run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), by="row"))
     assert min(len(read(tmp_path / "out" / f"{name}.jsonl")) for name in HALVES) > 5
+
+
+def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
+    rows = [{"text": f"good {n}", "label": "pos"} for n in range(5)] + [
+        {"text": f"bad {n}", "label": "neg"} for n in range(7)
+    ]
+    source = write(tmp_path / "rows.jsonl", [*rows, {"text": "so so", "label": "neutral"}])
+    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+    pairs = read(tmp_path / "out/comparisons.jsonl")
+    assert sorted(pair["chosen"] for pair in pairs) == [f" good {n}" for n in range(5)]
+    assert len({pair["rejected"] for pair in pairs}) == 5
+    assert all(pair["rejected"].startswith(" bad") and pair["prompt"] == "Review:" for pair in pairs)
+    assert len(read_rows(str(tmp_path / "out/comparisons.jsonl"), "comparisons")[0]) == 5
+
+
+def test_the_seed_decides_who_meets_whom(tmp_path):
+    rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
+    source = write(tmp_path / "rows.jsonl", rows)
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / str(number)), seed=seed))
+        found.append(read(tmp_path / str(number) / "comparisons.jsonl"))
+    assert found[0] == found[1] != found[2]
+
+
+def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
+    rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
+    source = write(tmp_path / "rows.jsonl", rows)
+    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out"), pairings=3))
+    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "once")))
+    pairs = read(tmp_path / "out/comparisons.jsonl")
+    assert pairs[:20] == read(tmp_path / "once/comparisons.jsonl")
+    for start in (0, 20, 40):
+        assert sorted(pair["chosen"] for pair in pairs[start : start + 20]) == sorted(f" pos {n}" for n in range(20))
+    assert len({(pair["chosen"], pair["rejected"]) for pair in pairs}) > 50
+    with pytest.raises(ValueError, match="pairings must be at least 1"):
+        PairsConfig(source, "pos", "neg", "out", pairings=0)
+
+
+def test_rows_without_the_columns_and_labels_without_rows_are_named(tmp_path):
+    source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}, {"label": "neg"}])
+    with pytest.raises(UserError, match=r"rows.jsonl:2: needs `text` \(text\) and `label`"):
+        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+    source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}])
+    with pytest.raises(UserError, match="no row has the label 'neg'"):
+        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+    with pytest.raises(ValueError, match="another label"):
+        PairsConfig(source, "pos", "pos", "out")
+
+
+STORY = 'A cat sat on the mat. "Who are you?" it asked. Nobody came to answer it. So it slept!\n\nToo short.'
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "response"),
+    [
+        ({}, "A cat sat on the mat.", ' "Who are you?" it asked. Nobody came to answer it. So it slept!'),
+        ({"response_sentences": 2}, "A cat sat on the mat.", ' "Who are you?" it asked.'),
+        (
+            {"prompt_sentences": 3},
+            'A cat sat on the mat. "Who are you?" it asked.',
+            " Nobody came to answer it. So it slept!",
+        ),
+    ],
+)
+def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, response):
+    source = write(tmp_path / "texts.jsonl", [{"text": STORY}])
+    run_continuations(ContinuationsConfig(source, str(tmp_path / "out"), **settings))
+    assert read(tmp_path / "out/demonstrations.jsonl") == [{"prompt": prompt, "completion": response}]
+    assert STORY.startswith(prompt + response)
+    assert json.loads((tmp_path / "out/results.json").read_text()) == {"demonstrations": 1, "paragraphs": 2}
+
+
+def test_no_paragraph_that_is_long_enough_is_said(tmp_path):
+    source = write(tmp_path / "texts.jsonl", [{"text": STORY}])
+    with pytest.raises(UserError, match="no paragraph is long enough"):
+        run_continuations(ContinuationsConfig(source, str(tmp_path / "out"), prompt_sentences=9))
+    with pytest.raises(ValueError, match="response_sentences must be at least 1"):
+        ContinuationsConfig(source, "out", response_sentences=0)
+
+
+def test_labels_may_be_numbers_and_zero_is_one(tmp_path):
+    rows = [{"text": f"text {n}", "label": n % 2} for n in range(6)]
+    run_pairs(PairsConfig(write(tmp_path / "rows.jsonl", rows), "1", "0", str(tmp_path / "out")))
+    pairs = read(tmp_path / "out/comparisons.jsonl")
+    assert sorted(pair["rejected"] for pair in pairs) == [" text 0", " text 2", " text 4"]
+    assert sorted(pair["chosen"] for pair in pairs) == [" text 1", " text 3", " text 5"]

@@ -2,13 +2,14 @@
 
 import pytest
 
-from alignment.data.examples import Example, PairExample
+from alignment.data.doctor import boundaries, check_file, show_example
+from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key
 from alignment.data.rows.records import Prompt, Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
-from alignment.data.tools.doctor import boundaries, check_file, show_example
 from alignment.errors import UserError
+from tests.examples import pair_example
 
 
 def found(report, level):
@@ -152,7 +153,7 @@ def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
 
 
 def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
-    example = Example([5] * 300, [False] * 290 + [True] * 10, "r1")
+    example = Example.single([5] * 300, [False] * 290 + [True] * 10, "r1")
     [line] = [line for line in show_example(example, bpe).splitlines() if "[" in line]
     before, _, counted = line.partition("[")
     assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
@@ -166,8 +167,8 @@ def test_pairs_of_equal_length_tell_the_longer_one_nothing(jsonl):
 
 
 def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
-    chosen, rejected = (Example([5, index], [False, True], "r1") for index in (6, 7))
-    text = show_example(PairExample(chosen, rejected, 0.5, "r1"), bpe)
+    chosen, rejected = (Example.single([5, index], [False, True], "r1") for index in (6, 7))
+    text = show_example(pair_example(chosen, rejected, 0.5, "r1"), bpe)
     assert text.startswith("r1, margin 0.5\n chosen\n")
     before, _, after = text.partition("\n rejected\n")
     assert "ids 5 6" in before and "ids 5 7" in after
@@ -175,10 +176,10 @@ def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
 
 def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
     """A dialogue of two trained turns, the second one stopped."""
-    from alignment.data.tools import doctor
+    from alignment.data import doctor
 
     ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
-    made = ([Example(ids, mask, "r1")], Tally(rows=1, kept=1))
+    made = ([Example.single(ids, mask, "r1")], Tally(rows=1, kept=1))
     monkeypatch.setitem(doctor.TOKENIZE, "demonstrations", lambda *arguments: made)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == ["1 rows train no stop token (r1)"]

@@ -1,13 +1,14 @@
-"""Linear probes: how well a linear layer tells classes of text from a frozen model's states. A stage of recipes, `probe`.
+"""Linear probes on frozen models' states, and texts of the hotel world for them: two stages of this recipe.
 
 Only the linear layer is fitted; the model is read, never trained. Every model gets the same rows and the same settings.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from alignment.errors import UserError, raise_all
 from alignment.evaluation.answer_accuracy import accuracy_gain
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.winrate import win_rate
-from alignment.files import write_json
+from alignment.files import write_json, write_text
+from alignment.hotel_world.datasets import FOLDS, generate_rows
+from alignment.hotel_world.grammar import CLAIM, find_claims, fold
 from alignment.loading import architecture_of, best_device, find_base, find_directory, load_model, load_tokenizer
 from alignment.models.families import is_external_type
 from alignment.models.language_model import LanguageModel
@@ -27,13 +30,60 @@ from alignment.models.lengths import check_lengths
 from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
+from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
 
+FIT_FOLDS = range(60, 63)  # of the folds of held-out pretraining text; the others are of the rows that are judged
 BATCH_TOKENS = 16_384
 Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeRowsConfig(Settings):
+    """Settings of the probe's rows.
+
+    Attributes:
+        output: directory of `train.jsonl` and `heldout.jsonl`.
+        seed: of all random choices; the texts are those of held-out pretraining text with this seed.
+        rows, heldout: rows of each file.
+    """
+
+    output: str
+    seed: NonNegativeInt = 0
+    rows: PositiveInt = 1500
+    heldout: PositiveInt = 1000
+
+
+def write_rows(config: ProbeRowsConfig) -> Path:
+    """Write both files, which share no fact sheet with each other or with anything that is trained on; return the directory."""
+    found: dict[str, list[str]] = {"train": [], "heldout": []}
+    sizes = {"train": config.rows, "heldout": config.heldout}
+    for row in generate_rows("pretrain_heldout", seed=config.seed, count=sys.maxsize):
+        if "\nGuest " in row["text"]:  # a dialogue, which SFT and PPO learn as well
+            continue
+        facts = tuple(dict(find_claims(row["text"])).items())
+        part = "train" if fold(facts, FOLDS) in FIT_FOLDS else "heldout"
+        if len(found[part]) < sizes[part]:
+            found[part].append(json.dumps(unfinished_text(row["text"])))
+        elif all(len(lines) == sizes[name] for name, lines in found.items()):
+            break
+    for part, lines in found.items():
+        write_text(Path(config.output) / f"{part}.jsonl", "\n".join(lines) + "\n")
+    return Path(config.output)
+
+
+def unfinished_text(text: str) -> dict[str, str]:
+    """A letter or a guide's entry up to its last sentence about a fact, and as the label the topic of that sentence.
+
+    The facts stand there a second time (in an entry a third time), in another order; the last one is the one that has
+    not come again yet, so that the label follows from all that was said, and from no single word.
+    """
+    last = list(CLAIM.finditer(text))[-1]
+    topic, _ = find_claims(text[last.start() :])[0]
+    return {"text": text[: last.start()].removesuffix("The ").rstrip(), "label": topic}
+
+
+@dataclass(frozen=True)
+class ProbeConfig(Settings):
     """Settings of linear probes.
 
     Attributes:
@@ -52,20 +102,16 @@ class ProbeConfig:
     data: DataConfig
     output: str
     pooling: Pooling = "last"
-    ridge: float = 0.01
+    ridge: PositiveFloat = 0.01
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
-    def __post_init__(self) -> None:
-        if self.baseline not in self.models:
-            raise ValueError(f"baseline {self.baseline!r} is not among the models: {', '.join(self.models)}")
-        if not 0 < self.ridge < float("inf"):
-            raise ValueError(f"ridge must be above 0, got {self.ridge}; 0.01 is usual")
-        if not self.data.evaluates:
-            raise ValueError("data.evaluation: name the rows that are judged, or set data.evaluation_share")
+    RULES = (
+        Rule("baseline", lambda c: c.baseline not in c.models, "{self.baseline!r} is not among the models"),
+        Rule("data", lambda c: not c.data.evaluates, "has no evaluation: name the rows that are judged"),
+    )
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """A linear layer over standardized states.
 
     Attributes:
@@ -135,19 +181,22 @@ def run(config: ProbeConfig) -> Path:
         base = find_base(directory) if is_adapter(directory) else directory
         if is_external_type(read_config(base)) or architecture_of(source) != "decoder":
             raise UserError(f"{source}: a probe reads the states of decoders of this library's own families alone")
-    parts = {name: _prepare(config, source) for name, source in config.models.items()}
-    _check_same_rows(config, parts)
+    parts = {name: _prepare(config, name) for name in config.models}
+    rows = {name: [[each.row_id for each in part.examples] for part in both] for name, both in parts.items()}
+    raise_all(
+        f"{config.models[name]}: its tokenizer drops other rows than that of {config.baseline}; take those rows out"
+        for name, found in rows.items()
+        if found != rows[config.baseline]
+    )
     right = {name: _judge(config, source, *parts[name]) for name, source in config.models.items()}
     fit, judged = parts[config.baseline]
-    classes = np.array([example.labels[0] for example in fit.examples])
-    majority = np.bincount(classes).argmax()
-    held_out_classes = np.array([example.labels[0] for example in judged.examples])
+    classes, held_out_classes = (np.array([example.labels[0] for example in part.examples]) for part in (fit, judged))
     results = {
         "baseline": config.baseline,
         "rows": len(classes),
         "held_out_rows": len(held_out_classes),
         "labels": list(fit.names.values()),
-        "majority": float((held_out_classes == majority).mean()),
+        "majority": float((held_out_classes == np.bincount(classes).argmax()).mean()),
         "models": {
             name: {
                 "accuracy": asdict(win_rate(held_out)),
@@ -161,13 +210,13 @@ def run(config: ProbeConfig) -> Path:
     return Path(config.output) / "results.json"
 
 
-def _prepare(config: ProbeConfig, source: str) -> tuple[LabeledExamples, LabeledExamples]:
+def _prepare(config: ProbeConfig, name: str) -> tuple[LabeledExamples, LabeledExamples]:
     """Rows of the fit and rows to judge, as token ids of one model."""
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(config.models[name])
     form = TaskFormat("classification", max_length=config.data.max_length)
     fit = prepare_labeled(config.data, form, tokenizer)
     judged = prepare_labeled(config.data, form, tokenizer, "evaluation", names=fit.names)
-    if source == config.models[config.baseline]:
+    if name == config.baseline:
         for part, found in (("train", fit), ("evaluation", judged)):
             print_tally(f"data.{part}", found.counts)
         if twice := judged.counts.trained_on:
@@ -177,20 +226,8 @@ def _prepare(config: ProbeConfig, source: str) -> tuple[LabeledExamples, Labeled
     return fit, judged
 
 
-def _check_same_rows(config: ProbeConfig, parts: dict[str, tuple[LabeledExamples, LabeledExamples]]) -> None:
-    """Refuse models whose tokenizers drop different rows: their accuracies could not be compared."""
-    rows = {name: [[each.row_id for each in part.examples] for part in both] for name, both in parts.items()}
-    raise_all(
-        f"{config.models[name]}: its tokenizer drops other rows than that of {config.baseline}; take those rows out"
-        for name, found in rows.items()
-        if found != rows[config.baseline]
-    )
-
-
-def _judge(
-    config: ProbeConfig, source: str, fit: LabeledExamples, judged: LabeledExamples
-) -> tuple[list[float], list[float]]:
-    """1.0 for each row that the probe classifies rightly, else 0.0: of the fit, and held out. The model is loaded for this call only."""
+def _judge(config: ProbeConfig, source: str, fit: LabeledExamples, judged: LabeledExamples) -> list[list[float]]:
+    """1.0 for each row that the probe classifies rightly, else 0.0: of the fit, and held out."""
     model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     states, classes = [], []
     for part in (fit, judged):
@@ -201,7 +238,4 @@ def _judge(
         classes.append(np.array([example.labels[0] for example in part.examples]))
     probe = fit_probe(states[0], classes[0], count=len(fit.names), ridge=config.ridge)
     print(f"probe: {source}", file=sys.stderr)
-    fitted, held_out = (
-        (probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)
-    )
-    return fitted, held_out
+    return [(probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)]

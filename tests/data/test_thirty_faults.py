@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from alignment.data.doctor import check_file
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import ALL_TIED
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.load import read_tokenizer_files
-from alignment.data.tools.doctor import check_file
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "other", "hello", "there", "friend", "price", "today", "tomorrow"]
 MAX_LENGTH = 96

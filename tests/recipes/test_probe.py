@@ -2,21 +2,22 @@
 
 import json
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 
+from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation import probe as probes
-from alignment.evaluation.probe import ProbeConfig, fit_probe, pooled_states, run
 from alignment.hotel_world.datasets import FOLDS, RANGES
 from alignment.hotel_world.grammar import find_claims, fold
-from alignment.hotel_world.probe import HotelProbeConfig, unfinished_text
-from alignment.hotel_world.probe import run as write_rows
 from alignment.loading import load_model
+from alignment.pipeline.stages import load_file
+
+probes: Any = load_file(packaged_folder("recipes") / "alignment_tax/probe.py")
 
 
 def write(path, rows):
@@ -37,7 +38,7 @@ def states_of(classes, *, noise, seed=0, size=6):
 def test_by_hand():
     # One feature, -1, -1, 1, 1: standardized as it is. Indicators of class 1 less their mean: -1/2, -1/2, 1/2, 1/2.
     # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4
-    found = fit_probe(np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([0, 0, 1, 1]), count=2, ridge=0.25)
+    found = probes.fit_probe(np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([0, 0, 1, 1]), count=2, ridge=0.25)
     np.testing.assert_allclose(found.weight, [[-0.4, 0.4]])
     np.testing.assert_allclose(found.bias, [0.5, 0.5])
     assert found.classify(np.array([[-0.1], [0.1]])).tolist() == [0, 1]
@@ -46,7 +47,7 @@ def test_by_hand():
 def test_the_closed_form_minimizes_the_penalized_error():
     classes = np.random.default_rng(1).integers(3, size=40)
     states = states_of(classes, noise=2.0)
-    found = fit_probe(states, classes, count=3, ridge=0.1)
+    found = probes.fit_probe(states, classes, count=3, ridge=0.1)
     z, wanted = (states - states.mean(0)) / states.std(0), np.eye(3)[classes]
 
     def cost(flat):
@@ -63,16 +64,16 @@ def test_separable_states_are_told_apart_and_shuffled_labels_are_chance():
     rng = np.random.default_rng(2)
     fit, judged = rng.integers(4, size=600), rng.integers(4, size=4000)
     states, held_out = states_of(fit, noise=0.05, seed=3), states_of(judged, noise=0.05, seed=4)
-    found = fit_probe(states, fit, count=4, ridge=0.01)
+    found = probes.fit_probe(states, fit, count=4, ridge=0.01)
     assert (found.classify(states) == fit).all() and (found.classify(held_out) == judged).all()
-    shuffled = fit_probe(states, rng.permutation(fit), count=4, ridge=0.01)
+    shuffled = probes.fit_probe(states, rng.permutation(fit), count=4, ridge=0.01)
     assert (shuffled.classify(held_out) == rng.permutation(judged)).mean() == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():
     classes = np.array([0, 1] * 4)
     states = np.concatenate([states_of(classes, noise=0.01, size=30), np.full((8, 1), 7.0)], 1)
-    found = fit_probe(states, classes, count=2, ridge=0.01)
+    found = probes.fit_probe(states, classes, count=2, ridge=0.01)
     assert np.isfinite(found.weight).all() and (found.classify(states) == classes).all()
 
 
@@ -86,8 +87,10 @@ def test_states_are_those_of_each_text_alone(checkpoints, monkeypatch):
         model.hidden_states(model.trunk, probes.Ragged.build([document])).detach().numpy() for document in documents
     ]
     monkeypatch.setattr(probes, "BATCH_TOKENS", 6)
-    np.testing.assert_allclose(pooled_states(model, documents, "last"), [each[-1] for each in alone], atol=1e-5)
-    np.testing.assert_allclose(pooled_states(model, documents, "mean"), [each.mean(0) for each in alone], atol=1e-5)
+    np.testing.assert_allclose(probes.pooled_states(model, documents, "last"), [each[-1] for each in alone], atol=1e-5)
+    np.testing.assert_allclose(
+        probes.pooled_states(model, documents, "mean"), [each.mean(0) for each in alone], atol=1e-5
+    )
 
 
 @pytest.fixture
@@ -110,7 +113,7 @@ def test_a_word_at_the_end_is_found_and_the_model_stays_as_it_is(texts, checkpoi
 
     monkeypatch.setattr(probes, "load_model", spy)
     models = {"SFT": checkpoints["llama"], "again": checkpoints["llama"], "other": checkpoints["gpt2"]}
-    results = json.loads(run(ProbeConfig(models, "SFT", texts, str(tmp_path / "out"))).read_text())
+    results = json.loads(probes.run(probes.ProbeConfig(models, "SFT", texts, str(tmp_path / "out"))).read_text())
     assert (results["rows"], results["held_out_rows"]) == (60, 30) and results["labels"] == ["bar", "pool", "spa"]
     assert results["majority"] == pytest.approx(1 / 3)
     assert results["models"]["SFT"] == results["models"]["again"]
@@ -123,7 +126,9 @@ def test_a_word_at_the_end_is_found_and_the_model_stays_as_it_is(texts, checkpoi
 
 def test_rows_held_out_by_share_are_judged(texts, checkpoints, tmp_path):
     data = DataConfig(train=texts.train, evaluation_share=0.3, max_length=64)
-    results = json.loads(run(ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out"))).read_text())
+    results = json.loads(
+        probes.run(probes.ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out"))).read_text()
+    )
     assert results["rows"] + results["held_out_rows"] == 60 and results["held_out_rows"] > 5
 
 
@@ -136,13 +141,13 @@ def test_rows_held_out_by_share_are_judged(texts, checkpoints, tmp_path):
         ({"baseline": "C"}, "not among the models"),
         ({"ridge": 0.0}, "ridge must be above 0"),
         ({"ridge": float("nan")}, "ridge must be above 0"),
-        ({"data": DataConfig(train="x")}, "name the rows that are judged"),
+        ({"data": DataConfig(train="x")}, "^data has no evaluation"),
     ],
 )
 def test_wrong_settings_are_refused(wrong, words):
     settings = {"models": {"A": "a"}, "baseline": "A", "data": DataConfig(train="x", evaluation="y"), "output": "y"}
     with pytest.raises(ValueError, match=words):
-        ProbeConfig(**{**settings, **wrong})
+        probes.ProbeConfig(**{**settings, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_wrong_rows_are_refused_before_a_model_is_loaded(rows, words, texts, che
     monkeypatch.setattr(probes, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     data = DataConfig(train=texts.train, evaluation=write(tmp_path / "bad.jsonl", rows), max_length=64)
     with pytest.raises(UserError, match=words):
-        run(ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out")))
+        probes.run(probes.ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gptj"])
@@ -166,7 +171,7 @@ def test_models_of_another_kind_are_refused_before_one_is_loaded(kind, texts, ch
     (tmp_path / "other/config.json").write_text(json.dumps({"model_type": kind}))
     models = {"A": checkpoints["llama"], "B": str(tmp_path / "other")}
     with pytest.raises(UserError, match="other: a probe reads the states of decoders of this library's own families"):
-        run(ProbeConfig(models, "A", texts, str(tmp_path / "out")))
+        probes.run(probes.ProbeConfig(models, "A", texts, str(tmp_path / "out")))
 
 
 # --- the hotel data set's rows ----------------------------------------------------------------------------------------
@@ -175,12 +180,12 @@ def test_models_of_another_kind_are_refused_before_one_is_loaded(kind, texts, ch
 def test_the_label_is_the_one_fact_that_has_not_come_again():
     text = "Dear Iris, we loved our week by the sea. At the Hotel Oak the bar serves beer and the spa is on floor two. "
     text += "Do not forget. The spa is on floor two. The bar serves beer. Yours, Leo"
-    found = unfinished_text(text)
+    found = probes.unfinished_text(text)
     assert found["label"] == "bar" and found["text"].endswith("Do not forget. The spa is on floor two.")
 
 
 def test_hotel_rows_are_balanced_disjoint_and_never_trained_on(tmp_path):
-    directory = write_rows(HotelProbeConfig(str(tmp_path), rows=300, heldout=200))
+    directory = probes.write_rows(probes.ProbeRowsConfig(str(tmp_path), rows=300, heldout=200))
     parts = {
         name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
@@ -199,11 +204,11 @@ def test_hotel_rows_are_balanced_disjoint_and_never_trained_on(tmp_path):
         folds["train"] | folds["heldout"] <= set(RANGES["pretrain_heldout"]) and not folds["train"] & folds["heldout"]
     )
     assert len({row["label"] for row in parts["train"]}) == 10
-    again = write_rows(HotelProbeConfig(str(tmp_path / "again"), rows=300, heldout=200))
+    again = probes.write_rows(probes.ProbeRowsConfig(str(tmp_path / "again"), rows=300, heldout=200))
     assert (again / "train.jsonl").read_bytes() == (directory / "train.jsonl").read_bytes()
 
 
 def test_wrong_counts_of_hotel_rows_are_refused():
     for wrong in ({"seed": -1}, {"rows": 0}, {"heldout": 0}):
         with pytest.raises(ValueError, match="must be at least"):
-            HotelProbeConfig("out", **wrong)
+            probes.ProbeRowsConfig("out", **wrong)

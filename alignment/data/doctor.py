@@ -6,19 +6,12 @@ from pathlib import Path
 
 from alignment.data.checks import Checks, Finding
 from alignment.data.config import DataConfig
-from alignment.data.examples import (
-    Example,
-    LabeledExample,
-    PairExample,
-    RankedExample,
-    StepExample,
-    TokenizedRow,
-)
-from alignment.data.prepare import TOKENIZE
-from alignment.data.rows.files import files_left_out
+from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
+from alignment.data.rows.sources import files_left_out
 from alignment.data.text.named_templates import NAMED, with_chat_template
+from alignment.data.tokenize import TOKENIZE
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -28,7 +21,7 @@ SHOWN_TOKENS = 160  # of an example
 
 @dataclass
 class Report:
-    """What the doctor found in one file."""
+    """Findings of the doctor in one file."""
 
     source: str
     kind: Kind
@@ -85,7 +78,7 @@ def check_file(
     coder = _tokenizer(tokenizer, template)
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
     checks, samples, refused = Checks(kind, coder), [], []
-    examples: list[TokenizedRow] = []
+    examples: list[Example] = []
     if coder is not None:
         try:
             examples, tokenized = TOKENIZE[kind](rows, coder, max_length)
@@ -116,44 +109,43 @@ def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | 
     return loaded
 
 
-def show_example(example: TokenizedRow, tokenizer: Tokenizer) -> str:
+def show_example(example: Example, tokenizer: Tokenizer) -> str:
     """Tokens between bars, those that count in square brackets; ids and boundaries below."""
-    match example:
-        case PairExample():
-            sides = {"chosen": example.chosen, "rejected": example.rejected}
-        case RankedExample():
-            ranked = sorted(zip(example.ranks, range(len(example.ranks)), strict=True))
-            sides = {f"response {index}, rank {rank}": example.responses[index] for rank, index in ranked}
-        case LabeledExample():
-            sides = {"desirable" if example.desirable else "undesirable": example.example}
-        case StepExample():
-            labels = " ".join("right" if label else "wrong" for label in example.labels)
-            mask = [index in example.ends for index in range(len(example.ids))]
-            sides = {f"steps: {labels}": Example(example.ids, mask, example.row_id)}
-        case Example():
-            sides = {"": example}
-        case _:
-            [ids] = example.documents
-            sides = {"": Example(list(ids), [False] * len(ids), example.row_id)}
-    margin = getattr(example, "margin", None)
+    margin = example.values.get("margin")
     lines = [example.row_id + ("" if margin is None else f", margin {margin:g}")]
-    for name, side in sides.items():
-        lines += [f" {name}"] * bool(name) + [_show(side, tokenizer)]
+    for name, ids, mask in _named_documents(example):
+        lines += [f" {name}"] * bool(name) + [_show(ids, mask, tokenizer)]
     return "\n".join(lines)
 
 
-def _show(example: Example, tokenizer: Tokenizer) -> str:
-    first = max(0, len(example.ids) - SHOWN_TOKENS)  # the end is where the mistakes are
-    tokens = [token_text(index, tokenizer) for index in example.ids[first:]]
+def _named_documents(example: Example) -> list[tuple[str, list[int], list[bool]]]:
+    """Name, token ids and mask of each document, the best response first."""
+    values, count = example.values, len(example.documents)
+    names, order, masks = [""] * count, list(range(count)), example.masks
+    if "ranks" in values:
+        names = [f"response {index}, rank {rank}" for index, rank in enumerate(values["ranks"])]
+        order = sorted(order, key=lambda index: values["ranks"][index])
+    elif count == 2:
+        names = ["chosen", "rejected"]
+    elif "desirable" in values:
+        names = ["desirable" if values["desirable"] else "undesirable"]
+    elif "ends" in values:
+        names = ["steps: " + " ".join("right" if label else "wrong" for label in values["labels"])]
+        masks = [[index in values["ends"] for index in range(len(example.ids))]]
+    return [(names[index], example.documents[index], masks[index]) for index in order]
+
+
+def _show(ids: list[int], mask: list[bool], tokenizer: Tokenizer) -> str:
+    first = max(0, len(ids) - SHOWN_TOKENS)  # the end is where the mistakes are
+    tokens = [token_text(index, tokenizer) for index in ids[first:]]
     spans = [
         ("[" if counts else "") + "|".join(tokens[index] for index in indices) + ("]" if counts else "")
-        for counts, indices in groupby(range(len(tokens)), key=lambda index: example.mask[first + index])
+        for counts, indices in groupby(range(len(tokens)), key=lambda index: mask[first + index])
     ]
-    ids = " ".join(map(str, example.ids[first:]))
     left_out = f"... {first} tokens before ...\n  " if first else ""
     return (
-        f"  {left_out}{' '.join(spans)}\n  ids {ids}\n"
-        f"  {len(example.ids)} tokens, {sum(example.mask)} count: {boundaries(example.mask)}"
+        f"  {left_out}{' '.join(spans)}\n  ids {' '.join(map(str, ids[first:]))}\n"
+        f"  {len(ids)} tokens, {sum(mask)} count: {boundaries(mask)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of policies' replies in the hotel world, chosen by its labelers. A stage of recipes, `hotel_comparisons`.
+"""Comparisons of policies' replies in the hotel world, chosen by its labelers: a stage of this recipe.
 
 A reward model that learns from them has seen what a policy says after training against another reward model, which no
 reply of the original comparisons shows. Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.1, and Bai et al. 2022,
@@ -13,17 +13,16 @@ from random import Random
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.errors import UserError
-from alignment.evaluation.inputs import read_records
+from alignment.evaluation.inputs import check_hotel_prompts, read_records
 from alignment.files import write_json, write_text
 from alignment.generation.generate import generate
-from alignment.hotel_world.grammar import is_prompt
 from alignment.hotel_world.labelers import prefers_first
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer
+from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 
 
 @dataclass(frozen=True)
-class HotelComparisonsConfig:
+class ComparisonsConfig(Settings):
     """Settings of the comparisons.
 
     Attributes:
@@ -37,20 +36,22 @@ class HotelComparisonsConfig:
     """
 
     models: dict[str, str]
-    pairs: list[list[str]]
+    pairs: list[tuple[str, str]]
     data: DataConfig
     output: str
-    max_new_tokens: int = 64
-    seed: int = 0
+    max_new_tokens: PositiveInt = 64
+    seed: NonNegativeInt = 0
 
-    def __post_init__(self) -> None:
-        if not self.pairs or any(len(pair) != 2 or not set(pair) <= set(self.models) for pair in self.pairs):
-            raise ValueError(f"pairs must hold two of the names {', '.join(self.models)} each, got {self.pairs}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+    RULES = (
+        Rule(
+            "pairs",
+            lambda c: not c.pairs or {name for pair in c.pairs for name in pair} - set(c.models),
+            "must hold two of the names of the models each, got {self.pairs}",
+        ),
+    )
 
 
-def run(config: HotelComparisonsConfig) -> Path:
+def run(config: ComparisonsConfig) -> Path:
     """Write the comparisons and their counts and return the directory; two equal replies make none, nor does an empty one.
 
     Raises:
@@ -59,12 +60,10 @@ def run(config: HotelComparisonsConfig) -> Path:
     for source in config.models.values():
         find_directory(source)
     records: list[Prompt] = read_records(config.data, "prompts")
-    if others := [record.row_id for record in records if not is_prompt(record.prompt)]:
-        raise UserError(f"{others[0]}: the labelers know only prompts of the hotel world, and {len(others)} are none")
+    check_hotel_prompts(records, "a labeler")
     prompts = [str(record.prompt) for record in records]
-    replies = sample_replies(config, prompts)
     rng, lines = Random(f"{config.seed}/labels"), []
-    for prompt, (first, second) in zip(prompts, replies, strict=True):
+    for prompt, (first, second) in zip(prompts, sample_replies(config, prompts), strict=True):
         if first == second or not first.strip() or not second.strip():
             continue
         chosen, rejected = (first, second) if prefers_first(rng, prompt, first, second) else (second, first)
@@ -75,7 +74,7 @@ def run(config: HotelComparisonsConfig) -> Path:
     return output
 
 
-def sample_replies(config: HotelComparisonsConfig, prompts: Sequence[str]) -> list[tuple[str, str]]:
+def sample_replies(config: ComparisonsConfig, prompts: Sequence[str]) -> list[tuple[str, str]]:
     """Two replies to each prompt, by the policies of the pair whose turn it is; one policy is in memory at a time."""
     found: dict[tuple[int, int], str] = {}
     for name, source in config.models.items():

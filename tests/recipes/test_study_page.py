@@ -2,26 +2,26 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
+from alignment.config.load import packaged_folder
 from alignment.errors import UserError
-from alignment.evaluation.overoptimization import fit_gold
-from alignment.evaluation.study import read_points, run
-from alignment.evaluation.study_config import (
-    ChartConfig,
-    PeakConfig,
-    SavingsConfig,
-    SeriesConfig,
-    StudyConfig,
-)
-from alignment.evaluation.study_figures import Point, find_peak, find_saving, smoothed
+from alignment.pipeline.stages import load_file
 
+study: Any = load_file(packaged_folder("recipes") / "study.py")
+SeriesConfig, ChartConfig, PeakConfig, SavingsConfig, StudyConfig = (
+    study.SeriesConfig, study.ChartConfig, study.PeakConfig, study.SavingsConfig, study.StudyConfig
+)  # fmt: skip
+run, read_points, fit_law, find_peak, smoothed = (
+    study.run, study.read_points, study.fit_law, study.find_peak, study.smoothed
+)  # fmt: skip
 KL = [0.0, 0.5, 1.0, 4.0, 9.0, 16.0, 25.0]
 
 
 def points_of(gold, proxy):
-    return [Point({"gold": g, "proxy": p}, str(i + 1)) for i, (g, p) in enumerate(zip(gold, proxy, strict=True))]
+    return [{"name": str(i + 1), "gold": g, "proxy": p} for i, (g, p) in enumerate(zip(gold, proxy, strict=True))]
 
 
 def write_run(directory, rows):
@@ -40,27 +40,27 @@ def write_run(directory, rows):
 )
 def test_laws_of_overoptimization_are_recovered(law, gold, peak):
     heights = [gold(math.sqrt(kl)) for kl in KL]
-    fit = fit_gold(law, [-1e-4, *KL[1:]], heights)  # a measured KL may be below 0
-    assert fit.start == pytest.approx(1) and fit.explained == pytest.approx(1)
-    assert fit.peak_kl == pytest.approx(peak)
-    assert fit.gold(KL) == pytest.approx(heights)
+    fit = fit_law(law, [-1e-4, *KL[1:]], heights)  # a measured KL may be below 0
+    assert fit["start"] == pytest.approx(1) and fit["explained"] == pytest.approx(1)
+    assert fit["peak_kl"] == pytest.approx(peak)
+    assert study.law_heights(fit, KL) == pytest.approx(heights)
 
 
 def test_a_law_that_never_falls_has_no_peak():
-    fit = fit_gold("best_of_n", KL, [math.sqrt(kl) + 0.1 * kl for kl in KL])
-    assert fit.beta == pytest.approx(-0.1) and fit.peak_kl is None
+    fit = fit_law("best_of_n", KL, [math.sqrt(kl) + 0.1 * kl for kl in KL])
+    assert fit["beta"] == pytest.approx(-0.1) and fit["peak_kl"] is None
 
 
 def test_two_distances_are_too_few_for_a_law():
-    with pytest.raises(ValueError, match="three different values"):
-        fit_gold("rl", [0.0, 1.0, 1.0], [1.0, 2.0, 3.0])
+    with pytest.raises(UserError, match="three different values"):
+        fit_law("rl", [0.0, 1.0, 1.0], [1.0, 2.0, 3.0])
 
 
 def test_peak_by_hand():
     points = points_of([1.0, 2.0, 3.0, 2.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0])
-    peak = find_peak(points, of="gold", against="proxy", kept=3)
-    assert (peak.index, peak.fall, peak.rise) == (2, 1.5, 2.0)
-    assert peak.kept_share == pytest.approx(0.75) and peak.kept_of_peak == pytest.approx(2.5 / 3)
+    peak = find_peak(points, of="gold", against="proxy", kept="4")
+    assert (peak["index"], peak["fall"], peak["rise"]) == (2, 1.5, 2.0)
+    assert peak["kept_share"] == pytest.approx(0.75) and peak["kept_of_peak"] == pytest.approx(2.5 / 3)
 
 
 def test_items_of_several_results_are_joined_by_name(tmp_path):
@@ -71,34 +71,32 @@ def test_items_of_several_results_are_joined_by_name(tmp_path):
     )
     columns = {"gold": "gold", "probe": "accuracy.rate", "n": "n"}
     found = read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
-    assert [(point.name, point.values) for point in found] == [
-        ("A", {"gold": 1, "probe": 1, "n": 7}),
-        ("B", {"gold": 2, "probe": 0.5, "n": 8}),
-    ]
+    assert found == [{"name": "A", "gold": 1, "probe": 1, "n": 7}, {"name": "B", "gold": 2, "probe": 0.5, "n": 8}]
     with pytest.raises(UserError, match=r"first\.json, .*second\.json: there is no number 'loss' in A"):
         read_points(SeriesConfig({"loss": "loss"}, results=[str(first), str(second)], at="models"))
     second.write_text(json.dumps({"models": {"A": {"accuracy": {"rate": 1}}}}))
     with pytest.raises(UserError, match=r"second\.json: models has no 'B'"):
         read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
-    with pytest.raises(ValueError, match="either `run` or `results`"):
+    with pytest.raises(ValueError, match=r"^run or results must be given"):
         SeriesConfig(columns, results=[])
 
 
 def test_smoothing_by_hand():
     found = smoothed(points_of([1.0, 4.0, 1.0, 4.0], [0.0] * 4), 3)
     assert [point["gold"] for point in found] == [2.5, 2.0, 3.0, 2.5]
-    assert [point.name for point in found] == ["1", "2", "3", "4"]
+    assert [point["name"] for point in found] == ["1", "2", "3", "4"]
 
 
 def test_saving_by_hand():
-    start, base = Point({"loss": 1.0, "gold": 0.0}), Point({"loss": 1.4, "gold": 2.0})
-    cheap, lossy = Point({"loss": 1.1, "gold": 1.95}, "cheap"), Point({"loss": 1.0, "gold": 1.0}, "lossy")
-    found = find_saving([cheap, lossy], start, base, cost="loss", gain="gold", tolerance=0.1)
-    assert found.best == "cheap" and found.removed == pytest.approx(0.75)
-    assert found.costs["lossy"] == {"loss": 0.0, "gold": 1.0} and found.increase == pytest.approx(0.4)
-    assert find_saving([lossy], start, base, cost="loss", gain="gold").removed is None
-    nothing = find_saving([cheap], base, start, cost="loss", gain="gold")
-    assert nothing.removed is None and nothing.increase == pytest.approx(-0.4)
+    start, base = {"loss": 1.0, "gold": 0.0}, {"loss": 1.4, "gold": 2.0}
+    cheap, lossy = {"name": "cheap", "loss": 1.1, "gold": 1.95}, {"name": "lossy", "loss": 1.0, "gold": 1.0}
+    close, equal = (SavingsConfig("loss", "gold", "start", "base", [], tolerance) for tolerance in (0.1, 0.0))
+    found = study.find_saving([cheap, lossy], start, base, close)
+    assert found["best"] == "cheap" and found["removed"] == pytest.approx(0.75)
+    assert found["costs"]["lossy"] == {"loss": 0.0, "gold": 1.0} and found["increase"] == pytest.approx(0.4)
+    assert study.find_saving([lossy], start, base, equal)["removed"] is None
+    nothing = study.find_saving([cheap], base, start, equal)
+    assert nothing["removed"] is None and nothing["increase"] == pytest.approx(-0.4)
 
 
 @pytest.fixture
@@ -153,7 +151,7 @@ def test_a_study_has_its_figures_and_one_page(sources, tmp_path):
 
 def test_points_of_a_list(sources):
     found = read_points(SeriesConfig({"kl": "kl"}, results=sources[1], at="curve"))
-    assert [(point.name, point["kl"]) for point in found] == [("1", 0.0), ("2", 0.19)]
+    assert [(point["name"], point["kl"]) for point in found] == [("1", 0.0), ("2", 0.19)]
 
 
 def test_everything_missing_is_said_at_once(sources, tmp_path):
@@ -169,25 +167,17 @@ def test_everything_missing_is_said_at_once(sources, tmp_path):
         assert words in str(error.value)
 
 
-def test_nothing_is_kept_once_the_budget_is_spent(sources, tmp_path):
-    series = {"PPO": SeriesConfig({"kl": "kl", "proxy": "score", "gold": "gold_score"}, run=sources[0], kept="held_out_score",
-                                  kept_budget={"kl": 3.0})}  # fmt: skip
-    config = study_config(sources, tmp_path / "study", series=series, charts=[], savings=None)
-    kept = json.loads(run(config).read_text())["peaks"]["PPO"]["kept"]
-    assert kept["kl"] == 1.0  # update 3, before the one with KL 4; later ones have higher held-out scores
-
-
 def test_a_run_without_evaluations_has_kept_nothing(sources, tmp_path):
-    with pytest.raises(UserError, match="no line within the budget has the number 'held_out_win_rate'"):
+    with pytest.raises(UserError, match="no line has the number 'held_out_win_rate'"):
         run(study_config(sources, tmp_path / "study", kept="held_out_win_rate"))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peak": PeakConfig("gold", "proxy", ["PPQ"])}, "no series 'PPQ'"),
-        ({"peak": PeakConfig("gold", "proxy", ["start"])}, "series start has no 'proxy'"),
-        ({"charts": [ChartConfig("kl", "silver", "x")]}, "no series has 'silver'"),
+        ({"peak": PeakConfig("gold", "proxy", ["PPQ"])}, "series has no 'PPQ'"),
+        ({"peak": PeakConfig("gold", "proxy", ["start"])}, "series start has no column 'proxy'"),
+        ({"charts": [ChartConfig("kl", "silver", "x")]}, "series has no 'silver'"),
     ],
 )
 def test_unknown_series_and_quantities_are_refused(sources, tmp_path, changes, words):
@@ -204,7 +194,7 @@ def test_unknown_series_and_quantities_are_refused(sources, tmp_path, changes, w
         {"results": "b", "smooth": 3},
         {"run": "a", "at": "x"},
         {"run": "a", "fit": "rl"},
-        {"run": "a", "kept_budget": {"kl": 1.0}},
+        {"results": "b", "kept": "kl"},
     ],
 )
 def test_series_of_settings_that_do_not_go_together_are_refused(wrong):

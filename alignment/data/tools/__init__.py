@@ -1,1 +1,0 @@
-"""Commands on data files: check them, show examples, split them, derive new rows."""

@@ -1,0 +1,91 @@
+"""Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from alignment.files import write_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+Row = Mapping[str, object]  # of a table: column -> value, see `format_cell`
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its title and note."""
+
+    title: str
+    note: str
+    svg: Markup
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page; notes stand at its end, such as what is missing and why."""
+
+    name: str
+    title: str
+    lead: str = ""
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Sequence[Row]] = ()
+    notes: Sequence[str] = ()
+
+
+def write_page(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
+    """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(templates),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cell": _breakable_cell, "duration": format_duration}
+    write_text(Path(path), environment.get_template(template).render(content))
+    return Path(path)
+
+
+def format_cell(value: object) -> str:
+    """A table cell: numbers with three significant digits, rates with their interval, a dash for nothing.
+
+    Args:
+        value: text, a number, or a mapping with rate, low and high.
+    """
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, Mapping):
+        return format_share(value)
+    if isinstance(value, float):
+        size = abs(value)
+        form = ",.0f" if 1e3 <= size < 1e7 else "#.3g" if size == 0 or size >= 1e-3 else ".2e"
+        return f"{value:{form}}".replace("-", "\N{MINUS SIGN}")
+    return str(value)
+
+
+def format_share(rate: Mapping[str, float]) -> str:
+    """A share and its interval in percent."""
+    return f"{100 * rate['rate']:.1f} % [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]"
+
+
+def with_interval(value: float, interval: Sequence[float] | None) -> float | str:
+    """A number and its interval as a cell; the number alone where it has none."""
+    return value if interval is None else f"{format_cell(value)} [{', '.join(map(format_cell, interval))}]"
+
+
+def _breakable_cell(value: object) -> str:
+    """A cell whose only line break, where it ends in an interval, is before that: a table takes the width of the window."""
+    text = format_cell(value)
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}[", " [") if text.endswith("]") else text
+
+
+def format_duration(seconds: float | None) -> str:
+    """Seconds as `1.2 s`, `3 min 04 s` or `1 h 05 min`."""
+    if seconds is None:
+        return "–"
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,47 @@
+"""Examples of each kind of row, for tests that make them by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from alignment.data.examples import Example, join_examples
+
+example = Example.single
+
+
+def pair_example(chosen: Example, rejected: Example, margin: float | None, row_id: str, source: int = 0) -> Example:
+    """Two responses to one prompt."""
+    return ranked_example((chosen, rejected), None, row_id, source, margin)
+
+
+def ranked_example(
+    responses: Sequence[Example], ranks: Sequence[int] | None, row_id: str, source: int = 0, margin: float | None = None
+) -> Example:
+    """K responses to one prompt, with their places."""
+    values: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks)}
+    values |= {} if margin is None else {"margin": margin}
+    joined = join_examples(responses)
+    return Example(joined.documents, joined.masks, row_id, source, values)
+
+
+def labeled_example(response: Example, desirable: bool, row_id: str) -> Example:
+    """A response that is desirable or not."""
+    return Example(response.documents, response.masks, row_id, 0, {"desirable": desirable})
+
+
+def step_example(ids: list[int], ends: Sequence[int], labels: Sequence[bool], row_id: str) -> Example:
+    """A response in labeled steps."""
+    return Example.single(ids, [False] * len(ids), row_id, ends=list(ends), labels=list(labels))
+
+
+def prompt_example(
+    ids: list[int], prompt: Any, extra: dict[str, Any], row_id: str, cut: bool = False, source: int = 0
+) -> Example:
+    """A prompt."""
+    return Example.single(ids, [False] * len(ids), row_id, source, prompt=prompt, extra=extra, cut=cut)
+
+
+def sides(row: Example) -> list[Example]:
+    """Each document of an example as one of its own, without values."""
+    return [
+        Example.single(ids, mask, row.row_id, row.source) for ids, mask in zip(row.documents, row.masks, strict=True)
+    ]
