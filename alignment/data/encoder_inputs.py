@@ -96,10 +96,7 @@ def encode_responses(
             counts.drop(NO_RESPONSE, row.row_id)
             continue
         budget = text_budget(max_length, template.size(2 if row.prompt else 1))
-        if row.prompt:
-            kept_head, kept = truncate(head, tails, budget, None)
-        else:
-            kept_head, kept = [], [tail[:budget] for tail in tails]
+        kept_head, kept = truncate(head, tails, budget, None) if row.prompt else ([], [tail[:budget] for tail in tails])
         if len(head) > len(kept_head):
             counts.note_cut(PROMPT_CUT, row.row_id)
         if any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True)):

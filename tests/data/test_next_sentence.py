@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import MaskTokens
+from alignment.data.pretraining.examples import mask_tokens_of
 from alignment.data.pretraining.next_sentence import (
     FOLLOWS,
     OTHER_TEXT,
@@ -106,7 +106,7 @@ def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
 
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
-    template, mask_tokens = special_token_template(tokenizer), MaskTokens.of(tokenizer)
+    template, mask_tokens = special_token_template(tokenizer), mask_tokens_of(tokenizer)
     whole, parts = (
         collate_sentence_pairs(
             fixed_seed_rows(passages),

@@ -8,10 +8,10 @@ from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import (
     TOO_SHORT,
-    MaskTokens,
     collate_masked,
     collate_seq2seq,
     infilling,
+    mask_tokens_of,
     prefix_modeling,
     span_corruption,
     tokenize_maskable,
@@ -19,7 +19,7 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
-from alignment.data.text.special_tokens import non_special_ids, sentinel_ids, special_token_template
+from alignment.data.text.special_tokens import sentinel_ids, special_token_template
 from alignment.data.text.truncation import even_slices
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
@@ -65,7 +65,7 @@ def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiec
 
 def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece):
     examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
-    mask_tokens = MaskTokens.of(wordpiece)
+    mask_tokens = mask_tokens_of(wordpiece)
     batches = collate_masked(fixed_seed_rows(examples), 100, masking=Masking(), mask_tokens=mask_tokens)
     special = set(wordpiece.all_special_ids)
     assert all(batch.weight == len(batch.target_index) == len(batch.labels) for batch in batches)
@@ -82,7 +82,7 @@ def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece
 
 def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiece):
     examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
-    mask_tokens = MaskTokens.of(wordpiece)
+    mask_tokens = mask_tokens_of(wordpiece)
     stream = EpochStream(Stream(examples, batch_size=10, seed=3))
 
     def seen(step, tokens, ranks):
@@ -141,9 +141,9 @@ def test_texts_without_a_token_are_counted(wordpiece, unigram):
 
 def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
     with pytest.raises(UserError, match="no mask token"):
-        MaskTokens.of(train_bpe(TEXTS, 300))
+        mask_tokens_of(train_bpe(TEXTS, 300))
     roberta = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
-    mask_tokens = MaskTokens.of(roberta)
+    mask_tokens = mask_tokens_of(roberta)
     assert mask_tokens.mask_id == 3
     assert {0, 1, 2, 3}.isdisjoint(mask_tokens.random_ids.tolist())
     assert len(mask_tokens.random_ids) == len(roberta) - 4
@@ -235,14 +235,14 @@ def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram,
         unigram.eos_token_id,
     ]
     assert special_token_template(bpe).encode([50]).ids == [bpe.bos_token_id, 50]
-    assert set(wordpiece.all_special_ids).isdisjoint(non_special_ids(wordpiece).tolist())
+    assert set(wordpiece.all_special_ids).isdisjoint(mask_tokens_of(wordpiece).random_ids.tolist())
 
 
 def test_a_mask_token_that_is_not_special_replaces_no_other_at_random():
     tokenizer = train_bpe(TEXTS, 300)
     tokenizer.add_tokens(["<mask>"])
-    mask_tokens = MaskTokens.of(tokenizer)
-    assert mask_tokens.mask_id == len(tokenizer) - 1 in non_special_ids(tokenizer)
+    mask_tokens = mask_tokens_of(tokenizer)
+    assert mask_tokens.mask_id == len(tokenizer) - 1
     assert mask_tokens.mask_id not in mask_tokens.random_ids and len(mask_tokens.random_ids) == len(tokenizer) - 4
 
 

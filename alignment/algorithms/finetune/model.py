@@ -1,4 +1,4 @@
-"""The model that is fine-tuned: a classification head on a checkpoint's backbone, what trains, what is saved.
+"""The model that is fine-tuned: a classification head on a checkpoint's backbone; its trained and its saved weights.
 
 Rows become its inputs in data/tasks/examples.py; losses and metrics are in scoring.py.
 """

@@ -3,10 +3,10 @@
 The corruption of the text is in data/pretraining/corruption.py, one objective after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Interval
@@ -15,10 +15,10 @@ from torch import Tensor
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.examples import (
-    MaskTokens,
     collate_masked,
     collate_seq2seq,
     infilling,
+    mask_tokens_of,
     prefix_modeling,
     span_corruption,
 )
@@ -124,16 +124,7 @@ class DistillationConfig(Settings):
     RULES = (Rule("soft_coef", lambda c: c.soft_coef + c.cosine_coef == 0, "or cosine_coef must be above 0"),)
 
 
-class LogitsModel(Protocol):
-    """A language model called for its logits."""
-
-    def __call__(self, *, batch: Ragged | Seq2Seq, return_logits: bool) -> LogitsOutput: ...
-
-
-class NextSentenceModel(Protocol):
-    """A masked language model with a next-sentence head."""
-
-    def __call__(self, *, batch: Ragged) -> LanguageOutput: ...
+LogitsModel = Callable[..., LogitsOutput]  # (batch=..., return_logits=True), a language model
 
 
 def task_of(objective: Objective) -> str:
@@ -158,14 +149,14 @@ def collate_for_objective(
         case Causal():
             return lambda rows, micro_batch_tokens: collate([row.row for row in rows], micro_batch_tokens)
         case Masked(masking=masking):
-            return partial(collate_masked, masking=masking, mask_tokens=MaskTokens.of(tokenizer))
+            return partial(collate_masked, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
         case SentencePairs(masking=masking):
             return partial(
                 collate_sentence_pairs,
                 passages=examples,
                 template=special_token_template(tokenizer),
                 masking=masking,
-                mask_tokens=MaskTokens.of(tokenizer),
+                mask_tokens=mask_tokens_of(tokenizer),
                 max_length=max_length,
             )
         case SpanCorruption(density=density, mean_span=mean_span):
@@ -179,7 +170,7 @@ def collate_for_objective(
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def sentence_pair_loss_fn(model: NextSentenceModel, sources: Sources = ONE_SOURCE) -> LossFn:
+def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE) -> LossFn:
     """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, appendix A.2.
@@ -224,17 +215,12 @@ def distillation_loss_fn(
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
-            metrics["cosine_loss"] = hidden_cosine_loss(_hidden(output), _hidden(teacher_output)).sum()
+            assert output.hidden is not None and teacher_output.hidden is not None  # both are models of our own
+            metrics["cosine_loss"] = hidden_cosine_loss(output.hidden, teacher_output.hidden).sum()
             total = total + config.cosine_coef * metrics["cosine_loss"]
         return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))
 
     return loss_fn
-
-
-def _hidden(output: LogitsOutput) -> Tensor:
-    if output.hidden is None:
-        raise TypeError("the model does not return its hidden states")
-    return output.hidden
 
 
 def target_tokens(batch: Ragged | Seq2Seq) -> Tensor:

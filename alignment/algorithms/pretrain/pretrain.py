@@ -56,7 +56,7 @@ class PretrainConfig(Settings):
     Attributes:
         data: texts, one document per row.
         output: the run's directory.
-        objective: what is predicted from what; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
+        objective: the tokens to predict; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
             infilling, and must fit the model: decoder, encoder, or encoder-decoder.
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.

@@ -69,7 +69,7 @@ def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:
 
 @dataclass(frozen=True)
 class Masking(Settings):
-    """How much of a text is masked, in which units, and what replaces it.
+    """The share of a text that is masked, the units of masking, and the replacements.
 
     Attributes:
         rate: share of the text's tokens that is chosen, in (0, 1].

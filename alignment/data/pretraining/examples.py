@@ -7,6 +7,7 @@ corruption: its examples and batches are those of data/batches.py.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,6 @@ from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
     TokenizedText,
-    mask_id,
-    non_special_ids,
     sentinel_ids,
     special_token_template,
     tokenize_with_offsets,
@@ -32,6 +31,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
 
+MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
 NO_TOKEN = "text of which the tokenizer makes no token"
 TOO_SHORT = "text of a single token, too short for a source and a target"
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
@@ -53,22 +53,30 @@ class MaskableExample:
         return [self.ids]
 
 
-@dataclass(frozen=True)
-class MaskTokens:
-    """The id of the mask token, and the ids that random replacements are drawn from."""
+class MaskTokens(NamedTuple):
+    """The id of the mask token, and the ids that random replacements are drawn from, ascending: no special tokens."""
 
     mask_id: int
     random_ids: np.ndarray
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "MaskTokens":
-        """The mask tokens of a tokenizer; random replacements are all its tokens that are not special.
 
-        Raises:
-            UserError: it has no mask token.
-        """
-        mask = mask_id(tokenizer)
-        return cls(mask, np.setdiff1d(non_special_ids(tokenizer), [mask]))
+def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
+    """The mask tokens of a tokenizer.
+
+    Raises:
+        UserError: it has no mask token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    mask = next(
+        (each for each in (tokenizer.mask_token_id, *map(vocabulary.get, MASK_NAMES)) if each is not None), None
+    )
+    if mask is None:
+        raise UserError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has no mask token; train a wordpiece one, or a bpe one whose "
+            "special tokens hold <mask>"
+        )
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
 
 
 def tokenize_maskable(
@@ -125,7 +133,7 @@ def _split(
 
 
 def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
-    """Where words begin in an encoded text or pair; the first token of a text begins a word, even of a part of a text.
+    """True where words begin in an encoded text or pair; the first token of a text begins a word, even of a part of a text.
 
     Args:
         texts: word starts of the text, or of both texts of a pair.
@@ -197,7 +205,7 @@ def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
 
 def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
     """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
-    mask, template = mask_id(tokenizer), special_token_template(tokenizer)
+    mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
         source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)

@@ -92,12 +92,12 @@ def response_ids(
 
 
 class _Turn(NamedTuple):
-    """A reply to a prompt, whole or cut off."""
+    """A reply to a prompt, and the token that ends it; None: it was cut off."""
 
     prompt: str | Messages
     reply: Message
     tools: Tools | None
-    ended: bool
+    end: str | None
 
     @property
     def is_rich(self) -> bool:
@@ -125,11 +125,12 @@ def encode_each_response(
     Raises:
         UserError: there is no usable template, or no end token.
     """
-    count, stops = len(responses), stop_strings(tokenizer)
-    whole = [True] * count if ended is None else ended
-    replies = [_as_message(reply, stops if done else ()) for reply, done in zip(responses, whole, strict=True)]
-    turns = [*map(_Turn, prompts or [""] * count, replies, tools or [None] * count, whole)]
-    plans: list[Plan | UserError] = [_plain_plan(tokenizer, turn) for turn in turns]
+    end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
+    ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
+    replies = [_as_message(reply, stops if each else ()) for reply, each in zip(responses, ends, strict=True)]
+    nothing = [None] * len(responses)
+    turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
+    plans: list[Plan | UserError] = [_plain_plan(turn) for turn in turns]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.end is not None:
         chosen = {
@@ -152,9 +153,8 @@ def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
     return {**message, "content": without_end(message["content"], stops)}
 
 
-def _plain_plan(tokenizer: Tokenizer, turn: _Turn, notes: tuple[str, ...] = ()) -> Plan:
-    end = tokenizer.convert_ids_to_tokens(end_token_id(tokenizer)) if turn.ended else None
-    return Plan([Part([Piece(turn.reply["content"], follows=True)], True, end)], notes)
+def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> Plan:
+    return Plan([Part([Piece(turn.reply["content"], follows=True)], True, turn.end)], notes)
 
 
 def _turn_plan(tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Dialogue, texts: Sequence[str]) -> Plan:
@@ -169,16 +169,16 @@ def _turn_plan(tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Di
     if isinstance(found, str) or (not turn.is_rich and found.start != len(opened)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
-        return _plain_plan(tokenizer, turn, (UNRENDERED_REASONING,) if turn.is_rich else ())
+        return _plain_plan(turn, (UNRENDERED_REASONING,) if turn.is_rich else ())
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
     if not turn.is_rich and lead and response.startswith(lead):
-        return _plain_plan(tokenizer, turn)
-    if not turn.ended and not turn.is_rich:
+        return _plain_plan(turn)
+    if turn.end is None and not turn.is_rich:
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
-    end = found.end or tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))
+    end = None if turn.end is None else found.end or turn.end
     notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
-    return Plan([Part(pieces, True, end if turn.ended else None)], notes)
+    return Plan([Part(pieces, True, end)], notes)
 
 
 def chat_ids(

@@ -102,8 +102,9 @@ class EncodedSequence:
 
 def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserError:
     """The result of a function, or the UserError that it raised; the error itself where an argument is one."""
+    refused = [each for each in arguments if isinstance(each, UserError)]
     try:
-        return next((each for each in arguments if isinstance(each, UserError)), None) or function(*arguments)
+        return refused[0] if refused else function(*arguments)
     except UserError as error:
         return error
 
@@ -194,9 +195,10 @@ def _plan(tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Di
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
-        fault = turn if isinstance(turn, str) else REWRITES if turn.start < position else None
-        if fault is not None or isinstance(turn, str):
-            raise UserError(f"{name_of(tokenizer)} {str(fault).format(index)}")
+        if isinstance(turn, Turn) and turn.start < position:
+            turn = REWRITES
+        if isinstance(turn, str):
+            raise UserError(f"{name_of(tokenizer)} {turn.format(index)}")
         if opened and turn.start < len(opened):
             notes.append(PREFILLED.format(opened[turn.start :]))
         if turn.end is None and counts:

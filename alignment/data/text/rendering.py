@@ -43,8 +43,7 @@ class TemplateEnded(RenderError):
 
 
 Cut = tuple[int, bool]  # number of messages, and True to write the assistant's header after them
-# The texts of a task, or why it failed, as JSON: {"texts": [...]}, each that begins the longest one as its length; or
-# {"error": ..., "ended": ...}.
+# The texts of a task, or the reason why it failed, as JSON: {"texts": [...]} or {"error": ..., "ended": ...}.
 _Answer = dict[str, Any]
 
 
@@ -85,24 +84,15 @@ def _render_line(
 ) -> list[list[str] | RenderError]:
     request = {"tasks": [task._asdict() for task in tasks], "variables": variables}
     try:
-        return [_texts(answer) for answer in _render(template, json.dumps(request, default=str))]
+        answers = _render(template, json.dumps(request, default=str))
     except TemplateEnded as error:
         if len(tasks) == 1:
             return [error]
         return [answer for task in tasks for answer in _render_line(template, [task], variables)]
-
-
-def _texts(answer: _Answer) -> list[str] | RenderError:
-    if "error" in answer:
-        return (TemplateEnded if answer.get("ended") else RenderError)(answer["error"])
-    longest = max((text for text in answer["texts"] if isinstance(text, str)), key=len)
-    return [longest[:text] if isinstance(text, int) else text for text in answer["texts"]]
-
-
-def _packed(texts: Sequence[str]) -> list[str | int]:
-    """The texts, each that begins the longest one as its length."""
-    longest = max(texts, key=len)
-    return [text if text is longest or not longest.startswith(text) else len(text) for text in texts]
+    return [
+        (TemplateEnded if each.get("ended") else RenderError)(each["error"]) if "error" in each else each["texts"]
+        for each in answers
+    ]
 
 
 @lru_cache(maxsize=16)  # a single dialogue is often asked for several times in a row
@@ -206,7 +196,7 @@ def _answer(
             if len(text) > MAX_CHARACTERS:
                 raise MemoryError
             texts.append(text)
-        return {"texts": _packed(texts)}
+        return {"texts": texts}
     except MemoryError:
         return {"error": "it takes more memory than any chat template needs", "ended": True}
     except RecursionError:

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError
 
-MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
 SENTINEL = "<extra_id_{}>"
 
 
@@ -131,34 +128,9 @@ def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool
     return list(encoded.encodings or [])
 
 
-def mask_id(tokenizer: Tokenizer) -> int:
-    """The id of the mask token.
-
-    Raises:
-        UserError: there is none.
-    """
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    vocabulary = tokenizer.get_vocab()
-    for name in MASK_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
-    raise UserError(
-        f"{tokenizer.name_or_path or 'the tokenizer'} has no mask token; train a wordpiece one, or a bpe one whose "
-        "special tokens hold <mask>"
-    )
-
-
 def sentinel_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... as far as the tokenizer has them; in T5's vocabulary they descend."""
     vocabulary, ids = tokenizer.get_vocab(), []
     while (sentinel := vocabulary.get(SENTINEL.format(len(ids)))) is not None:
         ids.append(sentinel)
     return ids
-
-
-def non_special_ids(tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of all tokens that are not special, ascending."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= {int(number) for number in tokenizer.all_special_ids}
-    return np.array(sorted(set(tokenizer.get_vocab().values()) - special))

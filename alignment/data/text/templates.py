@@ -277,7 +277,7 @@ def render_dialogues(
 
 
 def is_written(words: str, text: str) -> bool:
-    """True where some words stand in a rendered text, as they are or inside a JSON string."""
+    """True where a rendered text holds some words, as they are or inside a JSON string."""
     return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
 
 

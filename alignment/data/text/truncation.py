@@ -1,4 +1,4 @@
-"""How much text fits beside special tokens, and how longer texts, pairs and responses are cut."""
+"""Room for text beside special tokens, and the cutting of longer texts, pairs and responses."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tokenizers.wrap import BERT_TOKENS, bert_pipeline, wrap, wrap_bert
 from alignment.errors import UserError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the old and the new names
 WORDPIECE_FILE = "vocab.txt"
@@ -39,11 +39,8 @@ def load_file(path: Path) -> Tokenizer:
 
 def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     """GPT-2's vocabulary and merges. BOS = EOS = <|endoftext|>, not put before texts; <|pad|> is one more token."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
     try:
-        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+        tokenizer = Backend(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{vocabulary} and {merges.name} are no BPE vocabulary and merges: {error}") from error
     if tokenizer.token_to_id(GPT2_END) is None:
@@ -63,9 +60,6 @@ def load_wordpiece(path: Path) -> Tokenizer:
     Raises:
         UserError: [PAD], [UNK], [CLS], [SEP] or [MASK] is missing, or a piece stands there twice.
     """
-    import tokenizers
-    from tokenizers import models
-
     try:
         pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -78,7 +72,7 @@ def load_wordpiece(path: Path) -> Tokenizer:
         twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
         raise UserError(f"{path}:{pieces.index(twice) + 1}: {twice!r} stands in the vocabulary twice; ids would be off")
     model = models.WordPiece(vocab=ids, unk_token="[UNK]", max_input_chars_per_word=100)
-    return wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=_is_folded(pieces)))
+    return wrap_bert(bert_pipeline(Backend(model), lowercase=_is_folded(pieces)))
 
 
 def _is_folded(pieces: Sequence[str]) -> bool:
@@ -99,13 +93,10 @@ def load_sentencepiece(path: Path) -> Tokenizer:
 
     Source: Kudo and Richardson 2018, arXiv:1808.06226; the file: sentencepiece_model.proto of its release.
     """
-    import tokenizers
-    from tokenizers import decoders, pre_tokenizers
-
     model = _read_model(path)
     if model.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise UserError(f"{path}: neither a unigram nor a BPE model (type {model.trainer_spec.model_type})")
-    tokenizer = tokenizers.Tokenizer(_unigram(model) if model.trainer_spec.model_type == UNIGRAM else _bpe(model))
+    tokenizer = Backend(_unigram(model) if model.trainer_spec.model_type == UNIGRAM else _bpe(model))
     tokenizer.normalizer = _normalizer(model)
     scheme = "always" if model.normalizer_spec.add_dummy_prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -141,26 +132,18 @@ def _read_model(path: Path) -> Any:
 
 
 def _unigram(model: Any) -> Any:
-    from tokenizers import models
-
     highest = max(piece.score for piece in model.pieces if piece.type not in (CONTROL, USER_DEFINED))
-
-    def score(piece: Any) -> float:
-        if piece.type != USER_DEFINED:
-            return piece.score
-        return len(piece.piece.encode()) * highest - 0.1  # as SentencePiece does: above whatever else would fit
-
-    return models.Unigram(
-        vocab=[(piece.piece, score(piece)) for piece in model.pieces],
-        unk_id=model.trainer_spec.unk_id,
-        byte_fallback=model.trainer_spec.byte_fallback,
-    )
+    vocabulary = [
+        # as SentencePiece does: above whatever else would fit
+        (piece.piece, len(piece.piece.encode()) * highest - 0.1 if piece.type == USER_DEFINED else piece.score)
+        for piece in model.pieces
+    ]
+    spec = model.trainer_spec
+    return models.Unigram(vocab=vocabulary, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
 
 
 def _bpe(model: Any) -> Any:
     """SentencePiece merges the neighbors that make the best piece: each way to cut a piece in two is a merge."""
-    from tokenizers import models
-
     ids = {piece.piece: number for number, piece in enumerate(model.pieces)}
     ranked = sorted(model.pieces, key=lambda piece: -piece.score)  # stable: equal scores keep the file's order
     merges = [
@@ -179,8 +162,6 @@ def _bpe(model: Any) -> Any:
 
 
 def _normalizer(model: Any) -> Any:
-    from tokenizers import Regex, normalizers
-
     spec, steps = model.normalizer_spec, []
     if _is_folded([piece.piece for piece in model.pieces]):
         steps += [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
@@ -191,9 +172,7 @@ def _normalizer(model: Any) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _wrap_sentencepiece(tokenizer: "tokenizers.Tokenizer", model: Any) -> Tokenizer:
-    from tokenizers import AddedToken
-
+def _wrap_sentencepiece(tokenizer: Backend, model: Any) -> Tokenizer:
     spec, kinds = model.trainer_spec, {piece.piece: piece.type for piece in model.pieces}
     tokenizer.add_special_tokens([piece for piece, kind in kinds.items() if kind == CONTROL])
     if spec.model_type == BPE:  # its merges know no score, so such pieces are cut out beforehand

@@ -5,7 +5,6 @@ Whether a string such as "</s>" is a control token is the caller's choice, never
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from alignment.errors import UserError
@@ -19,6 +18,8 @@ class Tokenizer(Protocol):
     Attributes:
         name_or_path: where it was loaded from, for messages.
         chat_template: Jinja text, or one text per name, or None.
+
+    Its other attributes and methods are not declared.
     """
 
     name_or_path: str
@@ -38,14 +39,9 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any: ...
+    def __getattr__(self, name: str) -> Any: ...
     def decode(self, token_ids: Sequence[int], **options: Any) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any: ...
-    def convert_tokens_to_ids(self, tokens: str) -> Any: ...
-    def add_tokens(self, new_tokens: Sequence[object], special_tokens: bool = False) -> int: ...
-    def add_special_tokens(self, special_tokens_dict: Mapping[str, Sequence[str]], **options: Any) -> int: ...
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, object]], **options: Any) -> Any: ...
-    def save_pretrained(self, save_directory: str | Path) -> Any: ...
 
 
 def encode(
@@ -148,5 +144,5 @@ def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of Rust code; the class of that exception cannot be imported."""
+    """True for a panic of Rust code; the class of that exception cannot be imported."""
     return type(error).__name__ == "PanicException"

@@ -5,18 +5,17 @@ All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them f
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tokenizers.wrap import BERT_TOKENS, T5_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_t5
 from alignment.errors import UserError
 
-if TYPE_CHECKING:
-    import tokenizers
-
 TokenizerKind = Literal["bpe", "wordpiece", "unigram", "bytes", "characters"]
 CHARACTER_TOKENS = ("</s>", "<pad>", "<unk>")
-BYTES = 256
 SIZED = ("bpe", "wordpiece", "unigram")  # kinds whose vocabulary size is a setting
 
 
@@ -68,9 +67,6 @@ def train_bpe(
 
     Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in Radford et al. 2019 (GPT-2).
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     if len(set(special_tokens)) < max(3, len(special_tokens)):
         raise UserError(f"special_tokens needs BOS, EOS and PAD first and no word twice, got {list(special_tokens)}")
     if vocab_size < 256 + len(special_tokens):
@@ -78,7 +74,7 @@ def train_bpe(
             f"vocab_size {vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens need "
             f"{256 + len(special_tokens)}"
         )
-    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer = Backend(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -111,11 +107,8 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
 
     Source: Devlin et al. 2019, arXiv:1810.04805; Wu et al. 2016, arXiv:1609.08144, section 4.1.
     """
-    import tokenizers
-    from tokenizers import models, trainers
-
     texts = list(texts)
-    pipeline = bert_pipeline(tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
+    pipeline = bert_pipeline(Backend(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
     # The trainer numbers the pieces ##a, ##b, ... as its hash table yields them, and breaks ties by number: two runs
     # differ. Named beforehand they have the same numbers each time.
     inner = [f"##{character}" for character in _inner_characters(pipeline, texts)]
@@ -132,10 +125,10 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
             f"need {pipeline.get_vocab_size()}; ask for more, or train a byte-level one (kind bpe)"
         )
     model = models.WordPiece(vocab=pipeline.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100)
-    return wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=lowercase))
+    return wrap_bert(bert_pipeline(Backend(model), lowercase=lowercase))
 
 
-def _inner_characters(pipeline: "tokenizers.Tokenizer", texts: Iterable[str]) -> list[str]:
+def _inner_characters(pipeline: Backend, texts: Iterable[str]) -> list[str]:
     """Characters that occur in words after their first one, in the order of their code points."""
     normalizer, cutter = pipeline.normalizer, pipeline.pre_tokenizer
     assert normalizer is not None and cutter is not None
@@ -157,15 +150,12 @@ def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, 
 
     Source: Kudo 2018, arXiv:1804.10959; sentinels: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
     """
-    import tokenizers
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
-
     pieces = vocabulary - sentinels
     if pieces <= len(T5_TOKENS):
         raise UserError(
             f"a vocabulary of {vocabulary} has no room for {sentinels} sentinels and {len(T5_TOKENS)} marks"
         )
-    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer = Backend(models.Unigram())
     steps = [normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(
         [*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(left=False, right=True)]
@@ -183,14 +173,12 @@ def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, 
     return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in reversed(range(sentinels))])
 
 
-def _in_order(tokenizer: "tokenizers.Tokenizer") -> Any:
+def _in_order(tokenizer: Backend) -> Any:
     """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables.
 
     The last digits of a score change with the order of summing, so scores are rounded and equal ones sorted by piece.
     Characters that no likely piece holds get the lowest score and a step of 0.0001 each, in any order: here no step.
     """
-    from tokenizers import models
-
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     special, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
@@ -212,25 +200,14 @@ def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokeni
 
     Source: Xue et al. 2022, arXiv:2105.13626, section 3.1.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    pieces = {**{mark: number for number, mark in enumerate(T5_TOKENS)}, **_byte_pieces(len(T5_TOKENS))}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
+    pieces = {token: number for number, token in enumerate(T5_TOKENS)}
+    pieces |= {character: len(T5_TOKENS) + byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Backend(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in range(sentinels)])
-
-
-def _byte_pieces(first: int) -> dict[str, int]:
-    """Id of the visible character by which byte-level tokenizers write each byte.
-
-    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(BYTES) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(BYTES + n) for n, byte in enumerate(others)}
-    return {characters[byte]: first + byte for byte in range(BYTES)}
 
 
 def train_characters(texts: Iterable[str]) -> Tokenizer:
@@ -243,15 +220,12 @@ def train_characters(texts: Iterable[str]) -> Tokenizer:
 
     Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modeling).
     """
-    import tokenizers
-    from tokenizers import Regex, decoders, models, pre_tokenizers
-
     characters = sorted(set().union(*map(set, texts)))
     if not characters:
         raise UserError("no text, so no characters to make a vocabulary of")
     end, pad, unknown = CHARACTER_TOKENS
     ids = {token: number for number, token in enumerate([*CHARACTER_TOKENS, *characters])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=ids, unk_token=unknown))
+    tokenizer = Backend(models.WordLevel(vocab=ids, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return wrap(tokenizer, eos_token=end, pad_token=pad, unk_token=unknown)

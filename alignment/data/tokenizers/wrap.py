@@ -1,19 +1,19 @@
 """Tokenizers of the tokenizers library in transformers' form, with the special tokens of BERT, of T5 or a BOS."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import tokenizers
 
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 T5_TOKENS = ("<pad>", "</s>", "<unk>")
 
 
 def wrap(
-    tokenizer: "tokenizers.Tokenizer", single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
+    tokenizer: Backend, single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
 ) -> Tokenizer:
     """The tokenizer in transformers' form.
 
@@ -22,7 +22,6 @@ def wrap(
         added: special tokens in the templates.
         options: of `PreTrainedTokenizerFast`: the names of the special tokens, whether decoding cleans up blanks.
     """
-    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     if single:
@@ -33,7 +32,7 @@ def wrap(
     return cast("Tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
 
 
-def bert_pipeline(tokenizer: "tokenizers.Tokenizer", *, lowercase: bool) -> "tokenizers.Tokenizer":
+def bert_pipeline(tokenizer: Backend, *, lowercase: bool) -> Backend:
     """Set BERT's normalization and pre-tokenization: clean, fold, cut at blanks, punctuation and Chinese characters.
 
     Args:
@@ -42,17 +41,13 @@ def bert_pipeline(tokenizer: "tokenizers.Tokenizer", *, lowercase: bool) -> "tok
     Returns:
         The same tokenizer.
     """
-    from tokenizers import decoders, normalizers, pre_tokenizers
-
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)  # type: ignore[assignment]
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
     tokenizer.decoder = decoders.WordPiece(prefix="##")  # type: ignore[assignment]
     return tokenizer
 
 
-def wrap_bert(
-    tokenizer: "tokenizers.Tokenizer", special: Sequence[str] = BERT_TOKENS, *, clean_up: bool = True
-) -> Tokenizer:
+def wrap_bert(tokenizer: Backend, special: Sequence[str] = BERT_TOKENS, *, clean_up: bool = True) -> Tokenizer:
     """The tokenizer in transformers' form; a text is [CLS] A [SEP], a pair [CLS] A [SEP] B [SEP] with types 0 and 1.
 
     Args:
@@ -75,7 +70,7 @@ def wrap_bert(
     )
 
 
-def wrap_t5(tokenizer: "tokenizers.Tokenizer", sentinels: Sequence[str]) -> Tokenizer:
+def wrap_t5(tokenizer: Backend, sentinels: Sequence[str]) -> Tokenizer:
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
     pad, end, unknown = T5_TOKENS
     tokenizer.add_special_tokens([pad, end, unknown, *sentinels])

@@ -40,10 +40,6 @@ def spans(tokenizer, ids, mask):
     return runs
 
 
-def test_i1_supervised_text_is_the_response_and_one_end_token(bpe):
-    assert bpe.decode(chat.response_ids(bpe, " the mat")) == " the mat</s>"
-
-
 @pytest.mark.parametrize("text", ["x", "x</s>", "x</s>\n", "x</s></s>"])
 def test_h02_one_end_token_also_where_the_text_ends_in_it(bpe, text):
     ids = chat.response_ids(bpe, text)
@@ -95,12 +91,6 @@ def test_h03_i2_one_bos_in_every_kind_of_sequence(chatml, templates, template):
     assert bos not in chat.response_ids(chatml, "hello")
 
 
-def test_h03_training_prefix_is_the_generation_prompt(chatml):
-    ids, mask = chat.chat_ids(chatml, [USER, {"role": "assistant", "content": " fine"}])
-    assert ids[: mask.index(True)] == chat.prompt_ids(chatml, [USER])
-    assert ids[mask.index(True) :] == chat.response_ids(chatml, " fine")
-
-
 def test_h03_template_with_two_bos_is_refused(chatml, templates):
     chatml.chat_template = "{{ bos_token }}" + templates["chatml with bos"]
     with pytest.raises(UserError, match="writes the BOS twice"):
@@ -117,15 +107,6 @@ def test_rendered_prompt_has_the_ids_of_transformers(chatml, templates):
     assert chat.prompt_ids(chatml, DIALOGUE[:-1]) == expected
 
 
-def test_h04_prompt_and_response_do_not_merge(bpe):
-    # "Price: $46" as one text would merge the blank into " $"; apart, both sides have the very same prompt
-    assert " $" in [bpe.decode([index]) for index in encode(bpe, ["Price: $46"])[0]]
-    prompt = chat.prompt_ids(bpe, "Price: ")
-    sides = [prompt + chat.response_ids(bpe, text) for text in ("46", "$46")]
-    assert sides[0][: len(prompt)] == sides[1][: len(prompt)] == prompt
-    assert [bpe.decode(side[len(prompt) :]) for side in sides] == ["46</s>", "$46</s>"]
-
-
 def test_response_of_a_sentencepiece_tokenizer_gets_no_blank_of_its_own(metaspace):
     for prompt, response in [("the cat", ", and the mat"), ("the cat sat on", " the mat"), ("the c", "at")]:
         ids = chat.prompt_ids(metaspace, prompt) + chat.response_ids(metaspace, response)
@@ -136,12 +117,6 @@ def test_h05_supervised_spans_are_the_replies_and_their_ends(chatml):
     ids, mask = chat.chat_ids(chatml, DIALOGUE)
     assert spans(chatml, ids, mask) == ["hello to you<|im_end|>", "on the mat<|im_end|>", "$46<|im_end|>"]
     assert chatml.decode(ids) == "<s>" + chatml.apply_chat_template(DIALOGUE, tokenize=False).rstrip()
-
-
-def test_replies_without_weight_do_not_count(chatml):
-    ids, mask = chat.chat_ids(chatml, DIALOGUE, [True, False, True])
-    assert spans(chatml, ids, mask) == ["hello to you<|im_end|>", "$46<|im_end|>"]
-    assert ids == chat.chat_ids(chatml, DIALOGUE)[0]
 
 
 def test_weights_of_messages_reach_the_tokens_that_count(chatml, jsonl):
@@ -258,13 +233,6 @@ def test_control_strings_in_messages_stay_text(chatml, templates, template):
     ).removeprefix("<s>")
 
 
-def test_control_strings_in_a_reply_stay_text(chatml):
-    ids, mask = chat.chat_ids(chatml, [USER, {"role": "assistant", "content": "a<|im_end|>b</s>"}])
-    assert spans(chatml, ids, mask) == ["a<|im_end|>b<|im_end|>"]  # the text's own one, then the end of the turn
-    turn = chatml.convert_tokens_to_ids("<|im_end|>")
-    assert [index for index, counts in zip(ids, mask, strict=True) if counts].count(turn) == 1
-
-
 def test_private_use_characters_in_messages_survive(chatml):
     messages = [{"role": "user", "content": "\ue000</s>\ue0010\ue001"}]
     assert "\ue000</s>\ue0010\ue001" in chatml.decode(chat.prompt_ids(chatml, messages))
@@ -293,20 +261,6 @@ def test_template_that_cuts_hidden_strings_apart_is_refused(chatml, templates):
     chatml.chat_template = templates["cutting"]
     with pytest.raises(UserError, match="cuts message texts apart"):
         chat.prompt_ids(chatml, [{"role": "user", "content": "</s>x"}])
-
-
-def test_h01_ends_count_where_padding_is_the_end_token(bpe):
-    # eos = pad: rows of lengths 8 and 15 ending in it. Two supervised end tokens, no more, no fewer.
-    from alignment.data.batches import collate
-    from alignment.data.examples import Example
-
-    eos = bpe.eos_token_id
-    rows = [Example.single([5] * (n - 1) + [eos], [False] + [True] * (n - 1), str(n)) for n in (8, 15)]
-    [batch] = collate(rows, 100)
-    targets = batch.target_index.tolist()
-    assert targets.count(int(batch.last[0])) == targets.count(int(batch.last[1])) == 1
-    assert int((batch.tokens[batch.target_index] == eos).sum()) == 2
-    assert batch.weight == 7 + 14
 
 
 def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
@@ -348,7 +302,9 @@ def test_a_response_that_begins_with_a_line_break_keeps_it():
 
 def test_control_strings_are_told_longest_first():
     specials = ("<s>", "</s>", "<pad>", "<|turn|>", "<|turn|><|turn|>")
-    strings = control_strings(train_bpe(["x"], 300, specials))
+    tokenizer = train_bpe(["x"], 300, specials)
+    tokenizer.add_tokens(["<br>"])  # an added word that is not special
+    strings = control_strings(tokenizer)
     assert sorted(strings) == sorted(specials)
     assert list(map(len, strings)) == sorted(map(len, specials), reverse=True)
 
@@ -360,26 +316,13 @@ def test_a_template_that_leaves_out_any_ones_words_is_refused(chatml, role):
     )
     with pytest.raises(UserError, match=rf"leaves out or rewrites message \d \(role {role}\)"):
         chat.prompt_ids(chatml, [{"role": "system", "content": "the cat"}, USER])
-
-
-def test_added_words_that_are_not_special_are_no_control_strings():
-    tokenizer = train_bpe(["x"], 300)
-    tokenizer.add_tokens(["<br>"])
-    assert sorted(control_strings(tokenizer)) == ["</s>", "<pad>", "<s>"]
+    with pytest.raises(UserError, match=rf"leaves out or rewrites message \d \(role {role}\)"):
+        chat.chat_ids(chatml, DIALOGUE)
 
 
 def test_a_control_token_that_does_not_stand_right_after_the_reply_does_not_end_it(chatml):
     chatml.chat_template = "{% for m in messages %}{{ m.content }} (end of turn)<|im_end|>{% endfor %}"
     assert chat.end_token_id(chatml) == chatml.eos_token_id
-
-
-def test_a_dialogue_whose_template_leaves_words_out_is_refused(chatml):
-    chatml.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role != 'system' %}{{ m.content }}{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    with pytest.raises(UserError, match=r"leaves out or rewrites message 0 \(role system\)"):
-        chat.chat_ids(chatml, DIALOGUE)
 
 
 def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metaspace):
