@@ -214,7 +214,11 @@ def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: 
         return forward["policy"] + reference + forward.get("reward model", 0.0) + paired * (train["policy"] + reference)
     if isinstance(config, DPOConfig):
         reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0
-        first = forward["policy"] + reference if any(loss.spec.batch_input for loss in config.losses) else 0.0
+        first = (
+            forward["policy"] + reference
+            if any(loss.spec.needs in ("kl", "shift", "order") for loss in config.losses)
+            else 0.0
+        )
         return train["policy"] + reference + first
     return train.get("policy", train.get("reward model", 0.0)) + forward.get("teacher", 0.0)
 

@@ -180,20 +180,20 @@ def test_a_judge_that_is_not_there_is_named_and_packaged_judges_serve():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"judge": "reward_model"}, "say who judges: judge=reward_model with reward_model=DIR"),
-        ({"judge": "god"}, "there is no 'god'; there are reward_model, gold and module:function"),
-        ({"reward_model": "x"}, "judge=gold reads none"),
+        ({"judge": "reward_model"}, "judge=reward_model with reward_model=DIR"),
+        ({"judge": "god"}, "'god' is unknown"),
+        ({"reward_model": "x"}, "gold reads no reward_model"),
         ({"responses_per_prompt": 1}, "responses_per_prompt must be at least 2"),
-        ({"loss": "kto"}, "kto learns from labels, and online DPO makes pairs"),
+        ({"loss": "kto"}, "other rows than the pairs"),
         ({"loss": "simpo", "reference": "x"}, "simpo needs none"),
         ({"gamma": 1.0}, "gamma is a parameter of simpo"),
         ({"beta": 0.0}, "beta must be above 0"),
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"missing_end_penalty": -1.0}, "missing_end_penalty must be 0"),
+        ({"missing_end_penalty": -1.0}, "missing_end_penalty must be at least 0"),
         ({"minibatches": 64, "training": TrainingConfig(batch_size=8)}, "minibatches (64) cannot exceed"),
-        ({"data": DataConfig(train="a", evaluation="b")}, "data.evaluation is not read: online_dpo evaluates nothing"),
-        ({"training": TrainingConfig(ema_decay=0.9)}, "training.ema_decay has no effect in online DPO"),
-        ({"metrics": ["gold"]}, "metrics: 'gold' is unknown"),
+        ({"data": DataConfig(train="a", evaluation="b")}, "data.evaluation is not read"),
+        ({"training": TrainingConfig(ema_decay=0.9)}, "training.ema_decay has no effect"),
+        ({"metrics": ["gold"]}, "metrics ['gold'] are unknown"),
     ],
 )
 def test_bad_settings_are_refused(settings, problem):

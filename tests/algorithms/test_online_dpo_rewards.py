@@ -140,9 +140,9 @@ def test_one_entry_is_the_short_form(settings, stage):
     ("changes", "problem"),
     [
         ({"reward_model": "x", "rewards": [RewardSpec(regex="a")]}, "both cannot be given"),
-        ({}, "say who judges: judge=reward_model with reward_model=DIR or a list `rewards`"),
-        ({"judge": "gold", "rewards": [RewardSpec(regex="a")]}, "rewards: judge=gold reads none"),
-        ({"judge": "m:f", "rewards": [RewardSpec(regex="a")]}, "rewards: judge=m:f reads none"),
+        ({}, "a list `rewards` of entries"),
+        ({"judge": "gold", "rewards": [RewardSpec(regex="a")]}, "judge gold reads no"),
+        ({"judge": "m:f", "rewards": [RewardSpec(regex="a")]}, "judge m:f reads no"),
         ({"rewards": [RewardSpec(regex="a", name="n"), RewardSpec(regex="b", name="n")]}, "two entries are named 'n'"),
     ],
 )

@@ -15,7 +15,7 @@ from alignment.algorithms.ppo.metrics import importance_metrics, sample_columns
 from alignment.algorithms.ppo.rollout import Rollout, correction_weights
 from alignment.algorithms.ppo.utilization import operations_per_token, utilization
 from alignment.data.config import DataConfig
-from alignment.losses.importance import importance_weights, sequence_importance_weights
+from alignment.losses import importance_weights
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.operations import forward_operations
 from alignment.training import TrainingConfig, speed
@@ -83,7 +83,7 @@ def test_importance_weights_are_worked_by_hand():
     wanted = torch.tensor([[1, math.exp(-1), math.exp(0.5), 1], [1, 0, 0, 0], [2, 1, 0, 0]])
     assert_close(weights, wanted.float())
     assert importance_weights(*tokens, cap=math.inf)[2, 0].item() == pytest.approx(math.exp(2))
-    sequence = sequence_importance_weights(*tokens, cap=2.0)
+    sequence = importance_weights(*tokens, cap=2.0, sequence=True)
     assert_close(sequence[0], torch.full((4,), math.exp(-0.5)))
     assert sequence[2].tolist() == [2, 2, 0, 0]
 

@@ -327,7 +327,7 @@ def test_a_method_has_its_paper_s_normalization_unless_another_is_set(settings, 
 
 @pytest.mark.parametrize("advantages", ["gae", "reinforce++", "remax"])
 def test_a_ratio_of_whole_responses_refuses_advantages_of_single_tokens(advantages):
-    with pytest.raises(ValueError, match=f"ratio=sequence.*advantages={re.escape(advantages)} .*grpo"):
+    with pytest.raises(ValueError, match=f"ratio sequence.*advantages={re.escape(advantages)} .*grpo"):
         config_of(ratio="sequence", advantages=advantages, responses_per_prompt=2)
 
 

@@ -26,8 +26,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
-from alignment.losses.importance import importance_weights
-from alignment.losses.policy import clipped_value_loss, gae, kl_estimates, shape_rewards, whiten
+from alignment.losses.policy import clipped_value_loss, gae, importance_weights, kl_estimates, shape_rewards, whiten
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.training import OptimConfig, Run, TrainingConfig

@@ -69,9 +69,9 @@ def dpo_distance(beta: float, seed: int, sign: float = 1.0) -> float:
 
     def closure():
         optimizer.zero_grad()
-        log_probs = policy.log_distribution().sum(1)
-        chosen = dpo_loss(log_probs[first], log_probs[second], reference[first], reference[second], beta=beta)
-        rejected = dpo_loss(log_probs[second], log_probs[first], reference[second], reference[first], beta=beta)
+        log_ratios = policy.log_distribution().sum(1) - reference
+        chosen = dpo_loss(log_ratios[first], log_ratios[second], beta=beta)
+        rejected = dpo_loss(log_ratios[second], log_ratios[first], beta=beta)
         loss = (wins * chosen + (1 - wins) * rejected).mean() * 1e3
         loss.backward()
         return loss

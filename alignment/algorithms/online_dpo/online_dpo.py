@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.responses import notes_of, read_metrics
-from alignment.algorithms.dpo.updates import PreferenceUpdates
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
+from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
@@ -75,8 +75,7 @@ def run(config: OnlineDPOConfig) -> Path:
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
             save_online_state(state, config, run, step + 1)
-        for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
-            run.note(line)
+        note_end(run)
         return run.output / "model"
 
 

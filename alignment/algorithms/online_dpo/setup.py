@@ -4,13 +4,12 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
-from alignment.algorithms.dpo.updates import PreferenceUpdates
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, load_policy, reference_of
 from alignment.algorithms.ppo.setup import SamplingState, load_metrics, require_prompts
-from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
 from alignment.algorithms.runs import check_rows, read_examples, sources_of
 from alignment.algorithms.scoring import (
     Scoring,
@@ -23,12 +22,11 @@ from alignment.algorithms.scoring import (
 )
 from alignment.data.batches import collate_pairs
 from alignment.data.mixture import RowOrder, stream_of
-from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import describe_stop_tokens, load_tokenizer
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Sharing
 from alignment.rewards.combine import ScoreFunction
 from alignment.rewards.specs import as_given_alone
@@ -93,7 +91,6 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
         UserError: an unknown metric or judge, or a reward that cannot be given, before any network is loaded; bad
             checkpoints; prompts that do not fit.
     """
-    require_vllm(config, config.policy, config.adapter, config.weights)
     metrics, training = load_metrics(config.metrics, LOGGED_KEYS), config.training
     scoring, judge = scoring_of(config), load_pair_judge(config.judge) if ":" in config.judge else None
     texts = prepare_scoring(scoring, data.prompts.rows)
@@ -114,20 +111,17 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None
     if reference is not None:
         roles.append(reference.role)
-    refuse_trained({role.name: role.model for role in roles if role.model is not None})
     networks = [policy.backend.unwrapped, None if reference is None else reference.model]
     sharing = prompt_sharing(networks, wanted=training.share_prompts, note=run.note)
-    stop_ids, longest = sorted(stop_token_ids(data.tokenizer)), int(lengths_of(data.prompts.rows).max())
     return OnlineDPOState(
         policy, reference,
         score=score,
         updates=updates_of(config, policy, reference, sharing),
-        stop_ids=stop_ids,
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
         start=start,
         metrics=metrics,
         roles=roles,
         share_prompts=sharing,
-        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, longest),
     )  # fmt: skip
 
 
@@ -165,10 +159,8 @@ def updates_of(
     """Updates of the policy on pairs, which ask the reference about each batch at temperature 1."""
     return PreferenceUpdates(
         policy,
-        config.losses,
+        config,
         dpo_loss_fn(policy.model, reference, config, sources_of(config.data)),
-        reference=reference,
-        collate=partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
-        mismatch=lambda rows: list(rows),  # for losses of single responses, which are refused
-        imitates=config.chosen_weight > 0,
+        reference,
+        partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
     )

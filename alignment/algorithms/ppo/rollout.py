@@ -16,8 +16,8 @@ from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
-from alignment.losses.importance import importance_weights, sequence_importance_weights
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
+from alignment.losses.policy import importance_weights
 from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
@@ -325,8 +325,7 @@ def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
     if config.importance_cap is None or not config.samples_differ:
         return None
     tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
-    weights = sequence_importance_weights if config.ratio == "sequence" else importance_weights
-    return weights(*tokens, cap=config.importance_cap)
+    return importance_weights(*tokens, cap=config.importance_cap, sequence=config.ratio == "sequence")
 
 
 def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:
@@ -345,15 +344,11 @@ def sample(
 ) -> Responses:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
 
-    Another sampler draws them where the state has one.
-
     Args:
         prompts: token ids.
         numbers: global number of each row, which fixes what is sampled.
         batch_size: responses sampled side by side.
     """
-    if state.sampler is not None:
-        return state.sampler(prompts, numbers, sampling)
     backend, group = state.policy.backend, state.process_group
     sampler = cast(GenerativeModel, backend.unwrapped)
     # With whole weights no rank waits for another one, however unequal their work is.

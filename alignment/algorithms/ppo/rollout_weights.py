@@ -38,8 +38,6 @@ def choose_rollout_weights(
     """
     backend, group = state.policy.backend, state.process_group
     whole = backend.whole_bytes()
-    if config.sampler == "vllm":  # it holds weights of its own, copied from whole ones
-        return "gathered"
     if whole == 0:
         if config.rollout_weights == "sharded":
             run.note(

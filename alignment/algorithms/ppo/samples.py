@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from alignment.data.examples import PromptExample
-from alignment.generation import Responses, SamplingConfig
+from alignment.generation import Responses
 from alignment.training.distributed import ProcessGroup
 
 
@@ -22,20 +22,6 @@ class DrawnResponses:
     prompts: list[PromptExample]
     numbers: list[int]
     responses: Responses
-
-
-class Sampler(Protocol):
-    """Samples a response to each of this rank's prompts, with the weights that the policy has now.
-
-    Args:
-        prompts: token ids.
-        numbers: global number of each row, which fixes what is sampled.
-        sampling: how.
-    """
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: SamplingConfig
-    ) -> Responses: ...
 
 
 class SavedResponses(TypedDict):

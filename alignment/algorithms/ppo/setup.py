@@ -13,9 +13,7 @@ from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.ppo.held_out import HeldOut
-from alignment.algorithms.ppo.held_out_config import unshaped
-from alignment.algorithms.ppo.samples import SampledAhead, Sampler
-from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
+from alignment.algorithms.ppo.samples import SampledAhead
 from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.algorithms.scoring import (
     Scoring,
@@ -29,13 +27,12 @@ from alignment.algorithms.scoring import (
 from alignment.data.batches import collate
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
-from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.value_head import attach_value_head
 from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel
@@ -80,11 +77,6 @@ class PPOData:
     texts: RowOrder | None
     held_out: Sequence[PromptExample] = ()
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, held-out ones among them."""
-        return max(int(lengths_of(rows).max()) for rows in (self.prompts.rows, self.held_out) if len(rows))
-
     def prompts_of(self, step: int) -> Sequence[PromptExample]:
         """The prompts of iteration `step`, from 0; none after the last one."""
         return self.prompts.rows_at(step) if step < self.iterations else ()
@@ -104,7 +96,6 @@ class SamplingState:
         rollout_weights: how the policy's weights lie while it samples.
         roles: the networks, for what is said of their memory.
         share_prompts: whether a prompt with several responses is computed once for all of them.
-        sampler: draws the responses; None: our decoding engine.
     """
 
     policy: Engine
@@ -116,7 +107,6 @@ class SamplingState:
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
     roles: Sequence[Role] = ()
     share_prompts: Sharing = False
-    sampler: Sampler | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -194,7 +184,6 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     Raises:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
-    require_vllm(config, config.policy, config.adapter, config.weights)
     metrics = load_metrics(config.metrics)
     texts = prepare_scoring(config, data.prompts.rows)
     bases = SharedWeights(config.weights)
@@ -210,18 +199,16 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         *[Role(f"held-out reward model {name}", judge.model) for name, judge in held_out_judges.items()],
         reference.role,
     ]  # fmt: skip
-    refuse_trained({role.name: role.model for role in roles if role.model is not None})
     networks = [policy.backend.unwrapped, None if value is None else value.backend.unwrapped, reference.model]
     # Nobody is told where prompts are not shared: few rollouts have several responses to one.
     share_prompts = prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
-    stop_ids = sorted(stop_token_ids(data.tokenizer))
     return PPOState(
         policy=policy,
         value=value,
         roles=roles,
         reference=reference,
         score=score_function(config, data.tokenizer, texts, judges, policy.process_group),
-        stop_ids=stop_ids,
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
         kl=FixedKL(config.kl_coef)
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
@@ -236,7 +223,6 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         held_out=held_out,
         ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
         shared_value=config.shares_trunk,
-        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, data.longest_prompt),
     )
 
 
@@ -255,7 +241,7 @@ def build_held_out(
         raise UserError(f"data.evaluation has {len(prompts)} prompts for {group.size} processes; hold more of them out")
     settings = Scoring(
         reward_model=held_out.reward_model,
-        rewards=unshaped(held_out.rewards),
+        rewards=[replace(spec, normalize="none", clip=None) for spec in held_out.rewards],
         reward_combine=held_out.reward_combine,
         reward_std_coef=held_out.reward_std_coef,
         data=config.data,

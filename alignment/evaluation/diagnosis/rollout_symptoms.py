@@ -49,7 +49,7 @@ def sampler_mismatch(run: RunLog) -> Diagnosis | None:
     """The tokens were drawn from another distribution than the one that training computes."""
     kind, evidence, steps = rounding_of(run), [], []
     differs = run.number("top_p", 1) < 1 or run.number("top_k", 0) > 0 or run.number("min_p", 0) > 0
-    differs = differs or run.number("rollouts_behind", 0) > 0 or run.setting("sampler") == "vllm"
+    differs = differs or run.number("rollouts_behind", 0) > 0
     bounds = {"first_ratio_error": RATIO_ERROR[kind]} | ({} if differs else {"sampling_error": SAMPLING_ERROR[kind]})
     for name, bound in bounds.items():
         bad = above(run.series.get(name), bound)
@@ -73,7 +73,6 @@ def sampler_mismatch(run: RunLog) -> Diagnosis | None:
         (min(steps), max(steps)),
         run.advise(
             ("rollouts_behind", 0, "samples of the present weights"),
-            ("sampler", "engine", "the sampler that computes as training does"),
             ("top_p", 1.0, "training computes the whole distribution"),
             ("top_k", 0, "training computes the whole distribution"),
             ("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
