@@ -212,7 +212,7 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, tempera
 
 
 def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """How far the student's hidden states point away from the teacher's: 1 - cos, one value per token.
+    """Distance of the directions of the student's and the teacher's hidden states: 1 - cos, one value per token.
 
     Args:
         student: hidden states, [N, D].

@@ -7,7 +7,7 @@ from pathlib import Path
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.data.table import totals_of
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig

@@ -11,7 +11,7 @@ from torch import nn
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES

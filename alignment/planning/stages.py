@@ -21,9 +21,9 @@ from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.finetune.scoring import finetune_loss_fn
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.policies import LogProbModel, language_loss_fn
-from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.loss_functions import policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.rollout import RolloutBatch
-from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.objectives import distillation_loss_fn, sentence_pair_loss_fn, task_of
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
@@ -382,8 +382,7 @@ def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     targets = torch.zeros(len(ragged.target_index))
     batch = RolloutBatch(ragged, targets, targets, targets, targets, reference_log_probs=targets)
     repeated = _repeated(batch, replace(rows, per_update=minibatch))
-    loss_fn = policy_and_value_loss_fn if config.shares_trunk else policy_loss_fn
-    terms: list[tuple[LossFn, DeviceBatch]] = [(loss_fn(policy, config, [], kl_coef=config.kl_coef), batch)]
+    terms: list[tuple[LossFn, DeviceBatch]] = [(policy_loss_fn(policy, config, [], kl_coef=config.kl_coef), batch)]
     if config.pretrain is not None and config.pretrain_coef > 0:
         text = replace(rows, longest=(), per_update=config.pretrain_batch_size)
         texts = collate(_examples(config.pretrain.max_length, text), rows.tokens)[0]

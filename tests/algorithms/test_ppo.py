@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.metrics import LOGGED_KEYS
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, start_value_model
+from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.text.chat import prompt_ids

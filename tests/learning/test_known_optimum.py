@@ -35,7 +35,6 @@ def distance(monkeypatch):
     def measure(beta, seed, settings, *, sampler_temperature=None, score_at=None, steps=None, **faults):
         world, sample = World(seed), table_sampler(torch.Generator().manual_seed(seed), sampler_temperature)
         monkeypatch.setattr(rollout, "sample", sample)
-        monkeypatch.setattr(advantages, "sample", sample)
         if score_at is not None:
             monkeypatch.setattr(advantages, "shape_rewards", misplaced(score_at))
         temperature = settings.get("temperature", 1.0)

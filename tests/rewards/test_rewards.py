@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import PPOConfig
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.config.load import build, load_config
 from alignment.config.yaml_source import parse_yaml
 from alignment.data.config import DataConfig

@@ -47,7 +47,9 @@ from alignment.data.batches import (
     padded_groups,
 )
 from alignment.data.codecs import CODECS
+from alignment.data.mixture import MixtureStream
 from alignment.data.prepare import Preparation
+from alignment.data.stream import Stream
 from alignment.data.tokenize import tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import bos_id
 from alignment.loading import load_tokenizer
@@ -61,6 +63,7 @@ from alignment.losses.preference import (
     orpo_loss,
     rdpo_loss,
 )
+from alignment.losses.preference_table import Rows
 from alignment.losses.ranking import ranked_dpo_loss
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
@@ -95,6 +98,7 @@ def run(config: DPOConfig) -> Path:
 
         roles, reference = [Role("policy", engine.backend.unwrapped, engine)], None
         if config.cached:
+            assert isinstance(stream, Stream | MixtureStream)  # streamed rows are refused with the config
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
             roles.append(Role("reference", None, remark="its log-probabilities, computed beforehand"))
         elif config.refers:
@@ -163,9 +167,9 @@ def pair_cost(loss: WeightedLoss, responses: ResponseLogProbs, batch: PairBatch,
             return bco_loss(chosen, rejected, beta=loss.beta, shift=loss.beta * inputs.shift)
         case "aot":
             policy, reference = responses.margins()
-            return aot_paired_loss(policy, reference, order=inputs.order_of_margins(batch), **loss.parameters)
+            return aot_paired_loss(policy, reference, order=inputs.order(batch, paired=True), **loss.parameters)
         case "aot_unpaired":
-            return aot_unpaired_loss(chosen, rejected, order=inputs.order_of_log_ratios(batch), **loss.parameters)
+            return aot_unpaired_loss(chosen, rejected, order=inputs.order(batch, paired=False), **loss.parameters)
         case "orpo":
             return loss.beta * orpo_loss(chosen, rejected)
         case _:  # all others take the two log-ratios and their parameters
@@ -187,7 +191,7 @@ def ranking_cost(loss: WeightedLoss, responses: ResponseLogProbs, batch: RankedB
 
 
 class RowKind(NamedTuple):
-    """What differs between the kinds of rows that preferences come in.
+    """Functions of one kind of rows that preferences come in.
 
     Attributes:
         collate: rows -> micro-batches.
@@ -204,7 +208,7 @@ class RowKind(NamedTuple):
 
 ORDERED = Preparation("ordered rankings", "rankings", tokenize_ordered_rankings, CODECS["rankings"])
 
-ROW_KINDS = {
+ROW_KINDS: dict[Rows, RowKind] = {
     "comparisons": RowKind(collate_pairs, pair_cost, pair_metrics),
     "labels": RowKind(collate_labeled, label_cost, label_metrics),
     "rankings": RowKind(collate_rankings, ranking_cost, ranking_metrics, ORDERED),

@@ -7,7 +7,7 @@ all rows and all ranks, so that neither micro-batches nor the number of ranks ch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,20 +53,20 @@ class GlobalInputs:
     first: int = 0
     mean_tokens: Tensor | None = None
 
-    def order_of_margins(self, batch: PairBatch) -> BatchOrder | None:
-        """The margins, chosen minus rejected, of all pairs under policy and reference; None: the batch is alone."""
+    def order(self, batch: PairBatch, *, paired: bool) -> BatchOrder | None:
+        """AOT's values of all pairs; None: the batch is alone.
+
+        Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of the
+        chosen and of the rejected responses.
+        """
         if self.pairs is None or batch.pair_positions is None:
             return None
         policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
-        policy, reference = policy_chosen - policy_rejected, reference_chosen - reference_rejected
-        return BatchOrder(policy, reference, batch.pair_positions)
-
-    def order_of_log_ratios(self, batch: PairBatch) -> BatchOrder | None:
-        """The log-ratios of all chosen and of all rejected responses; None: the batch is alone."""
-        if self.pairs is None or batch.pair_positions is None:
-            return None
-        chosen, rejected = log_ratios_of(self.pairs).unbind(1)
-        return BatchOrder(chosen, rejected, batch.pair_positions)
+        if paired:
+            first, second = policy_chosen - policy_rejected, reference_chosen - reference_rejected
+        else:
+            first, second = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+        return BatchOrder(first, second, batch.pair_positions)
 
 
 ALONE = GlobalInputs()  # a micro-batch that is the whole batch
@@ -91,23 +91,13 @@ class RewardShift:
         self.mean += (mean_log_ratio(pairs) - self.mean) * len(pairs) / self.pairs
 
 
-def log_ratios_of(pairs: Tensor) -> Tensor:
-    """Log-ratios of the chosen and the rejected responses of some pairs, [n, 4] as in `GlobalInputs`; nats, [n, 2]."""
-    policy, reference = pairs.split(2, dim=1)
-    return policy - reference
-
-
 def mean_log_ratio(pairs: Tensor) -> float:
-    """Mean of the log-ratios of both sides of some pairs, nats."""
-    return float(log_ratios_of(pairs.double()).mean())
+    """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
+    policy, reference = pairs.double().split(2, dim=1)
+    return float((policy - reference).mean())
 
 
-class PreferenceLossFn(Protocol):
-    """A loss function whose sums may depend on the whole global batch."""
-
-    def __call__(self, batch: Any, inputs: GlobalInputs = ALONE) -> LossSum:
-        """The sums over a micro-batch."""
-        ...
+PreferenceLossFn = Callable[..., LossSum]  # (micro-batch, inputs=ALONE) -> its sums
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +22,14 @@ from alignment.algorithms.dpo.global_inputs import Collate, equally_many
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate
 from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample, RowSequence
+from alignment.data.mixture import MixtureStream
+from alignment.data.stream import Stream
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
-from alignment.training.loop import RowStream
 from alignment.training.run.checkpoints import rename_damaged
 from alignment.training.run.lineage import directory_hash
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
@@ -81,19 +82,11 @@ def responses_of(row: PreferenceExample) -> tuple[Example, ...]:
     return (row.example,) if isinstance(row, LabeledExample) else row.responses
 
 
-class IndexedRows(Protocol):
-    """Rows, and the order in which they are seen; `data.stream.Stream` is one."""
-
-    @property
-    def rows(self) -> Sequence[Any]: ...
-    def positions_at(self, step: int) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class ReferencedStream:
     """The rows of a stream in its order, with the reference's log-probabilities."""
 
-    order: IndexedRows
+    order: Stream | MixtureStream
     rows: Sequence[Any]
 
     def rows_at(self, step: int) -> list[Any]:
@@ -105,7 +98,7 @@ def cached_reference(
     config: DPOConfig,
     policy: Policy,
     engine: Engine,
-    stream: RowStream,
+    stream: Stream | MixtureStream,
     held_out: Sequence[PreferenceExample],
     *,
     run: Run,
@@ -118,7 +111,7 @@ def cached_reference(
     Raises:
         UserError: as `ReferenceCache.attach`.
     """
-    group, order = engine.process_group, cast("IndexedRows", stream)  # the config refuses streamed rows
+    group = engine.process_group
     cache = ReferenceCache(
         reference_of(policy, config.reference, engine, bases=SharedWeights(config.weights, shared=False)),
         engine,
@@ -130,7 +123,7 @@ def cached_reference(
         config.training.precision,
         run,
     )
-    return ReferencedStream(order, cache.attach(order.rows, "training")), cache.attach(held_out, "held-out")
+    return ReferencedStream(stream, cache.attach(stream.rows, "training")), cache.attach(held_out, "held-out")
 
 
 def weights_key(source: str, weights: WeightsConfig) -> str:

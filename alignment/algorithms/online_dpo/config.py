@@ -57,9 +57,7 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
         ),
         Rule(
             "rewards",
-            lambda c: (
-                c.judge == "reward_model" and c.judging_models and refusal(check_rewards, c.reward_model, c.rewards)
-            ),
+            lambda c: (c.reward_model is not None or c.rewards) and refusal(check_rewards, c.reward_model, c.rewards),
         ),
         Rule(
             "judge",

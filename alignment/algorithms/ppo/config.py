@@ -97,6 +97,11 @@ class SamplingSettings(Settings):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
+    def samples_differ(self) -> bool:
+        """True where sampling is off-policy by configuration: filters, or samples of earlier weights."""
+        return self.sampler_differs
+
+    @property
     def sampling(self) -> SamplingConfig:
         """The settings of the sampler; those of a checkpoint's generation config have no effect."""
         return SamplingConfig(
@@ -453,7 +458,6 @@ class PPOConfig(SamplingSettings, UpdateSettings):
 
     @property
     def samples_differ(self) -> bool:
-        """True where sampling is off-policy by configuration: filters, or samples of earlier weights."""
         return self.sampler_differs or self.rollouts_behind > 0
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: sampled responses with everything that PPO knows about them."""
+"""Rollouts: sampled responses with everything that the networks say of them, for PPO and online DPO."""
 
 import math
 import time
@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import Reference
-from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.samples import DrawnResponses
-from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
+from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
+from alignment.algorithms.ppo.state import DrawnResponses, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
-from alignment.losses.policy import importance_weights
-from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
-from alignment.rewards.combine import as_scores
+from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.speed import PhaseClock
 
 
@@ -40,12 +37,14 @@ class Rollout:
 
     Attributes:
         prompts, responses: token ids.
+        rows: the prompt of each response as it was read.
         numbers: global number of each row over the whole run; fixes its draws. Responses to one prompt are adjacent rows
             of one rank.
         mask: True at each response token.
-        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
+        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator. Where
+            no ratio is learned from (online DPO) those of `sampled_log_probs`.
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
-        reference_log_probs: of the reference, same tokens and temperature.
+        reference_log_probs: of the reference, same tokens and temperature; None where nobody asked it.
         token_kl: exact KL of each token, see `exact_token_kl`, where the samples are not the policy's own; else None.
         values: the value model's estimate before each token; None without a value model.
         scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part. Not a
@@ -53,7 +52,7 @@ class Rollout:
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
-        share_prompts: whether a prompt with several responses is computed once for all of them.
+        share_prompts: True where a prompt with several responses is computed once for all of them.
         weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
             from the policy's; None: all are 1.
         baseline: of the greedy responses, with advantages=remax.
@@ -71,7 +70,7 @@ class Rollout:
     mask: Tensor
     log_probs: Tensor
     sampled_log_probs: Tensor
-    reference_log_probs: Tensor
+    reference_log_probs: Tensor | None
     values: Tensor | None
     scores: Tensor
     ended: Tensor
@@ -84,6 +83,7 @@ class Rollout:
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
     score_deviation: float = 1.0
+    rows: Sequence[PromptExample] = ()
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -112,54 +112,10 @@ class RolloutBatch(RaggedBatch):
     reference_log_probs: Tensor | None = None
 
 
-def ragged_of(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    share_prompts: Sharing = False,
-) -> Ragged:
-    """Prompt + response of each row; every response token is a target. Equal prompts may be shared."""
-    pairs = list(zip(prompts, responses, strict=True))
-    return Ragged.build_shared(
-        [[*prompt, *response] for prompt, response in pairs],
-        [[False] * len(prompt) + [True] * len(response) for prompt, response in pairs],
-        equal_prompts(prompts),
-        row_ids=[f"rollout {number}" for number in numbers],
-        share=share_prompts,
-    )
+# Sampling
 
 
-def equal_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Numbers of the rows that have each prompt, in the order in which the prompts come first."""
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows.setdefault(tuple(prompt), []).append(row)
-    return list(rows.values())
-
-
-def group_rollouts(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], limit: int, share_prompts: Sharing
-) -> list[list[int]]:
-    """Row numbers in groups of similar length, each of at most `limit` tokens; a longer row is a group of its own.
-
-    Responses that share their prompt stay together as far as the limit allows, and their prompt counts once.
-    """
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    together = [rows for rows in equal_prompts(prompts) if allowed(share_prompts, [lengths[row] for row in rows])]
-    if not together:
-        return group_by_length(lengths, limit)
-    alone = set(range(len(prompts))).difference(*together)
-    units, sizes = [[row] for row in alone], [lengths[row] for row in alone]
-    for rows in together:
-        before = len(prompts[rows[0]])
-        for part in fill_groups(range(len(rows)), [lengths[row] - before for row in rows], max(1, limit - before)):
-            units.append([rows[i] for i in part])
-            sizes.append(before + sum(lengths[row] - before for row in units[-1]))
-    order = sorted(range(len(units)), key=lambda unit: max(lengths[row] for row in units[unit]))
-    return [[row for unit in group for row in units[unit]] for group in fill_groups(order, sizes, limit)]
-
-
-def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int) -> Rollout:
+def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int) -> Rollout:
     """Sample a response to each of this rank's prompts, and ask every network about it.
 
     With `rollouts_behind` the responses are those that were sampled in the iteration before, and those of the next one
@@ -204,7 +160,57 @@ def draw_samples(
     return DrawnResponses(rows, numbers, drawn)
 
 
-def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) -> Rollout:
+def sample(
+    state: SamplingState,
+    sampling: SamplingConfig,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    batch_size: int,
+) -> Responses:
+    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
+
+    Args:
+        prompts: token ids.
+        numbers: global number of each row, which fixes what is sampled.
+        batch_size: responses sampled side by side.
+    """
+    backend, group = state.policy.backend, state.process_group
+    sampler = cast(GenerativeModel, backend.unwrapped)
+    # With whole weights no rank waits for another one, however unequal their work is.
+    sharded = state.rollout_weights == "sharded"
+    with backend.sharded_decoding() if sharded else backend.full_parameters():
+        return decode_responses(
+            sampler, prompts, sampling, state.stop_ids,
+            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Baseline:
+    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards.
+
+    Args:
+        prompts: of all ranks, as for `collect`.
+    """
+    group, count = state.process_group, config.responses_per_prompt
+    local, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
+    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
+    responses = sample(state, greedy, [list(prompt.ids) for prompt in local], numbers, config.micro_rollout_batch_size)
+    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
+    with state.policy.backend.autocast():
+        scores = as_scores(judge(local, responses.token_ids, responses.ended))
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values.to(group.device).repeat_interleave(count)
+
+    shaped = None if scores.shaped is None else of_rows(scores.shaped)
+    return Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped)
+
+
+# The networks' numbers
+
+
+def ask_networks(state: SamplingState, config: SamplingSettings, samples: DrawnResponses) -> Rollout:
     """A rollout of samples, with what the networks say of them now.
 
     The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
@@ -213,27 +219,29 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     Returns:
         A rollout without rewards or advantages.
     """
-    device, responses = state.process_group.device, samples.responses
-    ids = [list(prompt.ids) for prompt in samples.prompts]
-    clock = PhaseClock(device)
+    device, responses, reference = state.process_group.device, samples.responses, state.reference
+    clock, kl = PhaseClock(device), None
     with torch.no_grad(), state.policy.backend.autocast():
         mask = response_mask(responses.token_ids, device)
         with clock("forward"):
-            rectangles = ask_in_batches(partial(all_answers, state, config.temperature), state, config, samples, mask)
-            kl = exact_token_kl(state, state.reference, config, samples, mask) if config.samples_differ else None
+            numbers = ask_in_batches(partial(state.ask, config=config), state, config, samples, mask)
+            if reference is not None and config.samples_differ:
+                kl = exact_token_kl(state, reference, config, samples, mask)
         with clock("scoring"):
             scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
-    rollout = Rollout(
-        prompts=ids,
+    sampled = to_rectangle(flat, mask)
+    return Rollout(
+        prompts=[list(prompt.ids) for prompt in samples.prompts],
         responses=responses.token_ids,
+        rows=samples.prompts,
         numbers=samples.numbers,
         mask=mask,
-        log_probs=rectangles["log_probs"],
-        sampled_log_probs=to_rectangle(flat, mask),
-        reference_log_probs=rectangles["reference_log_probs"],
+        log_probs=numbers.get("log_probs", sampled),
+        sampled_log_probs=sampled,
+        reference_log_probs=numbers.get("reference_log_probs"),
         token_kl=kl,
-        values=rectangles.get("values"),
+        values=numbers.get("values"),
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
@@ -242,25 +250,6 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         phases=clock.seconds,
         share_prompts=state.share_prompts,
     )
-    return replace(rollout, weights=correction_weights(rollout, config))
-
-
-def all_answers(state: PPOState, temperature: float, batch: Ragged) -> dict[str, Tensor]:
-    """What every network says of the response tokens of a batch, [M]."""
-    return log_probs_and_values(state, batch, temperature) | {
-        "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs
-    }
-
-
-def log_probs_and_values(state: PPOState, batch: Ragged, temperature: float) -> dict[str, Tensor]:
-    """Log-probabilities of the response tokens and, with a value model, the values before them, [M]."""
-    if state.shared_value:
-        output = state.policy.model(batch=batch, temperature=temperature, values=True)
-        return {"log_probs": output.log_probs, "values": output.values}
-    flat = {"log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs}
-    if state.value is not None:
-        flat["values"] = values_before_targets(state.value.model, batch)
-    return flat
 
 
 def ask_in_batches(
@@ -320,12 +309,54 @@ def exact_token_kl(
     return ask_in_batches(ask, state, config, samples, mask, limit=chunk)["kl"]
 
 
-def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
-    """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
-    if config.importance_cap is None or not config.samples_differ:
-        return None
-    tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
-    return importance_weights(*tokens, cap=config.importance_cap, sequence=config.ratio == "sequence")
+# Batches
+
+
+def ragged_of(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    share_prompts: Sharing = False,
+) -> Ragged:
+    """Prompt + response of each row; every response token is a target. Equal prompts may be shared."""
+    pairs = list(zip(prompts, responses, strict=True))
+    return Ragged.build_shared(
+        [[*prompt, *response] for prompt, response in pairs],
+        [[False] * len(prompt) + [True] * len(response) for prompt, response in pairs],
+        equal_prompts(prompts),
+        row_ids=[f"rollout {number}" for number in numbers],
+        share=share_prompts,
+    )
+
+
+def equal_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Numbers of the rows that have each prompt, in the order in which the prompts come first."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(tuple(prompt), []).append(row)
+    return list(rows.values())
+
+
+def group_rollouts(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], limit: int, share_prompts: Sharing
+) -> list[list[int]]:
+    """Row numbers in groups of similar length, each of at most `limit` tokens; a longer row is a group of its own.
+
+    Responses that share their prompt stay together as far as the limit allows, and their prompt counts once.
+    """
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    together = [rows for rows in equal_prompts(prompts) if allowed(share_prompts, [lengths[row] for row in rows])]
+    if not together:
+        return group_by_length(lengths, limit)
+    alone = set(range(len(prompts))).difference(*together)
+    units, sizes = [[row] for row in alone], [lengths[row] for row in alone]
+    for rows in together:
+        before = len(prompts[rows[0]])
+        for part in fill_groups(range(len(rows)), [lengths[row] - before for row in rows], max(1, limit - before)):
+            units.append([rows[i] for i in part])
+            sizes.append(before + sum(lengths[row] - before for row in units[-1]))
+    order = sorted(range(len(units)), key=lambda unit: max(lengths[row] for row in units[unit]))
+    return [[row for unit in group for row in units[unit]] for group in fill_groups(order, sizes, limit)]
 
 
 def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:
@@ -333,31 +364,6 @@ def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int
     if not state.policy.backend.collective_forward:
         return groups
     return [*groups, *[groups[-1]] * (state.process_group.largest(len(groups)) - len(groups))]
-
-
-def sample(
-    state: SamplingState,
-    sampling: SamplingConfig,
-    prompts: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    batch_size: int,
-) -> Responses:
-    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
-
-    Args:
-        prompts: token ids.
-        numbers: global number of each row, which fixes what is sampled.
-        batch_size: responses sampled side by side.
-    """
-    backend, group = state.policy.backend, state.process_group
-    sampler = cast(GenerativeModel, backend.unwrapped)
-    # With whole weights no rank waits for another one, however unequal their work is.
-    sharded = state.rollout_weights == "sharded"
-    with backend.sharded_decoding() if sharded else backend.full_parameters():
-        return decode_responses(
-            sampler, prompts, sampling, state.stop_ids,
-            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
-        )  # fmt: skip
 
 
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
