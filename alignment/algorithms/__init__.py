@@ -1,6 +1,6 @@
 """The methods, each a page that can be read alone; its `__init__` or its first lines name the files to read with it.
 
-DPO in five files: dpo/dpo.py, the run and the cost of each row; losses/preference.py, the formulas; dpo/responses.py,
+DPO in five files: dpo/dpo.py, the run and its loss function; losses/preference.py, the formulas; dpo/responses.py,
 log-probabilities and what is logged of them; training/loop.py and training/engine.py, updates until the run ends. KTO, AOT
 and BCO need dpo/global_inputs.py too.
 PPO in five files: ppo/ppo.py, the run and its iteration; ppo/rollout.py, samples; ppo/advantages.py; ppo/loss_functions.py;

@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, global_inputs
-from alignment.algorithms.dpo.dpo import pair_cost
 from alignment.algorithms.dpo.global_inputs import GlobalInputs, PreferenceUpdates, RewardShift
-from alignment.algorithms.dpo.responses import ResponseLogProbs, label_metrics
+from alignment.algorithms.dpo.kin import cost_of_pairs
+from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample
@@ -37,7 +37,7 @@ def test_h26_rewards_at_the_reference_point_count_half():
     [loss] = DPOConfig("p", DataConfig(train="t"), "o", loss="kto").losses
     policy, labels = torch.tensor([-3.0, -3.0, -2.0, -5.0]), torch.tensor([True, False, False, False])
     responses = ResponseLogProbs(policy, torch.tensor([-3.5, -3.5, -3.0, -5.0]), torch.ones(4))
-    measured = label_metrics(responses, SimpleNamespace(desirable=labels), loss, torch.tensor(0.5))
+    measured = desirability_metrics(responses, SimpleNamespace(desirable=labels), loss, torch.tensor(0.5))
     assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0] and measured.sums["accuracy"].item() == 2.0
 
 
@@ -93,7 +93,7 @@ def test_bcos_shift_is_the_mean_over_all_updates_so_far():
         found.append(shift.mean)
     assert found == pytest.approx([1.0, 2.0])
     responses = ResponseLogProbs(second[0, :2], second[0, 2:], torch.ones(2))
-    cost = pair_cost(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
+    cost = cost_of_pairs(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
     wanted = torch.nn.functional.softplus(torch.tensor([0.6 - 1.8, 1.2 - 0.6])).sum(0, keepdim=True)
     assert_close(cost, wanted)
 

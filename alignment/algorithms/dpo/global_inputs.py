@@ -220,7 +220,7 @@ class PreferenceUpdates:
 
     def _log_probs(self, batches: Sequence[Batch]) -> Iterator[ResponseLogProbs]:
         """Log-probabilities of each batch that counts; the ranks call their models equally often."""
-        for batch in equally_many(batches, self.engine):
+        for batch in joint_batches(batches, self.engine):
             moved = unwrap_batch(batch.to(self.engine.process_group.device))
             assert isinstance(moved, PairBatch | RankedBatch | UnpairedBatch)
             responses = response_log_probs(self.engine.model, self.reference, moved)
@@ -232,7 +232,7 @@ class PreferenceUpdates:
         return shard_rows(rows, self.collate, self.engine.process_group.rank, self.engine.process_group.size)
 
 
-def equally_many(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
+def joint_batches(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
     """The batches; where forwards are collective, the last one again at weight 0 until every rank has as many."""
     most = engine.process_group.largest(len(batches)) if engine.backend.collective_forward else 0
     return [*batches, *[ZeroWeightBatch(unwrap_batch(batches[-1]))] * (most - len(batches))]

@@ -18,7 +18,7 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.config import DPOConfig
-from alignment.algorithms.dpo.global_inputs import Collate, equally_many
+from alignment.algorithms.dpo.global_inputs import Collate, joint_batches
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate
 from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample, RowSequence
@@ -30,6 +30,7 @@ from alignment.loading import find_base, find_directory
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
+from alignment.training.loop import RowStream
 from alignment.training.run.checkpoints import rename_damaged
 from alignment.training.run.lineage import directory_hash
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
@@ -98,7 +99,7 @@ def cached_reference(
     config: DPOConfig,
     policy: Policy,
     engine: Engine,
-    stream: Stream | MixtureStream,
+    stream: RowStream,
     held_out: Sequence[PreferenceExample],
     *,
     run: Run,
@@ -111,6 +112,7 @@ def cached_reference(
     Raises:
         UserError: as `ReferenceCache.attach`.
     """
+    assert isinstance(stream, Stream | MixtureStream)  # streamed rows are refused with the config
     group = engine.process_group
     cache = ReferenceCache(
         reference_of(policy, config.reference, engine, bases=SharedWeights(config.weights, shared=False)),
@@ -208,7 +210,7 @@ class ReferenceCache:
             for offset, response in enumerate(responses_of(rows[number]))
         ]
         group = self.engine.process_group
-        for batch in equally_many(shard_rows(documents, self.collate, group.rank, group.size), self.engine):
+        for batch in joint_batches(shard_rows(documents, self.collate, group.rank, group.size), self.engine):
             moved: Any = unwrap_batch(batch.to(group.device))
             values = sequence_log_probs(self.reference, moved).float().tolist()
             if not isinstance(batch, ZeroWeightBatch):
@@ -216,8 +218,8 @@ class ReferenceCache:
 
     def _verify(self, known: ReferencedRows, path: Path) -> None:
         """Compare a few rows with what the reference gives now; a collective operation."""
-        spread = np.linspace(0, len(known) - 1, min(CHECKED_ROWS, len(known)))
-        numbers = sorted({round(position) for position in spread})
+        even = np.linspace(0, len(known) - 1, min(CHECKED_ROWS, len(known)))
+        numbers = sorted({round(position) for position in even})
         absolute, relative = TOLERANCE[self.precision]
         wrong = [
             f"{known.rows[_row_of(position, known.starts)].row_id}: {known.values[position]:.4f} on disk, {value:.4f} now"

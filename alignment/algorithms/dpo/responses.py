@@ -116,16 +116,29 @@ class WatchedMetrics(NamedTuple):
     accuracy: Tensor
 
 
-def pair_metrics(
-    responses: ResponseLogProbs, batch: PairBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
+def metrics_of(
+    responses: ResponseLogProbs, batch: PreferenceBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
+    """Metrics of a batch of any kind.
+
+    Args:
+        loss: the one whose implicit rewards are meant.
+        kl: KTO's reference point.
+    """
+    if isinstance(batch, PairBatch):
+        return pair_metrics(responses, loss)
+    return (
+        desirability_metrics(responses, batch, loss, kl)
+        if isinstance(batch, UnpairedBatch)
+        else ranking_metrics(responses, batch, loss)
+    )
+
+
+def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
     """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference.
 
     Args:
         responses: 2B, the chosen ones first.
-        batch: the pairs.
-        loss: the one whose implicit rewards are meant.
-        kl: has no meaning for pairs.
     """
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
@@ -147,7 +160,7 @@ def pair_metrics(
     return WatchedMetrics(metrics, means, (margins > 0).float() + (margins == 0).float() / 2)
 
 
-def label_metrics(
+def desirability_metrics(
     responses: ResponseLogProbs, batch: UnpairedBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
     """Sums over responses, and means over the desirable ones (as chosen_...) and the others (as rejected_...).
@@ -165,9 +178,7 @@ def label_metrics(
     return WatchedMetrics(metrics, means, right)
 
 
-def ranking_metrics(
-    responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
-) -> WatchedMetrics:
+def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> WatchedMetrics:
     """Sums over prompts of accuracy and margin, each the mean over a prompt's ordered pairs; means over best and worst."""
     rewards = responses.rewards(loss)
     ranks, mask = padded_groups(batch.ranks, batch)  # [B, K]

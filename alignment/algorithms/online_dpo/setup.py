@@ -12,7 +12,7 @@ from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, load_policy, reference_of
 from alignment.algorithms.ppo.metrics import LOGGED_KEYS, load_metrics
-from alignment.algorithms.ppo.setup import RolloutData, read_prompts, require_prompts
+from alignment.algorithms.ppo.setup import RolloutData, read_prompt_stream, require_prompts
 from alignment.algorithms.ppo.state import SamplingState
 from alignment.algorithms.runs import check_rows, sources_of
 from alignment.algorithms.scoring import Scoring, load_judges, prepare_scoring, roles_of, score_function
@@ -58,7 +58,7 @@ def read_online_data(config: OnlineDPOConfig, run: Run) -> RolloutData:
     Raises:
         UserError: bad rows, all at once; prompts that the gold reward cannot score.
     """
-    data = read_prompts(config, run)
+    data = read_prompt_stream(config, run)
     if config.judge == "gold":
         require_hotel_prompts(data.prompts.rows)
     return data

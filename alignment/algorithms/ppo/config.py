@@ -103,7 +103,7 @@ class SamplingSettings(Settings):
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The settings of the sampler; those of a checkpoint's generation config have no effect."""
+        """The settings of the sampler; a checkpoint's generation config has no effect."""
         return SamplingConfig(
             self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.training.seed, min_p=self.min_p
         )

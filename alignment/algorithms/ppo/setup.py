@@ -79,7 +79,7 @@ def read_data(config: PPOConfig, run: Run) -> RolloutData:
     Raises:
         UserError: bad rows, all at once.
     """
-    data = read_prompts(config, run)
+    data = read_prompt_stream(config, run)
     if config.pretrain is None or config.pretrain_coef == 0:
         return data
     examples = read_examples(config.pretrain, "text", data.tokenizer, run)
@@ -87,7 +87,7 @@ def read_data(config: PPOConfig, run: Run) -> RolloutData:
     return replace(data, texts=stream_of(config.pretrain, examples, batch_size=config.pretrain_batch_size, seed=seed))
 
 
-def read_prompts(config: PromptsConfig, run: Run) -> RolloutData:
+def read_prompt_stream(config: PromptsConfig, run: Run) -> RolloutData:
     """Read and tokenize prompts.
 
     Raises:
