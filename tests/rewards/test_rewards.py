@@ -524,7 +524,7 @@ def test_names_are_made_of_the_kind_and_differ():
         ({}, "say what is rewarded"),
         ({"reward_model": "r", "rewards": [RewardSpec("r")]}, "both cannot be given"),
         ({"rewards": [RewardSpec("r")], "reward_combine": "min"}, "stand in their entry of rewards"),
-        ({"rewards": [RewardSpec(answer="exact")]}, "value_model: no entry of rewards is a reward model"),
+        ({"rewards": [RewardSpec(answer="exact")]}, "no entry of rewards is a reward model"),
     ],
 )
 def test_ppo_takes_one_form_of_rewards(settings, why):

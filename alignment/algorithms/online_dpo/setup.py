@@ -1,9 +1,7 @@
 """Data, networks and state of an online DPO run."""
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
@@ -13,7 +11,7 @@ from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge,
 from alignment.algorithms.policies import Reference, load_policy, reference_of
 from alignment.algorithms.ppo.metrics import LOGGED_KEYS, load_metrics
 from alignment.algorithms.ppo.setup import RolloutData, read_prompt_stream, require_prompts
-from alignment.algorithms.ppo.state import SamplingState
+from alignment.algorithms.ppo.state import SamplingState, Saved
 from alignment.algorithms.runs import check_rows, sources_of
 from alignment.algorithms.scoring import Scoring, load_judges, prepare_scoring, roles_of, score_function
 from alignment.data.batches import collate_pairs
@@ -47,7 +45,7 @@ class OnlineDPOState(SamplingState):
     def saved(self) -> dict[str, object]:
         return super().saved() | {"updates": self.updates.state()}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Saved) -> None:
         super().restore(saved)
         self.updates.restore(saved.get("updates"))
 

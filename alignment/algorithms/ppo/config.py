@@ -9,6 +9,7 @@ from annotated_types import Interval
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
+from alignment.generation.logits_processors import MOST_NEW_TOKENS
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.reward_model import Combine
 from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
@@ -61,7 +62,7 @@ class SamplingSettings(Settings):
 
     missing_end_penalty: NonNegativeFloat = 1.0
     responses_per_prompt: PositiveInt = 1
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: Annotated[int, Interval(ge=1, le=MOST_NEW_TOKENS)] = 64
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
@@ -376,10 +377,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         ),
         Rule("adapter.dropout", lambda c: refusal(refuse_dropout, c.adapter, "PPO").removeprefix("adapter.dropout ")),
         Rule(
-            "responses_per_prompt",
+            "advantages",
             lambda c: c.advantages in GROUPED and c.responses_per_prompt < 2,
-            "must be at least 2, got {self.responses_per_prompt}: advantages={self.advantages} compares the responses to one "
-            "prompt; 4 to 16 are usual",
+            "{self.advantages} compares the responses to one prompt: responses_per_prompt must be at least 2, got "
+            "{self.responses_per_prompt}; 4 to 16 are usual",
         ),
         Rule(
             "rewards",

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.speed import PhaseClock
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class RolloutBatch(RaggedBatch):
     returns: Tensor
     weights: Tensor | None = None
     reference_log_probs: Tensor | None = None
+
+
+BATCH_COLUMNS = ("log_probs", "values", "advantages", "returns", "weights", "reference_log_probs")
 
 
 # Sampling
@@ -267,16 +272,13 @@ def ask_in_batches(
         limit: most tokens of these rows, below what the config has.
     """
     limit = int(min(limit, config.training.tokens_per_forward))
-    share_prompts, device = state.share_prompts, mask.device
     prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
     rectangles: dict[str, Tensor] = {}
-    for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
-        batch = ragged_of(
-            [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
-        ).to(device)
-        index = torch.tensor(rows, device=device)
-        for name, values in ask(batch).items():
-            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
+    groups = ragged_groups(prompts, responses, samples.numbers, limit, state.share_prompts)
+    for rows, batch in equally_many(groups, state):
+        index = torch.tensor(rows, device=mask.device)
+        for name, values in ask(batch.to(mask.device)).items():
+            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=mask.device))
             rectangle[index] = to_rectangle(values.float(), mask[index])
     return rectangles
 
@@ -359,7 +361,22 @@ def group_rollouts(
     return [[row for unit in group for row in units[unit]] for group in fill_groups(order, sizes, limit)]
 
 
-def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:
+def ragged_groups(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    limit: int,
+    share_prompts: Sharing,
+) -> list[tuple[list[int], Ragged]]:
+    """Row numbers and tokens of the groups of `group_rollouts`."""
+    found = []
+    for rows in group_rollouts(prompts, responses, limit, share_prompts):
+        parts = [prompts[i] for i in rows], [responses[i] for i in rows], [numbers[i] for i in rows]
+        found.append((rows, ragged_of(*parts, share_prompts=share_prompts)))
+    return found
+
+
+def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
     """The groups of rows; where forwards are collective, the last one again until every rank has equally many."""
     if not state.policy.backend.collective_forward:
         return groups
@@ -371,21 +388,13 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
     if rollout.advantages is None or rollout.returns is None:
         raise ValueError("the rollout has no advantages yet: see add_advantages")
     documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
-    batches = []
-    for group in group_rollouts(*documents, micro_batch_tokens, rollout.share_prompts):
+    numbers, batches = [rollout.numbers[i] for i in rows], []
+    for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
         members = [rows[i] for i in group]
         mask = rollout.mask[members]
-        ragged = ragged_of(
-            [rollout.prompts[i] for i in members],
-            [rollout.responses[i] for i in members],
-            [rollout.numbers[i] for i in members],
-            rollout.share_prompts,
-        )
-        flat = [rectangle[members][mask] for rectangle in (rollout.log_probs, rollout.advantages, rollout.returns)]
-        others = (rollout.values, rollout.weights, rollout.reference_log_probs)
-        values, weights, reference = (None if other is None else other[members][mask] for other in others)
-        batch = RolloutBatch(ragged.to(mask.device), flat[0], values, *flat[1:])
-        batches.append(replace(batch, weights=weights, reference_log_probs=reference))
+        given = {name: getattr(rollout, name) for name in BATCH_COLUMNS}
+        flat: dict[str, Any] = {n: x if x is None else x[members][mask] for n, x in given.items()}
+        batches.append(RolloutBatch(ragged.to(mask.device), **flat))
     return batches
 
 

@@ -21,6 +21,7 @@ from alignment.rewards.normalize import mean_and_deviation, no_deviation
 from alignment.training import Engine
 from alignment.training.distributed import ProcessGroup
 
+Saved = Mapping[str, Any]  # JSON-like values from a checkpoint, its `step` among them
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
 
 
@@ -304,7 +305,7 @@ class SamplingState:
             saved["ahead"] = self.ahead.state(self.process_group)
         return saved
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Saved) -> None:
         """Go on from what `saved` returned, and the `step` after which that was."""
         load_statistics(self.score, saved.get("rewards"))
         if self.alarms is not None:
@@ -358,7 +359,7 @@ class PPOState(SamplingState):
         controllers = {"num_updates": self.num_updates, "kl_coef": self.kl.coef, "normalizer": vars(self.normalizer)}
         return super().saved() | controllers
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Saved) -> None:
         super().restore(saved)
         self.num_updates, self.kl.coef = saved["num_updates"], saved["kl_coef"]
         self.normalizer = ScoreNormalizer(**saved["normalizer"])
