@@ -89,10 +89,10 @@ def dpo_loss_fn(
         config: names the losses.
         sources: told apart in metrics, and weighed.
     """
-    losses = config.losses
+    losses, reference = config.losses, reference if config.refers else None
 
     def loss_fn(batch: PreferenceBatch, inputs: GlobalInputs = ALONE) -> LossSum:
-        responses = response_log_probs(policy, reference if config.refers else None, batch)
+        responses = response_log_probs(policy, reference, batch)
         costs = []
         for loss in losses:
             if loss.name == "sigmoid":

@@ -28,7 +28,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.training import Run
 from alignment.training.loop import Collate
 
-# How rows become examples where it is not as in every stage that reads them.
+# Preparations of rows that differ from those of other stages.
 PREPARATIONS = {"rankings": Preparation("ordered rankings", "rankings", tokenize_ordered_rankings, CODECS["rankings"])}
 
 
@@ -48,11 +48,9 @@ def cost_of_kin(
     """Cost of each row of a batch, [B]."""
     if isinstance(batch, PairBatch):
         return cost_of_pairs(loss, responses, batch, inputs)
-    return (
-        cost_of_labels(loss, responses, batch, inputs)
-        if isinstance(batch, UnpairedBatch)
-        else cost_of_rankings(loss, responses, batch)
-    )
+    if isinstance(batch, UnpairedBatch):
+        return cost_of_labels(loss, responses, batch, inputs)
+    return cost_of_rankings(loss, responses, batch)
 
 
 def cost_of_pairs(loss: WeightedLoss, responses: ResponseLogProbs, batch: PairBatch, inputs: GlobalInputs) -> Tensor:

@@ -127,11 +127,9 @@ def metrics_of(
     """
     if isinstance(batch, PairBatch):
         return pair_metrics(responses, loss)
-    return (
-        desirability_metrics(responses, batch, loss, kl)
-        if isinstance(batch, UnpairedBatch)
-        else ranking_metrics(responses, batch, loss)
-    )
+    if isinstance(batch, UnpairedBatch):
+        return desirability_metrics(responses, batch, loss, kl)
+    return ranking_metrics(responses, batch, loss)
 
 
 def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.ppo.config import METRICS, PPOConfig
+from alignment.algorithms.ppo.config import METRICS, PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.state import Alarms, MetricFn, PPOState, SamplingState
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -48,7 +48,14 @@ WATCHED = {
 
 
 def report(
-    run: Run, state: SamplingState, metrics: dict[str, float], rollout: Rollout, *, step: int, seconds: float
+    run: Run,
+    state: SamplingState,
+    config: SamplingSettings,
+    metrics: dict[str, float],
+    rollout: Rollout,
+    *,
+    step: int,
+    seconds: float,
 ) -> None:
     """Write what an iteration gave: its metrics, some responses as texts, and the alarms that it raises.
 
@@ -59,6 +66,9 @@ def report(
     metrics = metrics | {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
     responses = float(state.process_group.sum(torch.tensor(len(rollout.responses))))
     metrics["tokens_per_second"] = metrics["response_tokens"] * responses / seconds
+    if isinstance(config, PPOConfig):
+        documents = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
+        metrics |= utilization(metrics, config, state.roles, state.process_group, documents=documents)
     run.log(step, metrics)
     log_samples(run, step, state.start.tokenizer, rollout, count=state.logged_samples)
     if state.alarms is not None:

@@ -15,7 +15,7 @@ from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.loop import learn_from_rollouts
 from alignment.algorithms.ppo.loss_functions import policy_loss_fn, value_loss_fn, weighed
-from alignment.algorithms.ppo.metrics import rollout_metrics, utilization
+from alignment.algorithms.ppo.metrics import rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
 from alignment.algorithms.ppo.state import PPOState
@@ -72,8 +72,7 @@ def iterate(
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
     metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
     state.kl.update(metrics["kl"], len(prompts) * config.responses_per_prompt)
-    documents = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
-    return metrics | utilization(metrics, config, state.roles, state.process_group, documents=documents), rollout
+    return metrics, rollout
 
 
 def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout, step: int) -> dict[str, float]:
