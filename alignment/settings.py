@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     """A contradiction.
 
     Attributes:
-        key: the key to change.
+        key: the key to change, such as `beta`, or `training.batch_size` of a section.
         wrong: config -> something true where the config contradicts itself, such as True or a text.
         why: what comes after the key's name: the reason and the way out. `{self.KEY}` is a value of the config, `{found}`
             what `wrong` gave.
@@ -68,7 +68,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not _deferred.get():
-            wrong = list(_out_of_range(self)) or [(each.key[0], each.why) for each in _contradictions(self, ())]
+            wrong = list(_out_of_range(self)) or [
+                (".".join(map(str, each.key)), each.why) for each in _contradictions(self, ())
+            ]
             if wrong:
                 raise ValueError("\n".join(f"{name} {why}" for name, why in wrong))
 
@@ -120,7 +122,9 @@ def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
         for rule in cls.__dict__.get("RULES", ()):
             read: set[Key] = set()
             if found := rule.wrong(_Reader(settings, key, read)):
-                yield Contradiction((*key, rule.key), rule.why.format(self=settings, found=found), frozenset(read))
+                yield Contradiction(
+                    (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
+                )
 
 
 def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:

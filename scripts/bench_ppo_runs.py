@@ -114,7 +114,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     from alignment.training import Engine, OptimConfig, TrainingConfig
 
     count = len(settings.prompts)
-    config = setup.PPOConfig(
+    config = ppo.PPOConfig(
         policy=settings.policy, reward_model=settings.reward, data=DataConfig(train="prompts"), output=str(folder),
         max_new_tokens=settings.new_tokens, epochs=settings.epochs, optim=OptimConfig(learning_rate=LEARNING_RATE),
         training=TrainingConfig(batch_size=count, max_steps=settings.iterations + 1, save_every_steps=0),
@@ -125,7 +125,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     ]
     stream = stream_of(config.data, rows, batch_size=count, seed=0)
     tokenizer = load_tokenizer(settings.policy)
-    state = setup.build_state(config, setup.PPOData(tokenizer, stream, settings.iterations + 1, None))
+    state = setup.build_state(config, setup.RolloutData(tokenizer, stream, settings.iterations + 1))
     if settings.ends is None:
         state.stop_ids = []
     phases, update = Phases(), Engine.update

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from alignment.algorithms.ppo import PPOConfig
-from alignment.algorithms.ppo.setup import PPOState, build_state, read_data
+from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.algorithms.ppo.state import PPOState
 from alignment.data.examples import PromptExample
 from alignment.training import Run
 

@@ -23,10 +23,10 @@ from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.metrics import response_means
 from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.commands.export import export_model
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig

@@ -29,6 +29,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import write_json, write_text
 from alignment.generation import SamplingConfig, decode_responses, response_text
+from alignment.generation.requests import NewTokens
 from alignment.loading import architecture_of, best_device, find_directory, load_model, load_tokenizer
 from alignment.models.protocols import GenerativeModel
 from alignment.models.weights_config import WeightsConfig
@@ -101,7 +102,7 @@ class BestOfNConfig(Settings):
     distinct: bool = True
     require_end: bool = True
     write: list[Written] = field(default_factory=lambda: ["demonstrations"])
-    max_new_tokens: Annotated[int, Interval(ge=1, le=10_000_000)] = 64
+    max_new_tokens: NewTokens = 64
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0

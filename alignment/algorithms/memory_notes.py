@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from alignment.models.shared_weights import refuse_trained
 from alignment.models.weight_bytes import Bytes, held_bytes, written
 from alignment.training import Engine, Run
 from alignment.training.optimizers import hidden_matrices, optimizer_bytes, trainable_parameters
@@ -28,7 +29,12 @@ class Role:
 
 
 def note_memory(run: Run, roles: Sequence[Role]) -> None:
-    """Note in the run what its networks hold."""
+    """Note in the run what its networks hold.
+
+    Raises:
+        ValueError: one of them trains a weight that another one holds.
+    """
+    refuse_trained({role.name: role.model for role in roles if role.model is not None})
     for line in memory_notes(roles):
         run.note(line)
 

@@ -15,7 +15,6 @@ CORE = (
 OPTIONAL = {  # package on PyPI -> use
     "deepspeed": "ZeRO: --launch launch/zero2 and launch/zero3",
     "bitsandbytes": "weights.quantize, and optim.name with 8 bits",
-    "vllm": "sampler=vllm of ppo",
     "starlette": "alignment serve",
     "uvicorn": "alignment serve",
     "wandb": "training.trackers; mlflow and trackio likewise",

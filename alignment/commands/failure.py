@@ -34,7 +34,7 @@ def explain(error: Exception, *, debug: bool) -> int:
 
 def command_of(method: str) -> str:
     """The command that runs a method which another library has as a command of its own; empty where there is none."""
-    from alignment.algorithms.ppo.update_config import Advantages
+    from alignment.algorithms.ppo.config import Advantages
     from alignment.losses.preference_table import LOSSES
 
     if method in get_args(Advantages):

@@ -1,10 +1,11 @@
-"""Log-probabilities of tokens and entropies, from logits or from hidden states and a head in chunks."""
+"""Log-probabilities of tokens, entropies and distillation, from logits or from hidden states and a head in chunks."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +32,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What is minimized for each target token in place of its negative log-likelihood; see `regularized_token_loss`.
+    """A target token's loss in place of its negative log-likelihood; see `regularized_token_loss`.
 
     Attributes:
         label_smoothing: eps, the share of the target that is spread evenly over the vocabulary, in [0, 1).
@@ -49,12 +50,12 @@ class TokenLoss:
 
     @property
     def plain(self) -> bool:
-        """Whether the loss is the negative log-likelihood itself."""
+        """True where the loss is the negative log-likelihood itself."""
         return not (self.label_smoothing or self.z_loss)
 
 
 class TokenOutputs(NamedTuple):
-    """What is computed from the logits behind each target, [M] each, fp32.
+    """Numbers computed from the logits behind each target, [M] each, fp32.
 
     Attributes:
         log_probs: log-probability of the target, nats.
@@ -177,6 +178,56 @@ def mean_language_loss(log_probs: Tensor, rows: Tensor, counts: Tensor) -> Tenso
         Nats per token, [B].
     """
     return -log_probs.new_zeros(len(counts)).index_add(0, rows, log_probs) / counts
+
+
+# Knowledge distillation
+
+
+def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float) -> Tensor:
+    """Distance of the student's softened distribution from the teacher's, one value per prediction.
+
+    cost = T^2 * KL(p_T || q_T) = T^2 * sum_v p_T(v) (log p_T(v) - log q_T(v)),   p_T = softmax(teacher / T)
+
+    T^2 keeps the gradients' size when the temperature changes, so that a hard-label loss can be added. The teacher's
+    logits get a gradient only if they carry one: run it under `torch.no_grad`.
+
+    Args:
+        student_logits: [M, V], of any floating type.
+        teacher_logits: [M, V]; -inf rules a token out.
+        temperature: T > 0; 1 leaves the distributions as they are, 2 is usual.
+
+    Returns:
+        Unreduced cost in nats, [M], float32 at least; 0 where both agree.
+
+    Raises:
+        ValueError: the temperature is not above 0, or the vocabularies differ.
+
+    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; Sanh et al. 2019, arXiv:1910.01108, section 2.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}; 2 is usual")
+    if student_logits.shape != teacher_logits.shape:
+        raise ValueError(f"student and teacher differ: {tuple(student_logits.shape)}, {tuple(teacher_logits.shape)}")
+    return temperature**2 * kl_divergence(teacher_logits / temperature, student_logits / temperature)
+
+
+def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Distance of the directions of the student's and the teacher's hidden states: 1 - cos, one value per token.
+
+    Args:
+        student: hidden states, [N, D].
+        teacher: [N, D].
+
+    Returns:
+        Unreduced cost, [N], float32 at least: 0 in the same direction, 1 at a right angle, 2 in the opposite one.
+
+    Source: Sanh et al. 2019, arXiv:1910.01108, section 2 (L_cos).
+    """
+    wide = torch.promote_types(student.dtype, torch.float32)
+    return 1 - F.cosine_similarity(student.to(wide), teacher.to(wide), dim=-1)
+
+
+# From hidden states and a head, in chunks
 
 
 def chunked_token_log_probs(

@@ -1,4 +1,4 @@
-"""The formulas of PPO with a KL penalty: rewards, advantages with a value model, clipped losses.
+"""The formulas of PPO with a KL penalty: rewards, advantages with a value model, clipped losses, importance weights.
 
 Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
 The unreduced losses have no mask: select what counts (`values[mask]`) before them.
@@ -197,7 +197,7 @@ def clipped_tokens(
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Where `clipped_policy_loss` takes a clipped term, so that the token has no gradient.
+    """True where `clipped_policy_loss` takes a clipped term, so that the token has no gradient.
 
     That is a ratio above 1 + clip_range_high at a positive advantage, or below 1 - clip_range or above dual_clip at a
     negative one. The other ratios outside the range make the unclipped term the larger cost, and are not clipped.
@@ -235,6 +235,38 @@ def sequence_log_ratios(log_ratios: Tensor, rows: Tensor, counts: Tensor) -> Ten
     """
     sums = log_ratios.new_zeros(len(counts)).index_add(0, rows, log_ratios)
     return (sums / counts)[rows]
+
+
+@torch.no_grad()
+def importance_weights(
+    log_probs: Tensor, sampled_log_probs: Tensor, mask: Tensor, *, cap: float, sequence: bool = False
+) -> Tensor:
+    """Truncated importance weight of each response token, without gradient; a factor of its policy loss.
+
+    weight_t = min(exp(log p_t - log q_t), cap);  with `sequence` min(exp(sum over t of (log p_t - log q_t)), cap)
+
+    q is what sampled the token: the policy's distribution cut by top-k, top-p or min-p, or the policy before its last
+    updates. The factor makes the gradient, which is taken of responses of q, one of responses of p, up to the cap; PPO's own
+    ratio, which begins at 1, stays within its clip range beside it.
+
+    Args:
+        log_probs: log p, of the response tokens under the policy before the update, [B, R].
+        sampled_log_probs: log q, of the same tokens when they were drawn, [B, R].
+        mask: True at response tokens, [B, R].
+        cap: C, the largest weight, > 0; infinity does not truncate.
+        sequence: one weight for all tokens of a response.
+
+    Returns:
+        [B, R]; 0 where mask is False.
+
+    Source: Ionides 2008, "Truncated importance sampling"; behaviour and proximal policy apart: Hilton et al. 2021,
+        arXiv:2110.00641, eq. 2; for samples of another engine: Yao et al. 2025, "Your efficient RL framework secretly
+        brings you off-policy RL training"; for whole responses: Zheng et al. 2025, arXiv:2507.18071.
+    """
+    log_ratio = _kept(log_probs - sampled_log_probs, mask)
+    if sequence:
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    return _kept(log_ratio.exp().clamp(max=cap), mask)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> Tensor:

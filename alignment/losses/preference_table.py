@@ -9,59 +9,40 @@ from typing import Literal
 
 from torch import Tensor
 
-from alignment.losses.direct_preference import (
-    apo_down_loss,
-    apo_zero_loss,
-    bco_loss,
-    discopop_loss,
-    exo_loss,
-    hinge_loss,
-    ipo_loss,
-    nca_loss,
-    odpo_loss,
-    rdpo_loss,
-    robust_loss,
-    sppo_loss,
-)
-from alignment.losses.preference import dpo_loss
+from alignment.losses import preference
 from alignment.losses.ranking import ranked_dpo_loss
-from alignment.losses.reference_free import cpo_loss, simpo_loss, weighted_orpo_loss
-from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
-from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
 
 Rows = Literal["comparisons", "labels", "rankings"]
-RowInput = Literal["margins", "length_difference"]
-BatchInput = Literal["kl", "shift", "paired_values", "unpaired_values"]
+Input = Literal["margins", "length_difference", "kl", "shift", "order"]
 Parameter = float | str
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What a loss of DPO's family needs.
+    """A loss of DPO's family.
 
     Attributes:
-        function: log-probabilities, then `row_input`, then the parameters by keyword -> unreduced cost.
-        rows: kind of rows that it learns from.
-        reference: whether it takes log-probabilities of a reference after the policy's.
-        means: whether log-probabilities are means over a response's tokens; otherwise sums.
-        by_difference: whether a constant added to both log-ratios changes nothing, so that another f-divergence can take
-            the reverse KL's place.
-        row_input: a further tensor of the rows.
-        batch_input: what the function takes of the whole global batch, computed before the update, without gradient.
-        defaults: parameters and their values where the user sets none.
-        sft_coef: weight of the chosen response's negative log-likelihood where the user sets none.
+        function: log-ratios (without a reference log-probabilities), `needs`, parameters by keyword -> unreduced cost.
         source: the paper.
+        defaults: parameters and their values where the user sets none.
+        rows: kind of rows that it learns from.
+        reference: True where it takes a reference.
+        means: True where log-probabilities are means over a response's tokens; otherwise sums.
+        by_difference: True where a constant added to both log-ratios changes nothing, so that another f-divergence can
+            take the reverse KL's place.
+        needs: a further input: a column of the rows (margins, length_difference), or what is computed over the whole global
+            batch before the update, without gradient (kl, shift, order; see algorithms/dpo/global_inputs.py).
+        sft_coef: weight of the chosen response's negative log-likelihood where the user sets none.
     """
 
     function: Callable[..., Tensor]
     source: str
+    defaults: Mapping[str, Parameter] = field(default_factory=lambda: BETA)
     rows: Rows = "comparisons"
     reference: bool = True
     means: bool = False
     by_difference: bool = False
-    row_input: RowInput | None = None
-    batch_input: BatchInput | None = None
-    defaults: Mapping[str, Parameter] = field(default_factory=dict)
+    needs: Input | None = None
     sft_coef: float = 0.0
 
 
@@ -70,58 +51,54 @@ SMOOTHED = {"beta": 0.1, "label_smoothing": 0.0}
 WEIGHTED = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 LOSSES: dict[str, LossSpec] = {
-    "sigmoid": LossSpec(dpo_loss, "DPO, Rafailov et al. 2023", by_difference=True, defaults=SMOOTHED),
+    "sigmoid": LossSpec(preference.dpo_loss, "DPO, Rafailov et al. 2023", SMOOTHED, by_difference=True),
     "sigmoid_norm": LossSpec(
-        dpo_loss, "length-normalized DPO, Lambert et al. 2024", means=True, by_difference=True,
-        defaults={"beta": 5.0, "label_smoothing": 0.0},
+        preference.dpo_loss, "length-normalized DPO, Lambert et al. 2024",
+        {"beta": 5.0, "label_smoothing": 0.0}, means=True, by_difference=True,
     ),
     "robust": LossSpec(
-        robust_loss, "robust DPO, Chowdhury et al. 2024", by_difference=True,
-        defaults={"beta": 0.1, "label_smoothing": 0.1},
+        preference.robust_loss, "robust DPO, Chowdhury et al. 2024",
+        {"beta": 0.1, "label_smoothing": 0.1}, by_difference=True,
     ),
-    "ipo": LossSpec(ipo_loss, "IPO, Azar et al. 2023", means=True, by_difference=True, defaults=BETA),
-    "hinge": LossSpec(hinge_loss, "SLiC, Zhao et al. 2023", by_difference=True, defaults=BETA),
+    "ipo": LossSpec(preference.ipo_loss, "IPO, Azar et al. 2023", means=True, by_difference=True),
+    "hinge": LossSpec(preference.hinge_loss, "SLiC, Zhao et al. 2023", by_difference=True),
     "exo_pair": LossSpec(
-        exo_loss, "EXO, Ji et al. 2024", by_difference=True, defaults={"beta": 0.1, "label_smoothing": 1e-3}
+        preference.exo_loss, "EXO, Ji et al. 2024", {"beta": 0.1, "label_smoothing": 1e-3}, by_difference=True
     ),
     "discopop": LossSpec(
-        discopop_loss, "DiscoPOP, Lu et al. 2024", by_difference=True, defaults={"beta": 0.05, "tau": 0.05}
+        preference.discopop_loss, "DiscoPOP, Lu et al. 2024", {"beta": 0.05, "tau": 0.05}, by_difference=True
     ),
     "odpo": LossSpec(
-        odpo_loss, "DPO with an offset, Amini et al. 2024", row_input="margins",
-        defaults={"beta": 0.1, "offset_coef": 1.0, "offset_scale": "log"},
+        preference.odpo_loss, "DPO with an offset, Amini et al. 2024",
+        {"beta": 0.1, "offset_coef": 1.0, "offset_scale": "log"}, needs="margins",
     ),
     "rdpo": LossSpec(
-        rdpo_loss, "R-DPO, Park et al. 2024", row_input="length_difference",
-        defaults={"beta": 0.1, "length_penalty": 0.01},
+        preference.rdpo_loss, "R-DPO, Park et al. 2024",
+        {"beta": 0.1, "length_penalty": 0.01}, needs="length_difference",
     ),
-    "nca_pair": LossSpec(nca_loss, "NCA, Chen et al. 2024", defaults=BETA),
-    "bco_pair": LossSpec(bco_loss, "BCO without its reward shift, Jung et al. 2024", defaults=BETA),
-    "bco": LossSpec(bco_loss, "BCO, Jung et al. 2024", batch_input="shift", defaults=BETA),
-    "sppo_hard": LossSpec(sppo_loss, "SPPO, Wu et al. 2024", defaults={"beta": 0.001}),
-    "apo_zero": LossSpec(apo_zero_loss, "APO-zero, D'Oosterlinck et al. 2024", defaults=BETA),
-    "apo_down": LossSpec(apo_down_loss, "APO-down, D'Oosterlinck et al. 2024", defaults=BETA),
-    "aot": LossSpec(aot_paired_loss, "AOT, Melnyk et al. 2024", batch_input="paired_values", defaults=SMOOTHED),
-    "aot_unpaired": LossSpec(
-        aot_unpaired_loss, "AOT unpaired, Melnyk et al. 2024", batch_input="unpaired_values", defaults=SMOOTHED
-    ),
+    "nca_pair": LossSpec(preference.nca_loss, "NCA, Chen et al. 2024"),
+    "bco_pair": LossSpec(preference.bco_loss, "BCO without its reward shift, Jung et al. 2024"),
+    "bco": LossSpec(preference.bco_loss, "BCO, Jung et al. 2024", needs="shift"),
+    "sppo_hard": LossSpec(preference.sppo_loss, "SPPO, Wu et al. 2024", {"beta": 0.001}),
+    "apo_zero": LossSpec(preference.apo_zero_loss, "APO-zero, D'Oosterlinck et al. 2024"),
+    "apo_down": LossSpec(preference.apo_down_loss, "APO-down, D'Oosterlinck et al. 2024"),
+    "aot": LossSpec(preference.aot_paired_loss, "AOT, Melnyk et al. 2024", SMOOTHED, needs="order"),
+    "aot_unpaired": LossSpec(preference.aot_unpaired_loss, "AOT unpaired, Melnyk et al. 2024", SMOOTHED, needs="order"),
     "simpo": LossSpec(
-        simpo_loss, "SimPO, Meng et al. 2024", reference=False, means=True, defaults={"beta": 2.0, "gamma": 1.0}
+        preference.simpo_loss, "SimPO, Meng et al. 2024", {"beta": 2.0, "gamma": 1.0}, reference=False, means=True
     ),
     "orpo": LossSpec(
-        weighted_orpo_loss, "ORPO, Hong et al. 2024", reference=False, means=True, defaults=BETA, sft_coef=1.0
+        preference.orpo_loss, "ORPO, Hong et al. 2024", reference=False, means=True, sft_coef=1.0
     ),
-    "cpo": LossSpec(cpo_loss, "CPO, Xu et al. 2024", reference=False, defaults=SMOOTHED, sft_coef=1.0),
-    "kto": LossSpec(
-        kto_loss, "KTO, Ethayarajh et al. 2024", rows="labels", batch_input="kl", defaults=WEIGHTED
-    ),
+    "cpo": LossSpec(preference.cpo_loss, "CPO, Xu et al. 2024", SMOOTHED, reference=False, sft_coef=1.0),
+    "kto": LossSpec(preference.kto_loss, "KTO, Ethayarajh et al. 2024", WEIGHTED, rows="labels", needs="kl"),
     "apo_zero_unpaired": LossSpec(
-        apo_zero_unpaired_loss, "APO-zero of single responses, D'Oosterlinck et al. 2024", rows="labels",
-        defaults=WEIGHTED,
+        preference.kto_loss, "APO-zero of single responses, D'Oosterlinck et al. 2024", WEIGHTED, rows="labels"
     ),
     "plackett_luce": LossSpec(
-        ranked_dpo_loss, "DPO on rankings, Rafailov et al. 2023", rows="rankings", by_difference=True, defaults=BETA
+        ranked_dpo_loss, "DPO on rankings, Rafailov et al. 2023", rows="rankings", by_difference=True
     ),
 }  # fmt: skip
 
+ALIASES = {"dpo": "sigmoid"}
 PARAMETERS = sorted({name for spec in LOSSES.values() for name in spec.defaults})

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alignment.losses.preference import implicit_rewards
-
 
 class TieProbabilities(NamedTuple):
-    """How a comparison of two responses may end; the three sum to 1."""
+    """Probabilities of the ends of a comparison of two responses; the three sum to 1."""
 
     win: Tensor
     tie: Tensor
@@ -66,16 +64,13 @@ def plackett_luce_loss(scores: Tensor, ranks: Tensor, *, mask: Tensor | None = N
     return torch.where(ordered.any(-1), cost, 0.0).sum(-1)
 
 
-def ranked_dpo_loss(
-    policy: Tensor, reference: Tensor, ranks: Tensor, *, mask: Tensor | None = None, beta: float
-) -> Tensor:
-    """DPO on whole rankings: the Plackett-Luce cost of the responses' implicit rewards, beta * (policy - reference).
+def ranked_dpo_loss(log_ratios: Tensor, ranks: Tensor, *, mask: Tensor | None = None, beta: float) -> Tensor:
+    """DPO on whole rankings: the Plackett-Luce cost of the responses' implicit rewards, beta * log-ratio.
 
-    For K = 2 it is `dpo_loss`. What is added to all log-ratios of one prompt changes nothing.
+    For K = 2 it is `dpo_loss`. A constant added to all log-ratios of one prompt changes nothing.
 
     Args:
-        policy: log-probability of each whole response under the policy, nats, [..., K]; 0 where there is none.
-        reference: the same under the reference.
+        log_ratios: log-probability of each whole response under the policy minus that under the reference, nats, [..., K].
         ranks, mask: as for `ranking_loss`; ties as in `plackett_luce_loss`.
         beta: pull towards the reference, > 0.
 
@@ -84,9 +79,7 @@ def ranked_dpo_loss(
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, appendix A.3.
     """
-    if beta <= 0:
-        raise ValueError(f"beta must be above 0, got {beta}; 0.1 is usual")
-    return plackett_luce_loss(implicit_rewards(policy, reference, beta), ranks, mask=mask)
+    return plackett_luce_loss(beta * log_ratios, ranks, mask=mask)
 
 
 def rao_kupper_loss(scores: Tensor, ranks: Tensor, *, theta: Tensor | float, mask: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.data.config import DataConfig

@@ -12,7 +12,7 @@ from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.pretrain.objectives import task_of
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
@@ -107,7 +107,7 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
         kind = OBJECTIVES[config.loss].kind
         return Workload({"reward model": _reward_model(config, start)}, kind, DOCUMENTS.get(kind, 1))
     if isinstance(config, DPOConfig):
-        other = 1 if any(loss.spec.batch_input for loss in config.losses) else 0
+        other = 1 if any(loss.spec.needs in ("kl", "shift", "order") for loss in config.losses) else 0
         policy = Network(start, updates=1, forwards=other, adapter=config.adapter)
         networks = {"policy": policy}
         if config.holds_reference:

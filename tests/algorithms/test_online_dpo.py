@@ -13,8 +13,9 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
 from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
-from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
+from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, PAIR_KEYS, build_online_state, read_online_data
+from alignment.algorithms.ppo.metrics import sample_metrics
+from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
@@ -44,15 +45,13 @@ def test_best_and_worst_by_hand():
     assert best_and_worst(scores)[2].tolist() == [False, True, False, False, False]
 
 
-def samples_of(raw, ended, responses, penalty):
-    raw, ended = torch.tensor(raw), torch.tensor(ended)
+def samples_of(raw, ended, responses):
     count = len(responses) // 4
     rows = [prompt_example([7, 8, 9][: i % 2 + 1], "", {}, f"row {i}") for i in range(4) for _ in range(count)]
     zeros = torch.zeros(len(rows), 2)
-    return JudgedSamples(
-        rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
-        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros,
-        seconds={},
+    return Rollout(
+        [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), zeros > -1, zeros, zeros, None, None,
+        scores=torch.tensor(raw), ended=torch.tensor(ended), rows=rows,
     )  # fmt: skip
 
 
@@ -62,7 +61,6 @@ def test_pairs_by_hand():
         [1.0, 2.5, 3.0, 3.0, 4.0, 3.5, NAN, 1.0],
         [True, True, True, True, False, True, True, True],
         [[1], [2, 3], [4], [5], [6, 6], [1], [2], [3]],
-        penalty=1.0,
     )
     pairs, metrics = make_pairs(samples, config_of(), ALONE)
     first, second = pairs
@@ -79,9 +77,9 @@ def test_pairs_by_hand():
 def test_pairs_are_those_without_the_responses_that_have_no_score():
     """Four responses to each prompt, of which the second, third, first and last has no score: first, in between, last."""
     scores = [3.0, NAN, 1.0, 2.0, -1.0, -3.0, NAN, -2.0, NAN, 0.5, 0.25, 0.75, 5.0, 9.0, 7.0, NAN]
-    whole = samples_of(scores, [True] * 16, [[i] for i in range(16)], penalty=0.0)
+    whole = samples_of(scores, [True] * 16, [[i] for i in range(16)])
     kept = [i for i, score in enumerate(scores) if score == score]
-    fewer = samples_of([scores[i] for i in kept], [True] * 12, [[i] for i in kept], penalty=0.0)
+    fewer = samples_of([scores[i] for i in kept], [True] * 12, [[i] for i in kept])
     pairs, metrics = make_pairs(whole, config_of(responses_per_prompt=4), ALONE)
     assert (pairs, metrics) == make_pairs(fewer, config_of(responses_per_prompt=3), ALONE)
     assert [pair.documents[0][-1] for pair in pairs] == [0, 4, 11, 13] and metrics["unjudged"] == 0
@@ -89,12 +87,12 @@ def test_pairs_are_those_without_the_responses_that_have_no_score():
 
 
 def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
-    samples = samples_of([1.0, 1.0 + 1e-6] * 4, [True] * 8, [[1, 2]] * 8, penalty=0.0)
+    samples = samples_of([1.0, 1.0 + 1e-6] * 4, [True] * 8, [[1, 2]] * 8)
     assert make_pairs(samples, config_of(), ALONE) == ([], {"pairs": 0, "score_ties": 1.0, "unjudged": 0.0})
 
 
 def test_a_judge_that_judges_nothing_ends_the_run():
-    samples = samples_of([NAN] * 8, [True] * 8, [[1], [2]] * 4, penalty=0.0)
+    samples = samples_of([NAN] * 8, [True] * 8, [[1], [2]] * 4)
     with pytest.raises(UserError, match="gold could not judge the responses to 4 of 4 prompts"):
         make_pairs(samples, config_of(), ALONE)
 
@@ -107,7 +105,7 @@ def test_a_judge_of_pairs_may_leave_half_of_the_prompts_and_no_more():
         (3, pytest.raises(UserError, match=r"module:function .* 3 of 4 prompts")),
     ):
         raw = [NAN] * 2 * missing + [1.0, 2.0] * (4 - missing)
-        samples = samples_of(raw, [True] * 8, [[i] for i in range(8)], penalty=0.0)
+        samples = samples_of(raw, [True] * 8, [[i] for i in range(8)])
         with raises:
             assert len(make_pairs(samples, config, ALONE)[0]) == 2
 
@@ -180,20 +178,20 @@ def test_a_judge_that_is_not_there_is_named_and_packaged_judges_serve():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"judge": "reward_model"}, "say who judges: judge=reward_model with reward_model=DIR"),
-        ({"judge": "god"}, "there is no 'god'; there are reward_model, gold and module:function"),
-        ({"reward_model": "x"}, "judge=gold reads none"),
+        ({"judge": "reward_model"}, "judge=reward_model with reward_model=DIR"),
+        ({"judge": "god"}, "'god' is unknown"),
+        ({"reward_model": "x"}, "gold reads no reward_model"),
         ({"responses_per_prompt": 1}, "responses_per_prompt must be at least 2"),
-        ({"loss": "kto"}, "kto learns from labels, and online DPO makes pairs"),
+        ({"loss": "kto"}, "other rows than the pairs"),
         ({"loss": "simpo", "reference": "x"}, "simpo needs none"),
         ({"gamma": 1.0}, "gamma is a parameter of simpo"),
         ({"beta": 0.0}, "beta must be above 0"),
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"missing_end_penalty": -1.0}, "missing_end_penalty must be 0"),
+        ({"missing_end_penalty": -1.0}, "missing_end_penalty must be at least 0"),
         ({"minibatches": 64, "training": TrainingConfig(batch_size=8)}, "minibatches (64) cannot exceed"),
-        ({"data": DataConfig(train="a", evaluation="b")}, "data.evaluation is not read: online_dpo evaluates nothing"),
-        ({"training": TrainingConfig(ema_decay=0.9)}, "training.ema_decay has no effect in online DPO"),
-        ({"metrics": ["gold"]}, "metrics: 'gold' is unknown"),
+        ({"data": DataConfig(train="a", evaluation="b")}, "data.evaluation is not read"),
+        ({"training": TrainingConfig(ema_decay=0.9)}, "training.ema_decay has no effect"),
+        ({"metrics": ["gold"]}, "metrics ['gold'] are unknown"),
     ],
 )
 def test_bad_settings_are_refused(settings, problem):
@@ -224,7 +222,7 @@ def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
     training = TrainingConfig(batch_size=4, max_steps=3, seed=3)
     config, data, state = built(training=training, responses_per_prompt=3, temperature=0.7, max_new_tokens=5)
     prompts = data.prompts.rows_at(2)
-    samples = sample_and_judge(state, config, prompts, 2)
+    samples = collect(state, config, prompts, 2)
     drawn = decode_responses(
         state.policy.backend.unwrapped, [row.ids for row in prompts for _ in range(3)],
         SamplingConfig(5, 0.7, seed=3), state.stop_ids, rows=range(24, 36),
@@ -233,7 +231,7 @@ def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
     assert samples.log_probs[samples.mask].tolist() == pytest.approx([p for row in drawn.log_probs for p in row])
     cpu = torch.device("cpu")
     state.policy.process_group = SimpleNamespace(rank=1, size=2, device=cpu, sum=lambda x: x)  # the second of two ranks
-    half = sample_and_judge(state, config, prompts, 2)
+    half = collect(state, config, prompts, 2)
     own = [3, 4, 5, 9, 10, 11]
     assert half.numbers == [24 + i for i in own] and half.responses == [drawn.token_ids[i] for i in own]
 
@@ -266,7 +264,7 @@ def test_kl_of_filtered_samples_is_that_of_the_policy(built):
     config, data, state = built(max_new_tokens=6, top_p=0.7, temperature=0.8)
     policy = state.policy.backend.unwrapped
     move(policy)
-    samples = sample_and_judge(state, config, data.prompts.rows_at(0), 0)
+    samples = collect(state, config, data.prompts.rows_at(0), 0)
     values = exact_kl(policy, load_model(config.policy), samples.prompts, samples.responses, 0.8)
     metrics = sample_metrics(samples, state)
     assert metrics["kl"] == pytest.approx(sum(values) / len(values), rel=1e-3) and "kl_k3" not in metrics
@@ -285,7 +283,7 @@ def test_the_first_loss_is_log_2_and_everything_is_logged(stage, make_stage, tmp
         math.log(2), abs=1e-5
     )
     assert first["chosen_score"] > first["score"] > first["rejected_score"] and first["pairs"] == 8
-    assert {*first} - {"gold_score", "time"} <= LOGGED_KEYS
+    assert {*first} - {"gold_score", "time"} <= LOGGED_KEYS | PAIR_KEYS
     assert {"kl", "kl_k3", "margin", "accuracy", "score_ties", "ended_share", "seconds_sampling", "seconds_scoring",
             "seconds_update", "response_tokens", "gold_score"} <= {*first}  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

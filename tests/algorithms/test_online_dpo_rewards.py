@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo import samples as sampling
 from alignment.algorithms.online_dpo.online_dpo import make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.samples import sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import build_online_state, read_online_data
-from alignment.algorithms.ppo.rollout import draw_samples
-from alignment.algorithms.ppo.samples import DrawnResponses
+from alignment.algorithms.ppo import rollout
+from alignment.algorithms.ppo.metrics import sample_metrics
+from alignment.algorithms.ppo.rollout import collect, draw_samples
+from alignment.algorithms.ppo.state import DrawnResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
@@ -73,8 +73,8 @@ def test_pairs_of_a_weighted_mix_by_hand(settings, sums, monkeypatch):
     ids = [state.start.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     rows = [prompt for prompt in prompts for _ in range(2)]
     drawn = DrawnResponses(rows, list(range(8)), Responses(ids, [[-1.0] * len(row) for row in ids], [False] * 8))
-    monkeypatch.setattr(sampling, "draw_samples", lambda *_: drawn)
-    samples = sample_and_judge(state, config, prompts, 0)
+    monkeypatch.setattr(rollout, "draw_samples", lambda *_: drawn)
+    samples = collect(state, config, prompts, 0)
     pairs, metrics = make_pairs(samples, config, state.process_group)
     first, third = pairs
     assert (first.row_id, third.row_id) == (rows[0].row_id, rows[4].row_id)
@@ -139,9 +139,9 @@ def test_one_entry_is_the_short_form(settings, stage):
     ("changes", "problem"),
     [
         ({"reward_model": "x", "rewards": [RewardSpec(regex="a")]}, "both cannot be given"),
-        ({}, "say who judges: judge=reward_model with reward_model=DIR or a list `rewards`"),
-        ({"judge": "gold", "rewards": [RewardSpec(regex="a")]}, "rewards: judge=gold reads none"),
-        ({"judge": "m:f", "rewards": [RewardSpec(regex="a")]}, "rewards: judge=m:f reads none"),
+        ({}, "a list `rewards` of entries"),
+        ({"judge": "gold", "rewards": [RewardSpec(regex="a")]}, "judge gold reads no"),
+        ({"judge": "m:f", "rewards": [RewardSpec(regex="a")]}, "judge m:f reads no"),
         ({"rewards": [RewardSpec(regex="a", name="n"), RewardSpec(regex="b", name="n")]}, "two entries are named 'n'"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_response_that_the_judge_failed_on_leaves_its_prompt_without_a_pair(se
         failed = [key in broken for key in keys]
         metrics, samples = sample_and_learn(state, config, prompts, 0)
         pairs, _ = make_pairs(samples, config, state.process_group)
-    assert samples.score_parts["judge"].isnan().tolist() == failed and samples.raw_scores.isnan().tolist() == failed
+    assert samples.score_parts["judge"].isnan().tolist() == failed and samples.scores.isnan().tolist() == failed
     lost = {drawn.prompts[row].row_id for row in range(16) if failed[row]}
     assert metrics["unscored_share/judge"] == sum(failed) / 16 and metrics["unjudged"] == len(lost) / 8 > 0
     assert pairs and lost.isdisjoint(pair.row_id for pair in pairs)

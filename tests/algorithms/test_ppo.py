@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.metrics import LOGGED_KEYS
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, start_value_model
+from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
@@ -441,7 +442,7 @@ def test_metrics_that_cannot_be_found_or_told_apart_are_refused_before_a_model_i
     _, config = ppo(metrics=names)
     with pytest.raises(UserError, match="metrics: "):
         build_state(replace(config, policy="nowhere"), None)
-    with pytest.raises(ValueError, match="metrics: 'gold' is unknown; known: hotel_gold"):
+    with pytest.raises(ValueError, match=r"metrics \['gold'\] are unknown; known: hotel_gold"):
         replace(config, metrics=["gold"])
 
 
@@ -480,5 +481,5 @@ def test_a_text_at_coefficient_0_is_the_run_without_it_bit_for_bit(ppo, text, re
 @pytest.mark.parametrize("name", ["data", "pretrain"])
 def test_held_out_rows_that_nothing_would_read_are_refused(name):
     data = {"data": DataConfig(train="t"), name: DataConfig(train="t", evaluation="e")}
-    with pytest.raises(ValueError, match=f"{name}.evaluation is not read.*alignment evaluate winrate"):
+    with pytest.raises(ValueError, match=f"{name}.evaluation is not read"):
         PPOConfig(policy="p", reward_model="r", output="o", pretrain_coef=0.5 * (name == "pretrain"), **data)

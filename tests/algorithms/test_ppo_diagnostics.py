@@ -10,12 +10,18 @@ from torch.testing import assert_close
 
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.ppo import PPOConfig
-from alignment.algorithms.ppo.diagnostics import repeated_share, rollout_statistics
-from alignment.algorithms.ppo.metrics import importance_metrics, sample_columns
-from alignment.algorithms.ppo.rollout import Rollout, correction_weights
-from alignment.algorithms.ppo.utilization import operations_per_token, utilization
+from alignment.algorithms.ppo.advantages import correction_weights
+from alignment.algorithms.ppo.metrics import (
+    importance_metrics,
+    operations_per_token,
+    repeated_share,
+    rollout_statistics,
+    sample_columns,
+    utilization,
+)
+from alignment.algorithms.ppo.rollout import Rollout
 from alignment.data.config import DataConfig
-from alignment.losses.importance import importance_weights, sequence_importance_weights
+from alignment.losses import importance_weights
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.operations import forward_operations
 from alignment.training import TrainingConfig, speed
@@ -83,7 +89,7 @@ def test_importance_weights_are_worked_by_hand():
     wanted = torch.tensor([[1, math.exp(-1), math.exp(0.5), 1], [1, 0, 0, 0], [2, 1, 0, 0]])
     assert_close(weights, wanted.float())
     assert importance_weights(*tokens, cap=math.inf)[2, 0].item() == pytest.approx(math.exp(2))
-    sequence = sequence_importance_weights(*tokens, cap=2.0)
+    sequence = importance_weights(*tokens, cap=2.0, sequence=True)
     assert_close(sequence[0], torch.full((4,), math.exp(-0.5)))
     assert sequence[2].tolist() == [2, 2, 0, 0]
 
@@ -130,9 +136,7 @@ CONFIG = {
 
 def test_mfu_is_counted_operations_over_what_the_device_could_do(monkeypatch):
     """Two documents of 10 tokens; 4 passes of forward and backward are 12 forwards; the value model's head is one row."""
-    monkeypatch.setattr(
-        "alignment.algorithms.ppo.utilization.peak_tflops", lambda device, precision: 1e-6
-    )  # 10^6 a second
+    monkeypatch.setattr("alignment.algorithms.ppo.metrics.peak_tflops", lambda device, precision: 1e-6)  # 10^6 a second
     policy, value = build_language_model(CONFIG), build_scalar_model(CONFIG)
     whole, narrow = operations_per_token(policy, 10), operations_per_token(value, 10)
     assert whole == forward_operations(policy.spec, 10) and whole - narrow == 2 * 16 * 299

@@ -10,17 +10,11 @@ from torch.testing import assert_close
 
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.metrics import distinct_share, response_means, sampling_error
 from alignment.algorithms.ppo.ppo import PPOConfig, iterate, value_loss_fn
-from alignment.algorithms.ppo.rollout import (
-    Rollout,
-    RolloutBatch,
-    group_rollouts,
-    ragged_of,
-    rollout_batches,
-)
+from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, group_rollouts, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model

@@ -15,11 +15,11 @@ from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.loss_functions import policy_loss_fn, weighed
+from alignment.algorithms.ppo.metrics import LOGGED_KEYS
 from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import LOGGED_KEYS
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
@@ -327,7 +327,7 @@ def test_a_method_has_its_paper_s_normalization_unless_another_is_set(settings, 
 
 @pytest.mark.parametrize("advantages", ["gae", "reinforce++", "remax"])
 def test_a_ratio_of_whole_responses_refuses_advantages_of_single_tokens(advantages):
-    with pytest.raises(ValueError, match=f"ratio=sequence.*advantages={re.escape(advantages)} .*grpo"):
+    with pytest.raises(ValueError, match=f"ratio sequence.*advantages={re.escape(advantages)} .*grpo"):
         config_of(ratio="sequence", advantages=advantages, responses_per_prompt=2)
 
 

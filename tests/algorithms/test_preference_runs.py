@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.dpo.updates import PreferenceUpdates, demonstrations
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates, demonstrations
 from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.runs import to_dict
-from alignment.data.batches import collate, collate_pairs
+from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.errors import UserError
@@ -145,9 +145,10 @@ def test_kto_reads_a_pair_as_two_labels(world, stage, make_stage, tmp_path, read
 
 
 def first_drawn(config: DPOConfig, texts, engine: Engine) -> list:
+    """The micro-batches of the first update's demonstrations."""
     found = demonstrations(config, texts, engine)
     assert found is not None
-    return found.stream.rows_at(0)
+    return found(0).micro_batches
 
 
 def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demonstrations(world, stage):
@@ -172,17 +173,15 @@ def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demo
         texts = prepare(data, "demonstrations", tokenizer)[0]
         both = dataclasses.replace(config, sft=data, sft_coef=0.7)
         drawn = first_drawn(both, texts, engine)
-        assert len(drawn) == 3
+        assert sum(len(batch.lengths) for batch in drawn) == 3
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
         if name == "demonstrations":
-            loss = language_loss_fn(model)(collate(drawn, 10_000)[0])
-            (loss.total / sum(sum(row.mask) for row in drawn)).backward()
+            (language_loss_fn(model)(drawn[0]).total / drawn[0].weight).backward()
             gradients[name] = {key: value.grad for key, value in model.named_parameters()}
             continue
         updates = PreferenceUpdates(
-            engine, config.losses, dpo_loss_fn(engine.model, torch.no_grad()(reference), config), reference,
-            collate=lambda rows: collate_pairs(rows, 10_000), mismatch=list,
-            demonstrations=demonstrations(config, texts, engine),
+            engine, config, dpo_loss_fn(engine.model, torch.no_grad()(reference), config), reference,
+            collate=lambda rows: collate_pairs(rows, 10_000), demonstrations=demonstrations(config, texts, engine),
         )  # fmt: skip
         metrics = updates.update(0, rows)
         assert ("sft_loss" in metrics) == (name == "both")
@@ -202,7 +201,9 @@ def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
     rows = prepare(data, "demonstrations", load_tokenizer(policy, None))[0]
     engine = Engine(load_language_model(policy), config.optim, config.training, total_steps=1)
     drawn = first_drawn(config, rows, engine)
-    assert 5 <= sum(row.source == 0 for row in drawn) <= 40  # a tenth of 200; half of them without a mixture
+    assert (
+        5 <= sum(int((batch.sources == 0).sum()) for batch in drawn) <= 40
+    )  # a tenth of 200; half of them without a mixture
 
 
 def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, make_stage, tmp_path):
@@ -239,7 +240,7 @@ def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sft": DataConfig(train="t")}, "would have no weight"),
+        ({"sft": DataConfig(train="t")}, "no weight"),
         ({"sft": DataConfig(train="t", evaluation="e"), "sft_coef": 1.0}, "sft.evaluation is not read"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model
@@ -57,12 +58,12 @@ def collected(checkpoints):
         ),
         stop_ids=STOPS,
         rollout_weights="gathered",
-        sampler=None,
         share_prompts=False,
         shared_value=False,
         ahead=None,
         process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), sum=lambda total: total),
     )
+    state.ask = partial(PPOState.ask, state)
     training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)
     config = config_of(max_new_tokens=8, temperature=0.7, training=training)
     rollout = collect(state, config, [prompt_example(ids, "", {}, str(ids)) for ids in PROMPTS], 7)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.algorithms.ppo import rollout_weights
-from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights, sampling_bytes
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo import setup
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.setup import choose_rollout_weights, sampling_bytes
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
@@ -35,7 +35,7 @@ def state_of(model, whole: int, kind: str = "fsdp2"):
     backend = SimpleNamespace(unwrapped=model, whole_bytes=lambda: whole)
     group = SimpleNamespace(size=4, kind=kind, device=torch.device("cpu"), largest=lambda count: count)
     engine = SimpleNamespace(backend=backend)
-    return SimpleNamespace(policy=engine, engines=[engine, engine], process_group=group)
+    return SimpleNamespace(policy=engine, engines={"policy": engine, "value": engine}, process_group=group)
 
 
 def prompt(length: int) -> PromptExample:
@@ -43,7 +43,7 @@ def prompt(length: int) -> PromptExample:
 
 
 def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
-    monkeypatch.setattr(rollout_weights, "free_bytes", lambda group: free)
+    monkeypatch.setattr(setup, "free_bytes", lambda group: free)
     config = PPOConfig(
         "policy", reward_model="reward", data=DataConfig(train="rows"), output="output", rollout_weights=setting
     )

@@ -417,7 +417,7 @@ def test_doctor_names_versions_devices_and_extras(capsys):
     shown = capsys.readouterr().out
     for word in ("torch", "transformers", "accelerate", "deepspeed", "processes", "attention", "GB free"):
         assert word in shown
-    for package in ("bitsandbytes", "vllm", "starlette", "uvicorn", "wandb"):
+    for package in ("bitsandbytes", "starlette", "uvicorn", "wandb"):
         assert any(line.startswith(f"{package} ") for line in shown.splitlines()), package
     assert "lm-eval" not in shown and "make bench" not in shown
     assert "MISSING" not in shown

@@ -137,7 +137,7 @@ def test_a_value_optimizer_that_cannot_run_is_refused_before_any_model_is_looked
 
 
 def test_a_controlled_kl_needs_a_coefficient_to_start_from(refusal):
-    assert "kl_coef must be above 0 where kl_target is set" in refusal("ppo", "kl_coef=0", "kl_target=6")
+    assert "kl_coef: must be above 0 where kl_target is set" in refusal("ppo", "kl_coef=0", "kl_target=6")
 
 
 def test_a_large_eps_makes_a_large_learning_rate_plain_gradient_descent():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
-from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.metrics import new_alarms
+from alignment.algorithms.ppo.state import Alarms
 from alignment.cli import main
 from alignment.config.schema import config_keys
 from alignment.data.config import DataConfig
@@ -147,7 +148,9 @@ def test_an_alarm_during_the_run_and_the_diagnosis_after_it_have_one_limit(alarm
         columns = {name: np.where(RISE > 0.5, later, start[name]) for name, later in planted.items()}
         run, alarms = run_of(columns), Alarms()
         lines = [{name: series.values[i] for name, series in run.series.items()} for i in range(N)]
-        notes = [note for i, line in enumerate(lines) for note in alarms.add(i + 1, line | {"responses": 512.0})]
+        notes = [
+            note for i, line in enumerate(lines) for note in new_alarms(alarms, i + 1, line | {"responses": 512.0})
+        ]
         assert [f"({alarm})" in note for note in notes] == [True] * found
         assert [finding.symptom for finding in diagnose(run)] == [symptom] * found
 

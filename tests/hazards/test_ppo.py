@@ -16,22 +16,19 @@ from torch.testing import assert_close
 
 from alignment.algorithms.ppo import AdaptiveKL, PPOConfig, iterate
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.alarms import Alarms
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.loss_functions import policy_loss_fn
-from alignment.algorithms.ppo.metrics import kl_columns, sample_columns, sampling_error
+from alignment.algorithms.ppo.metrics import kl_columns, new_alarms, sample_columns, sampling_error
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, draw_samples, ragged_of, rollout_batches
-from alignment.algorithms.ppo.setup import build_state, load_ppo_state, read_data, save_ppo_state
+from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.algorithms.ppo.state import Alarms, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
-from alignment.losses.importance import importance_weights
-from alignment.losses.policy import clipped_value_loss, gae, kl_estimates, shape_rewards, whiten
+from alignment.losses.policy import clipped_value_loss, gae, importance_weights, kl_estimates, shape_rewards, whiten
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.training import OptimConfig, Run, TrainingConfig
-from alignment.training.result import Result
+from alignment.training import OptimConfig, Run, TrainingConfig, load_run_state, save_run_state
 from tests.ppo_states import exact_kl, move
 
 LOG_PROBS = torch.tensor([[-0.9, -2.2, -1.4, -0.3]])
@@ -85,7 +82,7 @@ def test_H28_the_estimates_are_those_of_the_valid_tokens():
 
 def test_H28_a_kl_that_stays_negative_gives_an_alarm():
     alarms = Alarms()
-    notes = [alarms.add(step, {"kl": -0.3, "responses": 64.0}) for step in range(1, 7)]
+    notes = [new_alarms(alarms, step, {"kl": -0.3, "responses": 64.0}) for step in range(1, 7)]
     assert [bool(found) for found in notes] == [False] * 4 + [True, False] and "KL negative" in notes[4][0]
 
 
@@ -317,16 +314,16 @@ def test_H36_the_coefficient_after_a_resume_is_the_one_before(built, tmp_path):
     settings = {"kl_coef": 0.2, "kl_target": 6.0, "training": training, "rollouts_behind": 1, "top_p": 0.9}
     config, prompts_of, state = built(**settings)
     with Run(config.output, {}, stage="ppo") as run:
-        result = Result(run, state.policy, config.training, None, evaluated=False)
         iterate(state, config, prompts_of(0), 0)
         state.kl.coef = controller.coef
         run.total = 4
-        save_ppo_state(state, config, run, result, 1)
+        save_run_state(run, state.engines, config.training, 1, state.saved())
     _, _, fresh = built(**settings)
     assert fresh.kl.coef == 0.2 and fresh.ahead.waiting is None
     with Run(config.output, {}, stage="ppo") as run:
-        result = Result(run, fresh.policy, config.training, None, evaluated=False)
-        assert load_ppo_state(fresh, config, run, result) == 1
+        saved = load_run_state(run, fresh.engines, config.training)
+        assert saved is not None and saved["step"] == 1
+        fresh.restore(saved)
     assert fresh.kl.coef == pytest.approx(0.201024) and fresh.num_updates == state.num_updates
     assert vars(fresh.normalizer) == vars(state.normalizer) and fresh.normalizer.fitted
     assert fresh.ahead.waiting == state.ahead.waiting  # ids, and log-probabilities to the last bit

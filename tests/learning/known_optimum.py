@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.setup import PPOState
+from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.generation import Responses
 from alignment.losses.language import token_log_probs_and_entropy

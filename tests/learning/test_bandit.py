@@ -10,9 +10,7 @@ import torch
 from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.samples import SampledAhead
-from alignment.algorithms.ppo.setup import PPOState
+from alignment.algorithms.ppo.state import PPOState, SampledAhead, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.language_model import LanguageModel

@@ -35,7 +35,6 @@ def distance(monkeypatch):
     def measure(beta, seed, settings, *, sampler_temperature=None, score_at=None, steps=None, **faults):
         world, sample = World(seed), table_sampler(torch.Generator().manual_seed(seed), sampler_temperature)
         monkeypatch.setattr(rollout, "sample", sample)
-        monkeypatch.setattr(advantages, "sample", sample)
         if score_at is not None:
             monkeypatch.setattr(advantages, "shape_rewards", misplaced(score_at))
         temperature = settings.get("temperature", 1.0)
@@ -69,9 +68,9 @@ def dpo_distance(beta: float, seed: int, sign: float = 1.0) -> float:
 
     def closure():
         optimizer.zero_grad()
-        log_probs = policy.log_distribution().sum(1)
-        chosen = dpo_loss(log_probs[first], log_probs[second], reference[first], reference[second], beta=beta)
-        rejected = dpo_loss(log_probs[second], log_probs[first], reference[second], reference[first], beta=beta)
+        log_ratios = policy.log_distribution().sum(1) - reference
+        chosen = dpo_loss(log_ratios[first], log_ratios[second], beta=beta)
+        rejected = dpo_loss(log_ratios[second], log_ratios[first], beta=beta)
         loss = (wins * chosen + (1 - wins) * rejected).mean() * 1e3
         loss.backward()
         return loss

@@ -39,7 +39,7 @@ def after_training(sign: float, iterations: int = 40, **settings):
     )
     reference = Reference(policy, uniform_model().requires_grad_(False))
     state = OnlineDPOState(
-        policy, reference,
+        policy, reference=reference,
         score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
         updates=updates_of(config, policy, reference, False),
         stop_ids=[],

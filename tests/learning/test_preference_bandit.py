@@ -15,14 +15,13 @@ def trained(name: str, wins: float = 1.0, steps: int = 600, rate: float = 0.05, 
     spec = LOSSES[name]
     logits = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.Adam([logits], rate)
-    reference = torch.full((1,), -math.log(3))
-    extra = {"margins": [torch.tensor([2.0])], "length_difference": [torch.zeros(1)], None: []}[spec.row_input]
+    extra = {"margins": [torch.tensor([2.0])], "length_difference": [torch.zeros(1)]}.get(spec.needs, [])
+    parameters = {} if name == "orpo" else spec.defaults  # beta is the weight of orpo's term
     for _ in range(steps):
-        log_probs = logits.log_softmax(0)
-        first, second = log_probs[:1], log_probs[1:2]
-        after = [reference, reference] if spec.reference else []
+        log_ratios = logits.log_softmax(0) + (math.log(3) if spec.reference else 0.0)  # to a uniform reference
+        first, second = log_ratios[:1], log_ratios[1:2]
         costs = [
-            spec.function(*sides, *after, *extra, **{**spec.defaults, **settings}).sum()
+            spec.function(*sides, *extra, **{**parameters, **settings}).sum()
             for sides in ((first, second), (second, first))
         ]
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import PPOConfig
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.config.load import build, load_config
 from alignment.config.yaml_source import parse_yaml
 from alignment.data.config import DataConfig
@@ -526,7 +526,7 @@ def test_names_are_made_of_the_kind_and_differ():
         ({}, "say what is rewarded"),
         ({"reward_model": "r", "rewards": [RewardSpec("r")]}, "both cannot be given"),
         ({"rewards": [RewardSpec("r")], "reward_combine": "min"}, "stand in their entry of rewards"),
-        ({"rewards": [RewardSpec(answer="exact")]}, "value_model: no entry of rewards is a reward model"),
+        ({"rewards": [RewardSpec(answer="exact")]}, "no entry of rewards is a reward model"),
     ],
 )
 def test_ppo_takes_one_form_of_rewards(settings, why):

@@ -1,11 +1,12 @@
 """Direct preference optimization (DPO) and its kin: a policy learns from preferences, without a reward model.
 
-dpo.py has the run and the loss function, setup.py the settings and the choice of losses, updates.py what an update takes
-beside its rows, responses.py log-probabilities and what is watched of them, reference_cache.py the reference's numbers on
-disk; the formulas are in losses/, by name in losses/preference_table.py.
+Read in this order: dpo.py, the run and its loss function; losses/preference.py, the formulas; responses.py,
+log-probabilities and what is logged of them; config.py, the settings. kin.py calls the other losses by name, and
+global_inputs.py has what KTO, AOT and BCO take of the whole global batch. reference_cache.py keeps the reference's numbers
+on disk.
 """
 
+from alignment.algorithms.dpo.config import DPOConfig
 from alignment.algorithms.dpo.dpo import dpo_loss_fn, run
-from alignment.algorithms.dpo.setup import DPOConfig
 
 __all__ = ["DPOConfig", "dpo_loss_fn", "run"]

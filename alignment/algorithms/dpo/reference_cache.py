@@ -7,21 +7,23 @@ rows are computed again at every start, and a difference ends the run. A damaged
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from alignment.adapters.files import is_adapter
-from alignment.algorithms.dpo.setup import DPOConfig
+from alignment.algorithms.dpo.config import DPOConfig
+from alignment.algorithms.dpo.global_inputs import Collate, joint_batches
 from alignment.algorithms.language import LogProbModel, sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
 from alignment.data.batches import collate
 from alignment.data.examples import Example, RowSequence
+from alignment.data.stream import Stream
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
@@ -38,8 +40,6 @@ CHECKED_ROWS = 8
 CACHED_ROWS = 256  # of each rank, whose log-probabilities are computed between two messages among the ranks
 # How far two computations of one number may lie apart, in nats and as a share of it: batches of other rows round otherwise.
 TOLERANCE = {"fp32": (1e-3, 1e-4), "bf16": (0.5, 2e-2)}
-
-Collate = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,11 @@ class ReferencedRows(RowSequence[Any]):
         return replace(row, values={**row.values, "reference": values.tolist()})
 
 
-class IndexedRows(Protocol):
-    """Rows, and the order in which they are seen; `data.stream.Stream` is one."""
-
-    @property
-    def rows(self) -> Sequence[Any]: ...
-    def positions_at(self, step: int) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class ReferencedStream:
     """The rows of a stream in its order, with the reference's log-probabilities."""
 
-    order: IndexedRows
+    order: Stream[Any]
     rows: Sequence[Any]
 
     def rows_at(self, step: int) -> list[Any]:
@@ -102,29 +94,28 @@ def cached_reference(
     Raises:
         UserError: as `ReferenceCache.attach`.
     """
-    reference = reference_of(policy, config.reference, engine, bases=SharedWeights(config.weights, shared=False))
-    source, group = config.reference or config.policy, engine.process_group
+    assert isinstance(stream, Stream)  # streamed rows are refused with the config
+    group = engine.process_group
     cache = ReferenceCache(
-        reference,
+        reference_of(policy, config.reference, engine, bases=SharedWeights(config.weights, shared=False)),
         engine,
         partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
         Path(config.reference_cache or Path(config.output) / "reference_log_probs"),
-        group.broadcast_object(weights_key(source, config.weights) if group.is_main else None),
+        group.broadcast_object(
+            weights_key(config.reference or config.policy, config.weights) if group.is_main else None
+        ),
         config.training.precision,
+        run,
     )
-    order = cast("IndexedRows", stream)  # the config refuses streamed rows
-    rows = cache.attach(order.rows, "training", run)
-    return ReferencedStream(order, rows), cache.attach(held_out, "held-out", run)
+    return ReferencedStream(stream, cache.attach(stream.rows, "training")), cache.attach(held_out, "held-out")
 
 
 def weights_key(source: str, weights: WeightsConfig) -> str:
     """A hash of how weights are held and of the files of a checkpoint, and of the models under its adapters."""
-    directory = find_directory(source)
-    hashes = [directory_hash(directory)]
-    while is_adapter(directory):
-        directory = find_base(directory)
-        hashes.append(directory_hash(directory))
-    return hash_of([hashes, asdict(weights)])
+    directories = [find_directory(source)]
+    while is_adapter(directories[-1]):
+        directories.append(find_base(directories[-1]))
+    return hash_of([[directory_hash(directory) for directory in directories], asdict(weights)])
 
 
 @dataclass(frozen=True)
@@ -138,6 +129,7 @@ class ReferenceCache:
         folder: where the files are.
         weights: hash of everything that the network's weights depend on.
         precision: of the run, fp32 or bf16.
+        run: notes where the numbers come from.
     """
 
     reference: LogProbModel
@@ -146,14 +138,10 @@ class ReferenceCache:
     folder: Path
     weights: str
     precision: str
+    run: Run
 
-    def attach(self, rows: Sequence[Example], name: str, run: Run) -> Sequence[Any]:
-        """The rows with the reference's log-probabilities, from disk or computed now; a collective operation.
-
-        Args:
-            rows: of one kind.
-            name: of the rows, for messages.
-            run: notes where the numbers come from.
+    def attach(self, rows: Sequence[Example], name: str) -> Sequence[Any]:
+        """The rows, all of one kind, with the reference's log-probabilities, from disk or computed now; collective.
 
         Raises:
             UserError: the numbers on disk are not those that the reference gives.
@@ -164,20 +152,20 @@ class ReferenceCache:
         path = self.folder / f"{hash_of([VERSION, self.weights, key, self.precision])[:32]}.npy"
         group = self.engine.process_group
         found = group.broadcast_object(_read(path, int(starts[-1])) if group.is_main else None)
-        if isinstance(found, str):
-            run.note(f"reference: {found}; it is computed again")
-            if group.is_main and path.is_dir():
-                rename_damaged(path)
         if isinstance(found, np.ndarray):
-            run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are read from {path}")
+            self.run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are read from {path}")
             known = ReferencedRows(rows, found, starts)
             self._verify(known, path)
             return known
+        if isinstance(found, str):
+            self.run.note(f"reference: {found}; it is computed again")
+            if group.is_main and path.is_dir():
+                rename_damaged(path)
         values = self._compute(rows, starts)
         if group.is_main:
             write_atomic(path, lambda temporary: _write(temporary, values))
         group.barrier()
-        run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are computed, and kept in {path}")
+        self.run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are computed, and kept in {path}")
         return ReferencedRows(rows, values, starts)
 
     def _compute(self, rows: Sequence[Example], starts: np.ndarray) -> np.ndarray:
@@ -186,13 +174,11 @@ class ReferenceCache:
         group, step = self.engine.process_group, CACHED_ROWS * self.engine.process_group.size
         for first in range(0, len(rows), step):  # few rows of a table are in memory at a time
             numbers = range(first, min(first + step, len(rows)))
-            local = dict(self._log_probs(rows, numbers, starts))
-            for part in group.gather_objects(local):
-                for position, value in part.items():
-                    values[position] = value
-        if not np.isfinite(values).all():
-            row = int(np.searchsorted(starts, int(np.flatnonzero(~np.isfinite(values))[0]), side="right")) - 1
-            raise UserError(f"reference: its log-probability of {rows[row].row_id} is not finite; check its weights")
+            for part in group.gather_objects(dict(self._log_probs(rows, numbers, starts))):
+                values[list(part.keys())] = list(part.values())
+        if (bad := np.flatnonzero(~np.isfinite(values))).size:
+            row = rows[_row_of(bad[0], starts)]
+            raise UserError(f"reference: its log-probability of {row.row_id} is not finite; check its weights")
         return values
 
     @torch.no_grad()
@@ -200,16 +186,15 @@ class ReferenceCache:
         self, rows: Sequence[Example], numbers: Sequence[int], starts: np.ndarray
     ) -> Iterator[tuple[int, float]]:
         """(index among all responses, log-probability) of this rank's share of these rows."""
-        documents = []
-        for number in numbers:
-            row = rows[number]
-            for offset, (ids, mask) in enumerate(zip(row.documents, row.masks, strict=True), int(starts[number])):
-                documents.append(Example.single(ids, mask, str(offset), row.source))
-        group, backend = self.engine.process_group, self.engine.backend
-        batches = shard_rows(documents, self.collate, group.rank, group.size)
-        most = group.largest(len(batches)) if backend.collective_forward else 0
-        extra = [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (most - len(batches))
-        for batch in (*batches, *extra):
+        documents = [
+            Example.single(ids, mask, str(offset), rows[number].source)
+            for number in numbers
+            for offset, (ids, mask) in enumerate(
+                zip(rows[number].documents, rows[number].masks, strict=True), int(starts[number])
+            )
+        ]
+        group = self.engine.process_group
+        for batch in joint_batches(shard_rows(documents, self.collate, group.rank, group.size), self.engine):
             moved: Any = unwrap_batch(batch.to(group.device))
             values = sequence_log_probs(self.reference, moved).float().tolist()
             if not isinstance(batch, ZeroWeightBatch):
@@ -217,16 +202,13 @@ class ReferenceCache:
 
     def _verify(self, known: ReferencedRows, path: Path) -> None:
         """Compare a few rows with what the reference gives now; a collective operation."""
-        numbers = sorted(
-            {round(position) for position in np.linspace(0, len(known) - 1, min(CHECKED_ROWS, len(known)))}
-        )
+        even = np.linspace(0, len(known) - 1, min(CHECKED_ROWS, len(known)))
+        numbers = sorted({round(position) for position in even})
         absolute, relative = TOLERANCE[self.precision]
-        local = dict(self._log_probs(known.rows, numbers, known.starts))
         wrong = [
-            f"{known.rows[number].row_id}: {known.values[position]:.4f} on disk, {value:.4f} now"
-            for position, value in sorted(local.items())
+            f"{known.rows[_row_of(position, known.starts)].row_id}: {known.values[position]:.4f} on disk, {value:.4f} now"
+            for position, value in sorted(self._log_probs(known.rows, numbers, known.starts))
             if not abs(known.values[position] - value) <= absolute + relative * abs(value)
-            for number in [int(np.searchsorted(known.starts, position, side="right")) - 1]
         ]
         wrong = [line for lines in self.engine.process_group.gather_objects(wrong) for line in lines]
         if wrong:
@@ -234,6 +216,10 @@ class ReferenceCache:
                 f"{path}: the reference gives other log-probabilities: {'; '.join(wrong[:4])}. Delete the file, "
                 "and they are computed again"
             )
+
+
+def _row_of(position: int, starts: np.ndarray) -> int:
+    return int(np.searchsorted(starts, position, side="right")) - 1
 
 
 def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
@@ -249,7 +235,7 @@ def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """The numbers, and behind them their SHA-256."""
+    """Write the numbers, and behind them their SHA-256."""
     with open(path, "wb") as file:
         np.save(file, values)
         file.write(hashlib.sha256(values.tobytes()).digest())

@@ -1,21 +1,21 @@
-"""Log-probabilities of responses, and what is watched of them: rewards, displacement, how far length explains the margin."""
+"""Log-probabilities of responses, and what is logged of them: rewards, displacement, how far length explains the margin."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.setup import WeightedLoss
+from alignment.algorithms.dpo.config import WeightedLoss
 from alignment.algorithms.language import LogProbModel, sequence_log_probs
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
-from alignment.losses.direct_preference import f_divergence_scores
-from alignment.losses.preference import preference_metrics
+from alignment.errors import raise_all
+from alignment.losses.preference import f_divergence_scores, preference_metrics
 from alignment.losses.ranking import is_preferred, prompt_accuracy
+from alignment.training import Run
 
 Means = dict[str, tuple[Tensor, Tensor]]
 
@@ -44,49 +44,62 @@ class ResponseLogProbs:
     reference: Tensor | None
     tokens: Tensor
 
-    def of(self, loss: WeightedLoss) -> list[Tensor]:
-        """The policy's, and where the loss takes a reference the reference's, in the form that the loss takes, [D] each."""
-        columns = [self.policy]
-        if loss.spec.reference:
-            assert self.reference is not None
-            columns.append(self.reference)
-            if loss.divergence != "reverse_kl":
-                scores = f_divergence_scores(self.policy - self.reference, loss.divergence, loss.alpha)
-                columns = [scores, torch.zeros_like(scores)]
-        return [column / self.tokens for column in columns] if loss.spec.means else columns
+    def log_ratios(self, loss: WeightedLoss) -> Tensor:
+        """log p - log p_ref of each response, [D], as the loss takes it: of means over tokens, of another divergence.
+
+        Without a reference log p alone.
+        """
+        tokens = self.tokens if loss.spec.means else 1
+        if self.reference is None or not loss.spec.reference:
+            return self.policy / tokens
+        if loss.divergence != "reverse_kl":
+            return f_divergence_scores(self.policy - self.reference, loss.divergence, loss.alpha) / tokens
+        return self.policy / tokens - self.reference / tokens
+
+    def margins(self) -> list[Tensor]:
+        """Log-probability of the chosen minus that of the rejected response under policy and reference, [D / 2] each."""
+        assert self.reference is not None
+        return [chosen - rejected for chosen, rejected in (self.policy.chunk(2), self.reference.chunk(2))]
 
     def rewards(self, loss: WeightedLoss) -> Tensor:
         """Implicit rewards of the responses, without gradient, [D]; without a reference beta * log-probability."""
-        policy, *reference = (column.detach() for column in self.of(loss))
-        return loss.beta * (policy - reference[0] if reference else policy)
+        return loss.beta * self.log_ratios(loss).detach()
 
 
 def response_log_probs(
     policy: LogProbModel, reference: LogProbModel | None, batch: PreferenceBatch
 ) -> ResponseLogProbs:
     """Log-probabilities of a batch's responses, the reference's computed here or beforehand."""
-    ours = sequence_log_probs(policy, batch.ragged)
-    theirs = batch.reference
+    ours, theirs, rows = sequence_log_probs(policy, batch.ragged), batch.reference, batch.ragged.target_rows
     if theirs is None and reference is not None:
         theirs = sequence_log_probs(reference, batch.ragged)
-    rows = batch.ragged.target_rows
     tokens = torch.zeros_like(ours).index_add(0, rows, torch.ones_like(rows, dtype=ours.dtype))
     return ResponseLogProbs(ours, theirs, tokens)
 
 
 def preferred_responses(batch: PreferenceBatch) -> Tensor:
-    """Which of a batch's responses are to be imitated: the chosen, the desirable, or the best ones; bool, [D]."""
+    """True at a batch's responses that are to be imitated: the chosen, the desirable, or the best ones; [D]."""
     if isinstance(batch, PairBatch):
         return torch.arange(len(batch.lengths), device=batch.ragged.tokens.device) < len(batch.lengths) // 2
     return batch.desirable if isinstance(batch, UnpairedBatch) else batch.ranks == 0
 
 
-def preferred_tokens(batch: PreferenceBatch) -> Tensor:
-    """Tokens of a batch's preferred responses."""
-    return preferred_responses(batch)[batch.ragged.target_rows].sum()
+def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> None:
+    """Refuse pairs without the margin that odpo makes its offset of, all at once.
+
+    Raises:
+        UserError: naming the rows.
+    """
+    for loss in losses:
+        if loss.spec.needs == "margins":
+            lowest = 0.0 if loss.parameters["offset_scale"] == "log" else -math.inf
+            bad = [row.row_id for rows in parts for row in rows if row.margin is None or row.margin <= lowest]
+            shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            what = "a margin above 0" if lowest == 0 else "a margin"
+            raise_all([f"{shown}: no {what}, of which {loss.name} makes its offset; take loss=sigmoid"] if bad else [])
 
 
-# What is watched
+# Metrics of a micro-batch
 
 
 class WatchedMetrics(NamedTuple):
@@ -103,26 +116,36 @@ class WatchedMetrics(NamedTuple):
     accuracy: Tensor
 
 
-def pair_metrics(
-    responses: ResponseLogProbs, batch: PairBatch, loss: WeightedLoss, kl: Tensor | None = None
+def metrics_of(
+    responses: ResponseLogProbs, batch: PreferenceBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
+    """Metrics of a batch of any kind.
+
+    Args:
+        loss: the one whose implicit rewards are meant.
+        kl: KTO's reference point.
+    """
+    if isinstance(batch, PairBatch):
+        return pair_metrics(responses, loss)
+    if isinstance(batch, UnpairedBatch):
+        return desirability_metrics(responses, batch, loss, kl)
+    return ranking_metrics(responses, batch, loss)
+
+
+def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
     """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference.
 
     Args:
         responses: 2B, the chosen ones first.
-        batch: the pairs.
-        loss: the one whose implicit rewards are meant.
-        kl: has no meaning for pairs.
     """
-    chosen_reward, rejected_reward = responses.rewards(loss).chunk(2)
+    rewards = responses.rewards(loss)
+    chosen_reward, rejected_reward = rewards.chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
-    margins = (chosen_reward - rejected_reward).float()
+    margins, lead = (chosen_reward - rejected_reward).float(), (chosen_tokens - rejected_tokens).float()
     metrics = preference_metrics(chosen_reward - rejected_reward)
-    metrics |= {"chosen_reward": chosen_reward.sum(), "rejected_reward": rejected_reward.sum()}
-    for name, values in log_probs_and_changes(responses).items():
+    for name, values in {"reward": rewards, **log_probs_and_changes(responses)}.items():
         chosen, rejected = values.chunk(2)
         metrics |= {f"chosen_{name}": chosen.sum(), f"rejected_{name}": rejected.sum()}
-    lead = (chosen_tokens - rejected_tokens).float()
     metrics |= {
         "length_difference": lead.sum(),
         "margin_squared": margins.square().sum(),
@@ -136,7 +159,7 @@ def pair_metrics(
 
 
 def desirability_metrics(
-    responses: ResponseLogProbs, batch: UnpairedBatch, loss: WeightedLoss, kl: Tensor | None = None
+    responses: ResponseLogProbs, batch: UnpairedBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
     """Sums over responses, and means over the desirable ones (as chosen_...) and the others (as rejected_...).
 
@@ -144,19 +167,16 @@ def desirability_metrics(
     where it is that point, as all are before the first update.
     """
     rewards, desirable = responses.rewards(loss), batch.desirable
-    point = 0.0 if kl is None else kl
-    gain = rewards - loss.beta * point
+    gain = rewards - loss.beta * kl
     right = torch.where(gain == 0, 0.5, ((gain > 0) == desirable).float())
     metrics = {"accuracy": right.sum()}
-    if loss.spec.batch_input == "kl":
-        metrics["kl"] = torch.as_tensor(point, device=rewards.device) * len(rewards)
+    if loss.spec.needs == "kl":
+        metrics["kl"] = torch.as_tensor(kl, device=rewards.device) * len(rewards)
     means = split_means({"reward": rewards, **log_probs_and_changes(responses)}, desirable, ~desirable)
     return WatchedMetrics(metrics, means, right)
 
 
-def ranking_metrics(
-    responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss, kl: Tensor | None = None
-) -> WatchedMetrics:
+def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> WatchedMetrics:
     """Sums over prompts of accuracy and margin, each the mean over a prompt's ordered pairs; means over best and worst."""
     rewards = responses.rewards(loss)
     ranks, mask = padded_groups(batch.ranks, batch)  # [B, K]
@@ -178,19 +198,17 @@ def log_probs_and_changes(responses: ResponseLogProbs) -> dict[str, Tensor]:
 
 
 def split_means(values: Mapping[str, Tensor], preferred: Tensor, other: Tensor) -> Means:
-    """Means of per-response values over the preferred and the other responses, as chosen_NAME and rejected_NAME.
-
-    Args:
-        values: [D] each.
-        preferred, other: bool, [D].
-    """
+    """Means of per-response values, [D], over the preferred and the other responses, as chosen_NAME and rejected_NAME."""
     sides = {"chosen": preferred, "rejected": other}
     return {f"{side}_{name}": masked_mean(each, mask) for name, each in values.items() for side, mask in sides.items()}
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the values where the mask is True, and how many they are."""
+    """Sum of the values where the mask is True, and their number."""
     return torch.where(mask, values.float(), 0.0).sum(), mask.sum().float()
+
+
+# Metrics of an update and of a run
 
 
 def logged_metrics(metrics: Mapping[str, float], prefix: str = "") -> dict[str, float]:
@@ -211,14 +229,22 @@ def logged_metrics(metrics: Mapping[str, float], prefix: str = "") -> dict[str, 
             logged[f"{prefix}margin_length_correlation"] = max(-1.0, min(1.0, correlation))
             if abs(margin) > 1e-9:
                 logged[f"{prefix}margin_length_share"] = covariance / length_variance * length / margin
-    sides = (f"{prefix}chosen_reward", f"{prefix}rejected_reward")
-    if f"{prefix}margin" not in logged and all(side in logged for side in sides):
-        logged[f"{prefix}margin"] = logged[sides[0]] - logged[sides[1]]
+    chosen, rejected = logged.get(f"{prefix}chosen_reward"), logged.get(f"{prefix}rejected_reward")
+    if chosen is not None and rejected is not None:
+        logged.setdefault(f"{prefix}margin", chosen - rejected)
     return logged
 
 
+def note_end(run: Run) -> None:
+    """Note in a finished run what its metrics show of displacement and length."""
+    if run.is_main:
+        lines = (run.output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        for line in notes_of([json.loads(line) for line in lines]):
+            run.note(line)
+
+
 def notes_of(lines: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """What a user should know of a finished run of DPO's family, from the lines of its metrics.jsonl."""
+    """Notes on a finished run of DPO's family, from the lines of its metrics.jsonl."""
     if len(lines) < 5:
         return
     last = lines[-max(3, len(lines) // 10) :]
@@ -243,17 +269,16 @@ def _displacement(lines: Sequence[Mapping[str, object]], last: Sequence[Mapping[
 
     Source: Razin et al. 2024, arXiv:2410.08847; Pal et al. 2024, arXiv:2402.13228.
     """
-    changes, since = [_mean(last, f"{side}_log_prob_change") for side in ("chosen", "rejected")], "the reference"
-    start = _mean(lines[:1], "chosen_log_prob")
-    if None in changes:  # without a reference: other rows, so means over several updates
+    chosen, rejected = (_mean(last, f"{side}_log_prob_change") for side in ("chosen", "rejected"))
+    start, since = _mean(lines[:1], "chosen_log_prob"), "the reference"
+    if chosen is None or rejected is None:  # without a reference: other rows, so means over several updates
         first, since = lines[: len(last)], "the first updates"
-        pairs = [(_mean(last, f"{side}_log_prob"), _mean(first, f"{side}_log_prob")) for side in ("chosen", "rejected")]
-        changes = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
-        start = pairs[0][1]
-    chosen, rejected = changes
-    if chosen is None or rejected is None or start is None:
-        return
-    if chosen < -max(FALL_NATS, FALL_SHARE * abs(start)) and rejected < 0:
+        start, rejected_start = (_mean(first, f"{side}_log_prob") for side in ("chosen", "rejected"))
+        end, rejected_end = (_mean(last, f"{side}_log_prob") for side in ("chosen", "rejected"))
+        if start is None or end is None or rejected_start is None or rejected_end is None:
+            return
+        chosen, rejected = end - start, rejected_end - rejected_start
+    if start is not None and chosen < -max(FALL_NATS, FALL_SHARE * abs(start)) and rejected < 0:
         yield (
             f"displacement: the chosen responses have become less likely, by {-chosen:.1f} nats each, and the rejected ones "
             f"by {-rejected:.1f} (mean over the last {len(last)} updates, against {since}): their probability goes to "
@@ -262,14 +287,7 @@ def _displacement(lines: Sequence[Mapping[str, object]], last: Sequence[Mapping[
         )
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
-    """The lines of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def _mean(lines: Sequence[Mapping[str, object]], key: str) -> float | None:
     """Mean of a metric over the lines that have it as a finite number; None where none has."""
-    values = [
-        float(value) for line in lines if isinstance(value := line.get(key), int | float) and math.isfinite(value)
-    ]
+    values = [float(x) for line in lines if isinstance(x := line.get(key), int | float) and math.isfinite(x)]
     return sum(values) / len(values) if values else None

@@ -1,13 +1,15 @@
-"""Settings of online DPO, and what they must not be."""
+"""Settings of online DPO."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from alignment.adapters.specs import refuse_dropout
-from alignment.algorithms.dpo.setup import PreferenceConfig
-from alignment.algorithms.ppo.config import SamplingSettings, refuse_evaluation, refuse_row_weights
+from annotated_types import Interval
+
+from alignment.algorithms.dpo.config import PreferenceConfig
+from alignment.algorithms.ppo.config import SamplingSettings, refuse_row_weights
 from alignment.losses.preference_table import LOSSES
-from alignment.models.weights_config import check_weights
 from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
+from alignment.settings import NonNegativeFloat, Rule, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,12 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
 
     Attributes:
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
-        judge: who says which response is better. reward_model (given as `reward_model`, or as `rewards`), gold (the true
+        judge: the judge of which response is better. reward_model (given as `reward_model`, or as `rewards`), gold (the true
             reward of the hotel data set, for its prompts only), or module:function, which is given prompts, responses
             shown first and responses shown second, and gives for each the verdict for the one shown first: 1, 0.5, 0, or
             None where it cannot say. Each two responses to a prompt are shown to it in both orders.
         reward_model: directory of the judging reward model: the short form of `rewards` with this one entry.
-        rewards: what makes a response the better one, as a list of entries as in PPO: the sum of
+        rewards: reasons why a response is the better one, as a list of entries as in PPO: the sum of
             weight * clip(normalize(part)). Each part is logged as `score/NAME`, and the share of responses without a
             number as `unscored_share/NAME`. A single entry that does not say `normalize` is not normalized. A response
             without a score is in no pair: a judge failed on it, or no reward applies to it.
@@ -38,65 +40,56 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
     judge: str = "reward_model"
     reward_model: str | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
-    responses_per_prompt: int = 2
-    tie_margin: float = 0.0
+    responses_per_prompt: Annotated[int, Interval(ge=2)] = 2
+    tie_margin: NonNegativeFloat = 0.0
 
-    def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None, judges=True)
-        refuse_dropout(self.adapter, "online DPO")
-        check_judge(self)
-        check_loss(self)
-        self.check_sampling("equal responses make no pair")
-        if self.responses_per_prompt < 2:
-            raise ValueError(f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}")
-        if self.tie_margin < 0:
-            raise ValueError(f"tie_margin must be 0 (off) or above, got {self.tie_margin}")
-        refuse_row_weights({"data": self.data}, "online_dpo")
-        unread = ("keep_best", "early_stopping", "ema_decay")
-        refuse_evaluation({"data": self.data}, unread, self.training, "online_dpo", "online DPO")
+    RULES = (
+        Rule(
+            "judge",
+            lambda c: c.judge not in ("reward_model", "gold") and ":" not in c.judge,
+            "{self.judge!r} is unknown; there are reward_model, gold and module:function",
+        ),
+        Rule(
+            "judge",
+            lambda c: c.judge == "reward_model" and c.reward_model is None and not c.rewards,
+            "must be said: judge=reward_model with reward_model=DIR or a list `rewards` of entries, judge=module:function, or "
+            "judge=gold for prompts of the generated hotel world alone",
+        ),
+        Rule(
+            "rewards",
+            lambda c: (c.reward_model is not None or c.rewards) and refusal(check_rewards, c.reward_model, c.rewards),
+        ),
+        Rule(
+            "judge",
+            lambda c: c.judge != "reward_model" and (c.reward_model is not None or c.rewards),
+            "{self.judge} reads no reward_model and no rewards; leave them out, or set judge=reward_model",
+        ),
+        Rule(
+            "loss",
+            lambda c: [loss.name for loss in c.losses if loss.spec.rows != "comparisons"],
+            "{found} learns from other rows than the pairs that online DPO makes; take one of "
+            + ", ".join(name for name, spec in LOSSES.items() if spec.rows == "comparisons"),
+        ),
+        Rule("data", lambda c: refusal(refuse_row_weights, {"data": c.data}, "online_dpo").removeprefix("data: ")),
+        Rule(
+            "data.evaluation",
+            lambda c: c.data.evaluates,
+            "is not read, nor evaluation_share: online_dpo evaluates nothing while it trains; leave it out, and compare the "
+            "results on held-out prompts with `alignment evaluate winrate`",
+        ),
+        Rule(
+            "training.keep_best",
+            lambda c: c.training.best_metric is not None,
+            "has no effect, nor early_stopping: online DPO evaluates nothing while it runs; leave it out",
+        ),
+    )
 
     @property
     def holds_reference(self) -> bool:
-        """Whether the reference is asked during the updates, as a network or as the policy with its adapter off."""
+        """True where the reference is asked during the updates, as a network or as the policy with its adapter off."""
         return self.refers
 
     @property
     def judging_models(self) -> list[str]:
         """Directories of the reward models, in the order of `rewards`."""
         return reward_models_of(self.reward_model, self.rewards)
-
-
-def check_judge(config: OnlineDPOConfig) -> None:
-    """Refuse a judge that there is not, that lacks its rewards, or that reads none.
-
-    Raises:
-        ValueError: in words.
-    """
-    if config.judge == "reward_model":
-        if config.reward_model is None and not config.rewards:
-            raise ValueError(
-                "say who judges: judge=reward_model with reward_model=DIR or a list `rewards` of entries, "
-                "judge=module:function, or judge=gold for prompts of the generated hotel world alone"
-            )
-        check_rewards(config.reward_model, config.rewards)
-    elif config.judge != "gold" and ":" not in config.judge:
-        raise ValueError(f"judge: there is no {config.judge!r}; there are reward_model, gold and module:function")
-    elif config.reward_model is not None or config.rewards:
-        key = "rewards" if config.rewards else "reward_model"
-        raise ValueError(f"{key}: judge={config.judge} reads none; leave it out, or set judge=reward_model")
-
-
-def check_loss(config: OnlineDPOConfig) -> None:
-    """Refuse a loss that learns from other rows than pairs, and a reference or weight that none of the losses has.
-
-    Raises:
-        ValueError: in words.
-    """
-    names = " and ".join(loss.name for loss in config.losses)
-    if (rows := config.rows) != "comparisons":
-        pairs = ", ".join(name for name, spec in LOSSES.items() if spec.rows == "comparisons")
-        raise ValueError(f"loss: {names} learns from {rows}, and online DPO makes pairs; take one of {pairs}")
-    if not config.refers and config.reference is not None:
-        raise ValueError(f"reference: {names} needs none; leave it out")
-    if config.sft_weight < 0:
-        raise ValueError(f"sft_coef must be 0 (off) or above, got {config.sft_coef}")

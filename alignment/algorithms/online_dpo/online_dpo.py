@@ -1,33 +1,23 @@
-"""The online DPO run and its iteration: sample, judge, make pairs, learn from them.
+"""Online DPO: PPO's rollout and DPO's update. The run and its iteration: sample, judge, make pairs, learn from them.
 
 Left out: no value model, no responses of other models, no losses of single responses.
 """
 
 import math
-import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.responses import notes_of, read_metrics
-from alignment.algorithms.dpo.updates import PreferenceUpdates
-from alignment.algorithms.memory_notes import note_memory
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
+from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
-from alignment.algorithms.online_dpo.setup import (
-    OnlineDPOState,
-    build_online_state,
-    load_online_state,
-    read_online_data,
-    save_online_state,
-)
-from alignment.algorithms.policies import note_dropout_off, save_policy
-from alignment.algorithms.ppo.metrics import log_samples, part_columns
-from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
+from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
+from alignment.algorithms.ppo.loop import learn_from_rollouts
+from alignment.algorithms.ppo.metrics import sample_metrics
+from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PromptExample, join_examples
 from alignment.errors import UserError
@@ -49,40 +39,17 @@ def run(config: OnlineDPOConfig) -> Path:
     """
     parents = [config.policy, *config.judging_models, config.reference]
     with open_run(config, "online_dpo", parents, files=function_files(config.rewards, config.judge)) as run:
-        if run.finished:
-            return run.output / "model"
-        data = read_online_data(config, run)
-        state = build_online_state(config, data, run)
-        save = partial(
-            save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
-        )
-        note_dropout_off(state.start, run)
-        count = config.responses_per_prompt
-        state.rollout_weights = choose_rollout_weights(
-            config, data.prompts.rows, state, run, responses_per_prompt=count
-        )
-        note_memory(run, state.roles)
-        first = load_online_state(state, config, run)
-        if first == data.iterations:  # a finished run again: its model may be gone
-            save()
-        for step in run.steps(first, data.iterations):
-            metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(step), step)
-            run.log(step + 1, metrics)
-            log_samples(
-                run, step + 1, state.start.tokenizer, samples,
-                scores=samples.raw_scores, count=count, columns=part_columns(samples.score_parts, count),
-            )  # fmt: skip
-            if step + 1 == data.iterations:  # here a signal waits until the model is written
-                save()
-            save_online_state(state, config, run, step + 1)
-        for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
-            run.note(line)
+        if not run.finished:
+            data = read_online_data(config, run)
+            state = build_online_state(config, data, run)
+            learn_from_rollouts(run, config, data, state, sample_and_learn)
+            note_end(run)
         return run.output / "model"
 
 
 def sample_and_learn(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
-) -> tuple[dict[str, float], JudgedSamples]:
+) -> tuple[dict[str, float], Rollout]:
     """One iteration: sample, score, make pairs, learn from them.
 
     Args:
@@ -93,19 +60,13 @@ def sample_and_learn(
     Returns:
         Metrics over all ranks, and this rank's samples.
     """
-    samples = sample_and_judge(state, config, prompts, step)
-    pairs, metrics = make_pairs(samples, config, state.process_group)
-    metrics |= sample_metrics(samples, state)
-    began = time.perf_counter()
-    metrics |= update_policy(state.updates, config, pairs, step)
-    metrics |= {**samples.seconds, "seconds_update": time.perf_counter() - began}
-    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
-    responses = len(prompts) * config.responses_per_prompt
-    return metrics | {"tokens_per_second": metrics["response_tokens"] * responses / seconds}, samples
+    rollout = collect(state, config, prompts, step)  # K responses to each prompt, their scores and reference log-probs
+    pairs, metrics = make_pairs(rollout, config, state.process_group)
+    return metrics | sample_metrics(rollout, state) | update_policy(state.updates, config, pairs, step), rollout
 
 
 def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which of K responses to each prompt is best and which is worst; among equal ones the first.
+    """The best and the worst of K responses to each prompt; among equal ones the first.
 
     Args:
         scores: [B, K]; not a number: has no score, and is neither.
@@ -122,7 +83,7 @@ def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Ten
 
 
 def make_pairs(
-    samples: JudgedSamples, config: OnlineDPOConfig, group: ProcessGroup
+    rollout: Rollout, config: OnlineDPOConfig, group: ProcessGroup
 ) -> tuple[list[Example], dict[str, float]]:
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
@@ -133,22 +94,22 @@ def make_pairs(
     Raises:
         UserError: the rewards judged no prompt, or a judge of pairs could not judge more than `MOST_UNSCORED` of them.
     """
-    count = config.responses_per_prompt
-    best, worst, tied, unjudged = best_and_worst(samples.scores.view(-1, count), config.tie_margin)
+    count, compared = config.responses_per_prompt, compared_scores(rollout, config)
+    best, worst, tied, unjudged = best_and_worst(compared.view(-1, count), config.tie_margin)
 
     def example(i: int) -> Example:
-        prompt, response, row = samples.prompts[i], samples.responses[i], samples.rows[i]
+        prompt, response, row = rollout.prompts[i], rollout.responses[i], rollout.rows[i]
         mask = [False] * len(prompt) + [True] * len(response)
         return Example.single([*prompt, *response], mask, row.row_id, row.source)
 
     pairs, scores = [], []
     for prompt, usable in enumerate((~tied & ~unjudged).tolist()):
         chosen, rejected = (prompt * count + int(side[prompt]) for side in (best, worst))
-        if usable and samples.responses[chosen] != samples.responses[rejected]:
-            lead = float(samples.scores[chosen] - samples.scores[rejected])
+        if usable and rollout.responses[chosen] != rollout.responses[rejected]:
+            lead = float(compared[chosen] - compared[rejected])
             pair = join_examples([example(chosen), example(rejected)], margin=lead)
-            pairs.append((samples.numbers[chosen], pair))
-            scores.append([float(samples.raw_scores[chosen]), float(samples.raw_scores[rejected])])
+            pairs.append((rollout.numbers[chosen], pair))
+            scores.append([float(rollout.scores[chosen]), float(rollout.scores[rejected])])
     sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
     prompts, failed, number, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     if failed > (MOST_UNSCORED * prompts if ":" in config.judge else prompts - 1):  # rewards have bounds of their own
@@ -162,6 +123,12 @@ def make_pairs(
         metrics |= {"score_margin": (chosen - rejected) / number}
     everyone = sorted((pair for part in group.gather_objects(pairs) for pair in part), key=lambda pair: pair[0])
     return [pair for _, pair in everyone], metrics
+
+
+def compared_scores(rollout: Rollout, config: OnlineDPOConfig) -> Tensor:
+    """Scores as they are compared, [B]: of several rewards shaped, less the penalty of responses that did not end."""
+    shaped = rollout.scores if rollout.shaped_scores is None else rollout.shaped_scores
+    return shaped - config.missing_end_penalty * rollout.score_deviation * (~rollout.ended).float()
 
 
 def update_policy(

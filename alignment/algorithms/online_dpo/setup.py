@@ -4,56 +4,31 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
-from alignment.algorithms.dpo.updates import PreferenceUpdates
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, load_policy, reference_of
-from alignment.algorithms.ppo.setup import SamplingState, load_metrics, require_prompts
-from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
-from alignment.algorithms.runs import check_rows, read_examples, sources_of
-from alignment.algorithms.scoring import (
-    Scoring,
-    load_judges,
-    load_statistics,
-    prepare_scoring,
-    roles_of,
-    save_statistics,
-    score_function,
-)
+from alignment.algorithms.ppo.metrics import LOGGED_KEYS, load_metrics
+from alignment.algorithms.ppo.setup import RolloutData, read_prompt_stream, require_prompts
+from alignment.algorithms.ppo.state import SamplingState, Saved
+from alignment.algorithms.runs import check_rows, sources_of
+from alignment.algorithms.scoring import Scoring, load_judges, prepare_scoring, roles_of, score_function
 from alignment.data.batches import collate_pairs
-from alignment.data.mixture import RowOrder, stream_of
-from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.loading import describe_stop_tokens, load_tokenizer
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Sharing
 from alignment.rewards.combine import ScoreFunction
 from alignment.rewards.specs import as_given_alone
-from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state
+from alignment.training import Engine, Run
 from alignment.training.distributed import shares_weights
 
-SIDES = tuple(
-    f"{side}_{name}" for side in ("chosen", "rejected") for name in ("log_prob", "log_prob_change", "reward", "score")
-)
-LOGGED_KEYS = {  # of every run's log; a metric of the config may not have one of these names
-    "accuracy", "distinct_share", "ended_share", "grad_norm", "kl", "kl_k3", "learning_rate", "length_difference", "loss",
-    "margin", "margin_chosen_longer", "margin_chosen_shorter", "margin_length_correlation", "margin_length_share",
-    "margin_similar_length", "pairs", "response_tokens", "score", "score_margin", "score_ties", "seconds_sampling",
-    "seconds_scoring", "seconds_update", "sft_loss", "step", "ties", "tokens", "tokens_per_second", "unjudged",
-    "unscored_share", *SIDES,
+PAIR_KEYS = {  # of every run's log, beside those of PPO; a metric of the config may not have one of these names
+    "accuracy", "length_difference", "margin", "margin_chosen_longer", "margin_chosen_shorter", "margin_length_correlation",
+    "margin_length_share", "margin_similar_length", "pairs", "score_margin", "score_ties", "sft_loss", "ties", "unjudged",
+    *(f"{side}_{name}" for side in ("chosen", "rejected") for name in ("log_prob", "log_prob_change", "reward", "score")),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OnlineDPOData:
-    """Prompts as a stream, with the tokenizer that made them."""
-
-    tokenizer: Tokenizer
-    prompts: RowOrder
-    iterations: int
 
 
 @dataclass
@@ -61,41 +36,48 @@ class OnlineDPOState(SamplingState):
     """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side.
 
     Attributes:
-        reference: log-probabilities without gradients; None where no loss needs them.
         updates: learns from pairs.
     """
 
-    reference: Reference | None
     _: KW_ONLY
     updates: PreferenceUpdates
 
+    def saved(self) -> dict[str, object]:
+        return super().saved() | {"updates": self.updates.state()}
 
-def read_online_data(config: OnlineDPOConfig, run: Run) -> OnlineDPOData:
+    def restore(self, saved: Saved) -> None:
+        super().restore(saved)
+        self.updates.restore(saved.get("updates"))
+
+
+def read_online_data(config: OnlineDPOConfig, run: Run) -> RolloutData:
     """Read and tokenize prompts.
 
     Raises:
         UserError: bad rows, all at once; prompts that the gold reward cannot score.
     """
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
-    run.note(describe_stop_tokens(config.policy, tokenizer))
-    prompts = read_examples(config.data, "prompts", tokenizer, run, chat_template=config.chat_template)
+    data = read_prompt_stream(config, run)
     if config.judge == "gold":
-        require_hotel_prompts(prompts)
-    # Batches run across the ends of epochs, so that all of them have the same size.
-    stream = stream_of(config.data, prompts, batch_size=config.training.batch_size, seed=config.training.seed)
-    return OnlineDPOData(tokenizer, stream, config.training.steps(stream.epoch_length))
+        require_hotel_prompts(data.prompts.rows)
+    return data
 
 
-def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -> OnlineDPOState:
+def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> OnlineDPOState:
     """Load policy, reference and judge, and make the engine that trains.
 
     Raises:
         UserError: an unknown metric or judge, or a reward that cannot be given, before any network is loaded; bad
             checkpoints; prompts that do not fit.
     """
-    require_vllm(config, config.policy, config.adapter, config.weights)
-    metrics, training = load_metrics(config.metrics, LOGGED_KEYS), config.training
-    scoring, judge = scoring_of(config), load_pair_judge(config.judge) if ":" in config.judge else None
+    metrics, training = load_metrics(config.metrics, LOGGED_KEYS | PAIR_KEYS), config.training
+    scoring = Scoring(
+        reward_model=config.reward_model,
+        rewards=as_given_alone(config.rewards),
+        data=config.data,
+        max_new_tokens=config.max_new_tokens,
+        training=training,
+    )
+    judge = load_pair_judge(config.judge) if ":" in config.judge else None
     texts = prepare_scoring(scoring, data.prompts.rows)
     bases = SharedWeights(config.weights, shared=shares_weights())
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
@@ -104,7 +86,6 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     require_prompts(training, policy.process_group)
     models = load_judges(scoring, data.prompts.rows, data.tokenizer, bases, policy.process_group.device)
-    roles = [Role("policy", policy.backend.unwrapped, policy), *roles_of(models, scoring)]
     if judge is not None:
         score: ScoreFunction = pair_scorer(judge, data.tokenizer, config.responses_per_prompt)
     elif config.judge == "gold":
@@ -112,51 +93,24 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     else:
         score = score_function(scoring, data.tokenizer, texts, models, policy.process_group)
     reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None
-    if reference is not None:
-        roles.append(reference.role)
-    refuse_trained({role.name: role.model for role in roles if role.model is not None})
-    networks = [policy.backend.unwrapped, None if reference is None else reference.model]
+    networks = [policy.backend.unwrapped, reference and reference.model]
     sharing = prompt_sharing(networks, wanted=training.share_prompts, note=run.note)
-    stop_ids, longest = sorted(stop_token_ids(data.tokenizer)), int(lengths_of(data.prompts.rows).max())
     return OnlineDPOState(
-        policy, reference,
+        policy,
+        reference=reference,
         score=score,
         updates=updates_of(config, policy, reference, sharing),
-        stop_ids=stop_ids,
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
         start=start,
         metrics=metrics,
-        roles=roles,
+        roles=[
+            Role("policy", policy.backend.unwrapped, policy),
+            *roles_of(models, scoring),
+            *([] if reference is None else [reference.role]),
+        ],
         share_prompts=sharing,
-        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, longest),
-    )  # fmt: skip
-
-
-def scoring_of(config: OnlineDPOConfig) -> Scoring:
-    """What scores the responses; nothing with a judge that reads no rewards."""
-    return Scoring(
-        reward_model=config.reward_model,
-        rewards=as_given_alone(config.rewards),
-        data=config.data,
-        max_new_tokens=config.max_new_tokens,
-        training=config.training,
+        logged_samples=config.responses_per_prompt,
     )
-
-
-def load_online_state(state: OnlineDPOState, config: OnlineDPOConfig, run: Run) -> int:
-    """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
-    saved = load_run_state(run, state.policy, config.training)
-    note_endless_warmup(run, state.policy)
-    state.updates.restore(None if saved is None else saved.get("updates"))
-    if saved is None:
-        return 0
-    load_statistics(state.score, saved.get("rewards"))
-    return saved["step"]
-
-
-def save_online_state(state: OnlineDPOState, config: OnlineDPOConfig, run: Run, step: int) -> None:
-    """Save a checkpoint where one is due after `step` iterations."""
-    saved = {"updates": state.updates.state(), **save_statistics(state.score)}
-    save_run_state(run, state.policy, config.training, step, saved)
 
 
 def updates_of(
@@ -165,10 +119,8 @@ def updates_of(
     """Updates of the policy on pairs, which ask the reference about each batch at temperature 1."""
     return PreferenceUpdates(
         policy,
-        config.losses,
+        config,
         dpo_loss_fn(policy.model, reference, config, sources_of(config.data)),
-        reference=reference,
-        collate=partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
-        mismatch=lambda rows: list(rows),  # for losses of single responses, which are refused
-        imitates=config.chosen_weight > 0,
+        reference,
+        partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
     )

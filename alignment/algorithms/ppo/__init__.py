@@ -1,15 +1,13 @@
 """Proximal policy optimization (PPO) against a reward model, with a KL penalty and InstructGPT's pretraining mix.
 
-ppo.py has the run and its iteration, rollout.py sampling and what the networks say of samples, samples.py responses
-that wait for the next iteration, vllm_sampler.py sampling by vLLM, advantages.py advantages, loss_functions.py the
-losses of an update, update_config.py their settings, rewards.py who scores, setup.py settings, networks and state,
-controllers.py what adapts during a run. metrics.py, diagnostics.py and utilization.py say what is logged, alarms.py
-what is noted of a collapse; held_out.py and evaluation.py score held-out prompts and end the run. The formulas are in
-losses/policy.py, importance.py and advantages.py.
+Read in this order: ppo.py, the run and its iteration; rollout.py, sampling and what the networks say of samples;
+advantages.py; loss_functions.py, the losses of an update; the formulas in losses/policy.py and losses/advantages.py.
+config.py has the settings, setup.py data and networks, state.py what an iteration reads and changes, loop.py the loop of
+iterations and the evaluation on held-out prompts, metrics.py everything that is logged.
 """
 
-from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.ppo import iterate, run
-from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.ppo.state import AdaptiveKL, FixedKL
 
 __all__ = ["AdaptiveKL", "FixedKL", "PPOConfig", "iterate", "run"]

@@ -1,4 +1,4 @@
-"""Advantages of a rollout: what each token's update is multiplied by."""
+"""Advantages of a rollout, by which each token's update is multiplied, and importance weights of samples of another policy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.rollout import Baseline, Rollout, sample
-from alignment.algorithms.ppo.setup import PPOState
+from alignment.algorithms.ppo.rollout import Baseline, Rollout, greedy_baseline
+from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.examples import PromptExample
-from alignment.generation import SamplingConfig
 from alignment.losses.advantages import (
     dr_grpo_advantages,
     grpo_advantages,
@@ -20,8 +18,7 @@ from alignment.losses.advantages import (
     rewards_to_go,
     rloo_advantages,
 )
-from alignment.losses.policy import gae, shape_rewards, whiten
-from alignment.rewards.combine import Rewards, as_scores
+from alignment.losses.policy import gae, importance_weights, shape_rewards, whiten
 
 GROUP_ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 
@@ -33,7 +30,7 @@ def add_advantages(
     kl_coef: float,
     reduce: Callable[[Tensor], Tensor],
 ) -> Rollout:
-    """The rollout with its rewards, advantages and returns.
+    """The rollout with its rewards, advantages and returns, and importance weights where it needs them.
 
     reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * penalty)
 
@@ -51,6 +48,7 @@ def add_advantages(
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
         `alignment.losses.advantages`.
     """
+    assert rollout.reference_log_probs is not None
     mask = rollout.learned_mask
     normalized = rollout.shaped_scores is None and normalizer.fitted
     penalty = config.missing_end_penalty * (1.0 if normalized else rollout.score_deviation)
@@ -69,7 +67,8 @@ def add_advantages(
         advantages = without_value_model(rewards, rollout, config, normalizer, penalty)
     if config.whitens_advantages:
         advantages = whiten(advantages, mask, reduce=reduce)
-    return replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
+    weights = correction_weights(rollout, config)
+    return replace(rollout, rewards=rewards, advantages=advantages, returns=returns, weights=weights)
 
 
 def without_value_model(
@@ -95,7 +94,6 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
     return scores - penalty * (~scored.ended).float()
 
 
-@torch.no_grad()
 def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Rollout:
     """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's.
 
@@ -104,17 +102,12 @@ def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: 
     """
     if config.advantages != "remax":
         return rollout
-    group, count = state.process_group, config.responses_per_prompt
-    own, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
-    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
-    responses = sample(state, greedy, [list(prompt.ids) for prompt in own], numbers, config.micro_rollout_batch_size)
-    # Greedy responses are in no statistics of the rewards.
-    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
-    with state.policy.backend.autocast():
-        scores = as_scores(judge(own, responses.token_ids, responses.ended))
+    return replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))
 
-    def of_rows(values: Tensor) -> Tensor:
-        return values.to(group.device).repeat_interleave(count)
 
-    shaped = None if scores.shaped is None else of_rows(scores.shaped)
-    return replace(rollout, baseline=Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped))
+def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
+    """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
+    if config.importance_cap is None or not config.samples_differ:
+        return None
+    tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
+    return importance_weights(*tokens, cap=config.importance_cap, sequence=config.ratio == "sequence")

@@ -1,25 +1,40 @@
-"""Settings of PPO, those that it shares with every stage that samples its own responses, and what they must not be."""
+"""Settings of PPO, and those that it shares with every stage that samples its own responses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
-from alignment.algorithms.ppo.held_out_config import HeldOutConfig, check_held_out
-from alignment.algorithms.ppo.update_config import UpdateSettings, check_update
-from alignment.algorithms.ppo.vllm_config import Sampler, VLLMConfig, check_sampler
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
+from alignment.generation.requests import NewTokens
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.reward_model import Combine
 from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
+from alignment.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    Share,
+    refusal,
+)
 from alignment.training import OptimConfig, TrainingConfig
 
 METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
+HELD_OUT_METRICS = ("held_out_win_rate", "held_out_score")  # by which the best weights can be kept
+
+Advantages = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++", "remax"]
+LossNormalization = Literal["token_mean", "sequence_mean", "constant"]
+GROUPED = ("rloo", "grpo", "dr_grpo")  # compare the responses to one prompt with each other
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
+class SamplingSettings(Settings):
     """Settings of a stage that learns from its own samples.
 
     Attributes:
@@ -39,70 +54,237 @@ class SamplingSettings:
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
             device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
             takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
-        sampler: who draws the responses. engine: our decoding engine. vllm: vLLM (extra `vllm`) on the same GPUs, given the
-            policy's weights before each iteration; it computes otherwise than training does, see `importance_cap` of PPO.
-        vllm: how vLLM runs.
         epochs: passes over the samples of each iteration.
         minibatches: updates in each pass.
         metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
             module:function. A mean is logged under its function's name.
     """
 
-    missing_end_penalty: float = 1.0
-    responses_per_prompt: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    micro_rollout_batch_size: int = 256
+    missing_end_penalty: NonNegativeFloat = 1.0
+    responses_per_prompt: PositiveInt = 1
+    max_new_tokens: NewTokens = 64
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    micro_rollout_batch_size: PositiveInt = 256
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
-    sampler: Sampler = "engine"
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    epochs: int = 1
-    minibatches: int = 1
+    epochs: PositiveInt = 1
+    minibatches: PositiveInt = 1
     metrics: list[str] = field(default_factory=list)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
+    RULES = (
+        Rule(
+            "minibatches",
+            lambda c: c.minibatches > c.training.batch_size,
+            "({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})",
+        ),
+        Rule(
+            "metrics",
+            lambda c: [name for name in c.metrics if name not in METRICS and ":" not in name],
+            "{found} are unknown; known: " + ", ".join(METRICS) + ", or module:function",
+        ),
+        Rule(
+            "training.ema_decay",
+            lambda c: c.training.ema_decay is not None,
+            "has no effect on a policy that learns from its own samples; leave it out",
+        ),
+    )
+
     @property
     def sampler_differs(self) -> bool:
-        """True where filters or vLLM draw responses from another distribution than that of the policy with its present weights."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.sampler == "vllm"
+        """True where filters draw responses from another distribution than that of the policy with its present weights."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def samples_differ(self) -> bool:
+        """True where sampling is off-policy by configuration: filters, or samples of earlier weights."""
+        return self.sampler_differs
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How the samples are drawn; what a checkpoint's generation config says has no effect."""
+        """The settings of the sampler; a checkpoint's generation config has no effect."""
         return SamplingConfig(
             self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.training.seed, min_p=self.min_p
         )
 
-    def check_sampling(self, why: str) -> None:
-        """Refuse settings outside their ranges.
 
-        Args:
-            why: what a temperature of 0 would prevent.
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings(Settings):
+    """Settings of the updates that are taken on one iteration's samples.
 
-        Raises:
-            ValueError: in words.
-        """
-        if self.sampling.temperature <= 0:  # `sampling` has checked the ranges of the others
-            raise ValueError(f"temperature must be above 0, got {self.temperature}: {why}")
-        for name in ("micro_rollout_batch_size", "epochs", "minibatches", "responses_per_prompt"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        check_sampler(self.sampler, self.vllm, self.temperature, self.rollout_weights)
-        if self.missing_end_penalty < 0:
-            raise ValueError(
-                f"missing_end_penalty must be 0 (off) or above, got {self.missing_end_penalty}: below, it rewards not "
-                "ending"
+    Attributes:
+        advantages: how a response's rewards become advantages. gae: generalized advantage estimation with a value model
+            (PPO). Without one: rloo: the reward less the mean of the other responses to the prompt. grpo: less the mean
+            of all responses to the prompt, divided by their deviation. dr_grpo: without that division and, by
+            `loss_normalization`, without one by lengths, both of which bias the gradient. reinforce++: reward from the token on,
+            whitened over the whole iteration. remax: less the score of the greedy response to the prompt.
+        kl_in: where the penalty `kl_coef` on leaving the reference stands. reward: taken off the rewards. loss: added to
+            the policy's loss, with its gradient, as in GRPO.
+        kl_estimator: of the penalty per token, with r = log p - log p_ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. In
+            the loss k2 has the gradient of the reverse KL of each token, k3 (GRPO's) that of the forward KL.
+        clip_range: how far the ratio of new to old probability may fall below 1, and rise above 1 where
+            `clip_range_high` is None, before the gradient stops.
+        clip_range_high: how far it may rise above 1 (DAPO's clip-higher); None: as far as `clip_range`.
+        dual_clip: at a negative advantage the cost stops growing where the ratio exceeds this, above 1 (3 is usual);
+            None is off.
+        ratio: token: of each token. sequence: the geometric mean over the response, the same for all its tokens (GSPO),
+            whose ranges are far narrower: 3e-4 and 4e-4. It takes advantages of whole responses: rloo, grpo, dr_grpo.
+        loss_normalization: what the loss is divided by in an update. None: sequence_mean with ratio=sequence (GSPO's
+            paper, eq. 5), else constant with advantages=dr_grpo, else token_mean. token_mean: the response tokens of the
+            minibatch (DAPO; loss_type=dapo in TRL, token-mean in verl). sequence_mean: each response's tokens, then the responses
+            (GRPO's paper; loss_type=grpo, seq-mean-token-mean). constant: responses times `max_new_tokens`, so that no
+            length is preferred (Dr. GRPO; loss_type=dr_grpo, seq-mean-token-sum-norm).
+        entropy_coef: weight of the entropy, taken off the loss; 0 is off.
+        target_kl: nats per token; once the mean `approx_kl` of an update exceeds it, the remaining updates of that
+            iteration are left out, and a schedule of the learning rate, which counts updates, does not come to its end.
+            None takes them all.
+        whiten_rewards: scale the rewards of all tokens to variance 1, keeping their mean, before `gae`.
+        whiten_advantages: shift and scale the advantages of all tokens to mean 0 and variance 1; None: with gae and
+            reinforce++ alone.
+        value_model: whose trunk the value model (critic) of `gae` starts from. Its head starts at zero where scores are
+            normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it. shared:
+            a value head, zero at the start, on the trunk of the policy itself: one forward and one update for both.
+        value_coef: weight of the value loss beside the policy loss, with value_model=shared.
+        value_warmup_steps: first iterations in which the value model learns alone.
+    """
+
+    advantages: Advantages = "gae"
+    kl_in: Literal["reward", "loss"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    clip_range: PositiveFloat = 0.2
+    clip_range_high: PositiveFloat | None = None
+    dual_clip: float | None = None
+    ratio: Literal["token", "sequence"] = "token"
+    loss_normalization: LossNormalization | None = None
+    entropy_coef: NonNegativeFloat = 0.0
+    target_kl: PositiveFloat | None = None
+    whiten_rewards: bool = False
+    whiten_advantages: bool | None = None
+    value_model: Literal["reward_model", "policy", "shared"] = "reward_model"
+    value_coef: PositiveFloat = 0.5
+    value_warmup_steps: NonNegativeInt = 0
+
+    RULES = (
+        Rule(
+            "dual_clip",
+            lambda c: c.dual_clip is not None and c.dual_clip <= c.highest_ratio,
+            "must be above {self.highest_ratio:g}, where the ratio is clipped anyway, got {self.dual_clip}; 3 is usual",
+        ),
+        Rule(
+            "kl_in",
+            lambda c: c.kl_in == "loss" and c.kl_estimator == "k1",
+            "loss needs kl_estimator=k2 or k3: the gradient of k1, that of log p, is zero in expectation, so nothing would "
+            "hold the policy back (arXiv:2506.09477)",
+        ),
+        Rule(
+            "ratio",
+            lambda c: c.ratio == "sequence" and c.advantages not in GROUPED,
+            "sequence gives all tokens of a response one ratio, and advantages={self.advantages} gives each token an "
+            f"advantage of its own, of which only the mean would count; take advantages={', '.join(GROUPED)}, or ratio=token",
+        ),
+        Rule(
+            "whiten_advantages",
+            lambda c: c.advantages == "dr_grpo" and c.whiten_advantages,
+            "would bring back the division by the deviation, which advantages=dr_grpo leaves out; leave it out, or take "
+            "advantages=grpo",
+        ),
+        *(
+            Rule(
+                name,
+                lambda c, name=name, default=default: not c.has_value_model and getattr(c, name) != default,
+                "goes with advantages=gae: advantages={self.advantages} has no value model; leave it out",
             )
-        if self.minibatches > self.training.batch_size:
-            raise ValueError(
-                f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"
-            )
-        for name in self.metrics:
-            if name not in METRICS and ":" not in name:
-                raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
+            for name, default in (("value_model", "reward_model"), ("value_warmup_steps", 0), ("whiten_rewards", False))
+        ),
+        Rule(
+            "value_coef",
+            lambda c: c.value_model != "shared" and c.value_coef != 0.5,
+            "goes with value_model=shared; a value model of its own has its own optimizer, see value_optim",
+        ),
+        Rule(
+            "value_warmup_steps",
+            lambda c: c.value_model == "shared" and c.value_warmup_steps > 0,
+            "must be 0 with value_model=shared, where the value loss alone would change the policy's trunk; or take "
+            "value_model=reward_model or policy",
+        ),
+    )
+
+    @property
+    def highest_ratio(self) -> float:
+        """The ratio above which a token with a positive advantage is clipped."""
+        return 1 + (self.clip_range if self.clip_range_high is None else self.clip_range_high)
+
+    @property
+    def has_value_model(self) -> bool:
+        """True where advantages are estimated with a value model."""
+        return self.advantages == "gae"
+
+    @property
+    def shares_trunk(self) -> bool:
+        """True where the value model is a head on the policy's trunk."""
+        return self.has_value_model and self.value_model == "shared"
+
+    @property
+    def has_own_value_model(self) -> bool:
+        """True where the value model is a network of its own."""
+        return self.has_value_model and not self.shares_trunk
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """`whiten_advantages`, with None as the method has it."""
+        return self.advantages in ("gae", "reinforce++") if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def normalization(self) -> LossNormalization:
+        """`loss_normalization`, with None as the method has it."""
+        if self.loss_normalization is not None:
+            return self.loss_normalization
+        if self.ratio == "sequence":
+            return "sequence_mean"
+        return "constant" if self.advantages == "dr_grpo" else "token_mean"
+
+
+@dataclass(frozen=True)
+class HeldOutConfig(Settings):
+    """The judge of held-out prompts, `data.evaluation` or `data.evaluation_share`, and the KL that the run may cost.
+
+    Before the first iteration, after every `training.evaluate_every_steps`-th and after the last one the policy responds
+    to each held-out prompt. Logged are `held_out_score`, the mean score; `held_out_win_rate`, the share of prompts to which
+    the response scores higher than the starting policy's (equal scores count half); `held_out_kl`, the KL of a response
+    from the reference; and `held_out_unscored_share`, the share of responses to which a reward gave no number; one
+    without any score is in no mean. `training.keep_best` and `training.early_stopping` take the first two.
+
+    Attributes:
+        reward_model: directory of a second reward model, one that PPO does not maximize; an ensemble where one was trained.
+        rewards: in its place several rewards with weights, as in `rewards`; their numbers are neither normalized nor
+            clipped.
+        reward_combine, reward_std_coef: how the scores of an ensemble in `reward_model` become one.
+        kl_budget: nats; the run ends once `held_out_kl` exceeds them. Weights beyond it are not kept as the best ones.
+            null: no budget.
+        seed: of the responses to the held-out prompts, which are drawn alike in every evaluation.
+    """
+
+    reward_model: str | None = None
+    rewards: list[RewardSpec] = field(default_factory=list)
+    reward_combine: Combine = "mean"
+    reward_std_coef: float = 1.0
+    kl_budget: PositiveFloat | None = None
+    seed: NonNegativeInt = 0
+
+    RULES = (
+        Rule(
+            "rewards",
+            lambda c: refusal(check_rewards, c.reward_model, c.rewards, c.reward_combine, c.reward_std_coef),
+            "{found}",
+        ),
+    )
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Directories of its reward models."""
+        return reward_models_of(self.reward_model, self.rewards)
 
 
 @dataclass(frozen=True)
@@ -147,7 +329,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         pretrain_batch_size: texts per update over all ranks.
         value_optim: the value model's optimizer; None: as the policy's.
         importance_cap: C of truncated importance sampling, which corrects samples of another distribution than the
-            policy's own: filtered ones (top_k, top_p, min_p), those of `rollouts_behind`, and vLLM's. Each token's policy
+            policy's own: filtered ones (top_k, top_p, min_p) and those of `rollouts_behind`. Each token's policy
             loss is multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the sampler.
             null leaves the difference uncorrected.
         rollouts_behind: 1: an iteration learns from responses that the policy gave before the previous iteration's
@@ -164,62 +346,106 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     reward_model: str | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
     reward_combine: Combine = "mean"
-    reward_std_coef: float = 1.0
+    reward_std_coef: PositiveFloat = 1.0
     reference: str | None = None
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    epochs: int = 4
-    kl_coef: float = 0.05
-    kl_target: float | None = None
-    kl_horizon: float = 10_000
-    value_clip_range: float = 0.2
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
+    epochs: PositiveInt = 4
+    kl_coef: NonNegativeFloat = 0.05
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveFloat = 10_000
+    value_clip_range: PositiveFloat = 0.2
+    gamma: Share = 1.0
+    gae_lambda: Share = 0.95
     normalize_scores: bool = True
     pretrain: DataConfig | None = None
-    pretrain_coef: float = 0.0
-    pretrain_batch_size: int = 32
+    pretrain_coef: NonNegativeFloat = 0.0
+    pretrain_batch_size: PositiveInt = 32
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
     value_optim: OptimConfig | None = None
-    importance_cap: float | None = 2.0
-    rollouts_behind: int = 0
+    importance_cap: PositiveFloat | None = 2.0
+    rollouts_behind: Annotated[int, Interval(ge=0, le=1)] = 0
     held_out: HeldOutConfig | None = None
 
-    def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None, judges=True)
-        refuse_dropout(self.adapter, "PPO")
-        self.check_sampling("PPO has to sample")
-        check_update(self, self.responses_per_prompt)
-        check_rewards(self.reward_model, self.rewards, self.reward_combine, self.reward_std_coef)
-        if self.has_value_model and self.value_model == "reward_model" and not self.reward_models:
-            raise ValueError("value_model: no entry of rewards is a reward model; set value_model=policy")
-        if self.pretrain_batch_size < 1:
-            raise ValueError(f"pretrain_batch_size must be at least 1, got {self.pretrain_batch_size}")
-        for name in ("value_clip_range", "kl_horizon", "reward_std_coef"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.reward_std_coef != 1 and self.reward_combine != "lower":
-            raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
-        if self.kl_coef < 0:
-            raise ValueError(
-                f"kl_coef must be 0 (off) or above, got {self.kl_coef}: below, it rewards leaving the reference"
-            )
-        if self.kl_target is not None and self.kl_target <= 0:
-            raise ValueError(f"kl_target must be above 0 nats, got {self.kl_target}; null keeps kl_coef as it is")
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_coef must be above 0 where kl_target is set: it is the controller's starting value")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.pretrain_coef < 0:
-            raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
-        if self.pretrain_coef > 0 and self.pretrain is None:
-            raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
-        check_importance(self)
-        refuse_row_weights({"data": self.data, "pretrain": self.pretrain}, "ppo")
-        check_held_out(self)
-        refuse_evaluation({"pretrain": self.pretrain}, ("ema_decay",), self.training, "ppo", "PPO")
+    RULES = (
+        Rule(
+            "weights",
+            lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None, judges=True).removeprefix(
+                "weights."
+            ),
+        ),
+        Rule("adapter.dropout", lambda c: refusal(refuse_dropout, c.adapter, "PPO").removeprefix("adapter.dropout ")),
+        Rule(
+            "advantages",
+            lambda c: c.advantages in GROUPED and c.responses_per_prompt < 2,
+            "{self.advantages} compares the responses to one prompt: responses_per_prompt must be at least 2, got "
+            "{self.responses_per_prompt}; 4 to 16 are usual",
+        ),
+        Rule(
+            "rewards",
+            lambda c: refusal(check_rewards, c.reward_model, c.rewards, c.reward_combine, c.reward_std_coef),
+        ),
+        Rule(
+            "value_model",
+            lambda c: c.has_value_model and c.value_model == "reward_model" and not c.reward_models,
+            "reward_model: no entry of rewards is a reward model; set value_model=policy",
+        ),
+        Rule(
+            "reward_std_coef",
+            lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
+            "goes with reward_combine=lower, not with {self.reward_combine}",
+        ),
+        Rule(
+            "kl_coef",
+            lambda c: c.kl_target is not None and c.kl_coef == 0,
+            "must be above 0 where kl_target is set: it is the controller's starting value",
+        ),
+        Rule(
+            "pretrain_coef",
+            lambda c: c.pretrain_coef > 0 and c.pretrain is None,
+            "above 0 needs `pretrain`, the text; leave it out or set it to 0",
+        ),
+        Rule("data", lambda c: refusal(refuse_row_weights, {"data": c.data}, "ppo").removeprefix("data: ")),
+        Rule(
+            "pretrain",
+            lambda c: refusal(refuse_row_weights, {"pretrain": c.pretrain}, "ppo").removeprefix("pretrain: "),
+        ),
+        Rule(
+            "pretrain.evaluation",
+            lambda c: c.pretrain is not None and c.pretrain.evaluates,
+            "is not read, nor evaluation_share: the text is trained on only; leave it out",
+        ),
+        Rule(
+            "data.evaluation",
+            lambda c: c.held_out is None and c.data.evaluates,
+            "is not read, nor evaluation_share: nobody scores the responses to held-out prompts; name a second reward model in "
+            "held_out, or leave it out and compare the results with `alignment evaluate winrate`",
+        ),
+        Rule(
+            "training.keep_best",
+            lambda c: c.held_out is None and c.training.best_metric is not None,
+            "has no effect, nor early_stopping, without held-out prompts that are scored; set data.evaluation and "
+            "held_out.reward_model, or leave it out",
+        ),
+        Rule(
+            "held_out",
+            lambda c: c.held_out is not None and not c.data.evaluates,
+            "needs prompts: set data.evaluation, or data.evaluation_share such as 0.05",
+        ),
+        Rule(
+            "held_out.kl_budget",
+            lambda c: c.held_out is not None and c.held_out.kl_budget is not None and c.training.best_metric is None,
+            "ends the run beyond the budget, and the last weights would be its result; keep the best ones within it: "
+            "training.keep_best=held_out_win_rate, with training.evaluate_every_steps such as 10",
+        ),
+        Rule(
+            "training.keep_best",
+            lambda c: c.held_out is not None and c.training.best_metric not in (None, *HELD_OUT_METRICS),
+            "({self.training.best_metric}, or early_stopping.metric) is no metric of held-out prompts; there are "
+            + " and ".join(HELD_OUT_METRICS),
+        ),
+    )
 
     @property
     def reward_models(self) -> list[str]:
@@ -233,22 +459,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
 
     @property
     def samples_differ(self) -> bool:
-        """Whether responses come by construction from another distribution than the policy's that learns from them."""
         return self.sampler_differs or self.rollouts_behind > 0
-
-
-def check_importance(config: PPOConfig) -> None:
-    """Refuse settings of the importance correction that are out of range.
-
-    Raises:
-        ValueError: in words.
-    """
-    if config.importance_cap is not None and not config.importance_cap > 0:
-        raise ValueError(
-            f"importance_cap must be above 0, got {config.importance_cap}; 2 is usual, null corrects nothing"
-        )
-    if config.rollouts_behind not in (0, 1):
-        raise ValueError(f"rollouts_behind must be 0 or 1, got {config.rollouts_behind}")
 
 
 def refuse_row_weights(data: Mapping[str, DataConfig | None], stage: str) -> None:
@@ -265,31 +476,4 @@ def refuse_row_weights(data: Mapping[str, DataConfig | None], stage: str) -> Non
         if config is not None and (unread := config.unread("loss_weight")):
             raise ValueError(
                 f"{name}: {stage} counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
-            )
-
-
-def refuse_evaluation(
-    data: Mapping[str, DataConfig | None], keys: Sequence[str], training: TrainingConfig, stage: str, title: str
-) -> None:
-    """Refuse settings of evaluations that a stage that learns from its own samples does not read.
-
-    Args:
-        data: data configs by their key.
-        keys: of `training`, that have no effect.
-        stage, title: its name in messages.
-
-    Raises:
-        ValueError: in words.
-    """
-    for name, config in data.items():
-        if config is not None and config.evaluates:
-            key = "evaluation" if config.evaluation is not None else "evaluation_share"
-            raise ValueError(
-                f"{name}.{key} is not read: {stage} evaluates nothing while it trains; leave it out, and compare the "
-                "results on held-out prompts with `alignment evaluate winrate`"
-            )
-    for name in keys:
-        if getattr(training, name) is not None:
-            raise ValueError(
-                f"training.{name} has no effect in {title}, which evaluates nothing while it runs; leave it out"
             )

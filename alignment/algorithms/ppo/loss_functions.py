@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import RolloutBatch
@@ -19,50 +18,32 @@ from alignment.losses.policy import (
 from alignment.models.classifiers import values_before_targets
 from alignment.models.outputs import LanguageOutput
 from alignment.models.protocols import GenerativeModel, ScoringModel
-from alignment.ragged import Ragged
 from alignment.training import LossFn, LossSum
 
 
 def policy_loss_fn(
-    policy: GenerativeModel, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
+    policy: nn.Module | GenerativeModel, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
 ) -> LossFn:
     """Loss function of the policy: the clipped surrogate, with KL penalty and entropy bonus where the config has them.
+
+    With a value head on the policy's trunk value_coef * value loss is added, from the same forward.
 
     Args:
         ratio_errors: each batch's largest |ratio - 1| is appended.
         kl_coef: weight of the KL penalty, read where it stands in the loss.
     """
+    heads = {"values": True} if config.shares_trunk else {}
 
     def loss_fn(batch: RolloutBatch) -> LossSum:
-        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True)
+        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True, **heads)
         cost, metrics = policy_cost(output, batch, config, kl_coef)
         ratio_errors.append(largest_ratio_error(output, batch))
+        if config.shares_trunk:
+            assert output.values is not None
+            value_costs = value_cost(output.values, batch, config)
+            metrics["value_loss"] = value_costs.detach()
+            cost = cost + config.value_coef * value_costs
         return loss_sum(cost, metrics, batch, config)
-
-    return loss_fn
-
-
-class PolicyWithValues(Protocol):
-    """A policy with a value head on its trunk."""
-
-    def __call__(
-        self, *, batch: Ragged, temperature: float = 1.0, entropy: bool = False, values: bool = False
-    ) -> LanguageOutput: ...
-
-
-def policy_and_value_loss_fn(
-    policy: PolicyWithValues, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
-) -> LossFn:
-    """Loss function of a policy with a value head on its trunk: policy loss + value_coef * value loss, from one forward."""
-
-    def loss_fn(batch: RolloutBatch) -> LossSum:
-        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True, values=True)
-        cost, metrics = policy_cost(output, batch, config, kl_coef)
-        ratio_errors.append(largest_ratio_error(output, batch))
-        assert output.values is not None
-        value_costs = value_cost(output.values, batch, config)
-        metrics["value_loss"] = value_costs.detach()
-        return loss_sum(cost + config.value_coef * value_costs, metrics, batch, config)
 
     return loss_fn
 
@@ -80,7 +61,7 @@ def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
 def policy_cost(
     output: LanguageOutput, batch: RolloutBatch, config: PPOConfig, kl_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cost of each response token, and what is logged of it, [M] each.
+    """Cost of each response token, and its metrics, [M] each.
 
     cost = weight * (surrogate + kl_coef * KL) - entropy_coef * entropy
 
@@ -94,13 +75,15 @@ def policy_cost(
     if config.ratio == "sequence":
         log_ratios = sequence_log_ratios(change, batch.ragged.target_rows, tokens_of_each(batch))
         tokens = (log_ratios, torch.zeros_like(log_ratios), batch.advantages)
-    surrogate = clipped_policy_loss(*tokens, **clipping(config))
+    clip_range, high, dual_clip = config.clip_range, config.clip_range_high, config.dual_clip
+    surrogate = clipped_policy_loss(*tokens, clip_range=clip_range, clip_range_high=high, dual_clip=dual_clip)
+    clipped = clipped_tokens(*tokens, clip_range=clip_range, clip_range_high=high, dual_clip=dual_clip)
     weights = 1.0 if batch.weights is None else batch.weights
     cost = surrogate if batch.weights is None else surrogate * weights
     metrics = {
         "policy_loss": cost.detach(),
         "approx_kl": change.detach() ** 2 / 2,
-        "clip_fraction": clipped_tokens(*tokens, **clipping(config)).float(),
+        "clip_fraction": clipped.float(),
         "entropy": output.entropy.detach(),
     }
     if config.kl_in == "loss":
@@ -111,19 +94,6 @@ def policy_cost(
     if config.entropy_coef > 0:
         cost = cost - config.entropy_coef * output.entropy
     return cost, metrics
-
-
-class Clipping(TypedDict):
-    """The settings of `clipped_policy_loss`."""
-
-    clip_range: float
-    clip_range_high: float | None
-    dual_clip: float | None
-
-
-def clipping(config: PPOConfig) -> Clipping:
-    """The settings of `clipped_policy_loss` in a config."""
-    return Clipping(clip_range=config.clip_range, clip_range_high=config.clip_range_high, dual_clip=config.dual_clip)
 
 
 def value_cost(values: Tensor, batch: RolloutBatch, config: PPOConfig) -> Tensor:

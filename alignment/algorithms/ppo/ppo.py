@@ -1,11 +1,9 @@
-"""The PPO run and its iteration.
+"""Proximal policy optimization: the run and its iteration.
 
 Left out of the textbook algorithm: dropout, which is off in policy and value model, so that the first ratio is 1.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,30 +11,20 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.language import language_loss_fn
-from alignment.algorithms.memory_notes import note_memory
-from alignment.algorithms.policies import note_dropout_off, save_policy
 from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
-from alignment.algorithms.ppo.evaluation import evaluate_if_due, is_over, note_start
-from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn, weighed
-from alignment.algorithms.ppo.metrics import report, rollout_metrics
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.loop import learn_from_rollouts
+from alignment.algorithms.ppo.loss_functions import policy_loss_fn, value_loss_fn, weighed
+from alignment.algorithms.ppo.metrics import rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
-from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
-from alignment.algorithms.ppo.setup import (
-    PPOConfig,
-    PPOState,
-    build_state,
-    load_ppo_state,
-    note_distant_start,
-    read_data,
-    save_ppo_state,
-)
+from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
+from alignment.algorithms.ppo.state import PPOState
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.rewards.functions import function_files
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
-from alignment.training.result import Result
 from alignment.training.speed import PhaseClock
 
 
@@ -55,37 +43,11 @@ def run(config: PPOConfig) -> Path:
     parents = [config.policy, *config.judging_models, config.reference]
     files = function_files(config.rewards)
     with open_run(config, "ppo", parents, value_optim=config.value_optim, files=files) as run:
-        if run.finished:
-            return run.output / "model"
-        data = read_data(config, run)
-        state = build_state(config, data)
-        save = partial(
-            save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
-        )
-        result = Result(run, state.policy, config.training, save, evaluated=state.held_out is not None)
-        note_dropout_off(state.start, run)
-        note_distant_start(config, run)
-        state.rollout_weights = choose_rollout_weights(
-            config, data.prompts.rows, state, run, responses_per_prompt=config.responses_per_prompt
-        )
-        note_memory(run, state.roles)
-        first = load_ppo_state(state, config, run, result)
-        last = first if is_over(state, result) else data.iterations
-        note_start(state, config, result, run)
-        if first == last:  # a finished run again: its model may be gone
-            result.write(first)
-        for step in run.steps(first, last):
-            began = time.perf_counter()
-            metrics, rollout = iterate(state, config, data.prompts.rows_at(step), step)
-            seconds = time.perf_counter() - began
-            if step + 1 == last and result.best is None:  # here a signal waits until the model is written
-                result.write(last)
-            metrics |= evaluate_if_due(state, config, result, run, step=step + 1)
-            report(run, state, config, metrics, rollout, step=step + 1, seconds=seconds)
-            save_ppo_state(state, config, run, result, step + 1)
-            result.delete_older()
-            if step + 1 == run.total and (step + 1 < last or result.best is not None):
-                result.write(step + 1)
+        if not run.finished:
+            data = read_data(config, run)  # prompts, held-out prompts, text of the pretraining mix
+            state = build_state(config, data)  # policy, value model, reference, rewards, KL controller
+            note_distant_start(config, run)
+            learn_from_rollouts(run, config, data, state, iterate)
         return run.output / "model"
 
 
@@ -150,8 +112,7 @@ def update_on_minibatch(
     ratio_errors: list[Tensor],
 ) -> dict[str, float]:
     """One update of the policy, with the pretraining mix where there is one and the value head where it is on its trunk."""
-    loss_fn = policy_and_value_loss_fn if state.shared_value else policy_loss_fn
-    terms = [Term(batches, loss_fn(state.policy.model, config, ratio_errors, kl_coef=state.kl.coef))]
+    terms = [Term(batches, policy_loss_fn(state.policy.model, config, ratio_errors, kl_coef=state.kl.coef))]
     if state.pretraining is not None:
         texts = state.pretraining(state.num_updates)
         terms.append(Term(texts, language_loss_fn(state.policy.model), config.pretrain_coef, "pretrain"))
@@ -166,8 +127,8 @@ def minibatches(
     Responses that are not learned from are in none, so that each loss is divided by what the others count.
     """
     count, local_rows = config.responses_per_prompt, rollout.learned.nonzero().flatten().tolist()
-    own = [(row // count * group.size + group.rank) * count + row % count for row in local_rows]
-    learned = np.sort([row for rows in group.gather_objects(own) for row in rows])
+    numbers = [(row // count * group.size + group.rank) * count + row % count for row in local_rows]
+    learned = np.sort([row for rows in group.gather_objects(numbers) for row in rows])
     for epoch in range(config.epochs):
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
         order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(learned))
@@ -178,7 +139,9 @@ def minibatches(
 def local_batches(
     rollout: Rollout, rows: Sequence[int], group: ProcessGroup, config: PPOConfig
 ) -> Sequence[RolloutBatch | ZeroWeightBatch]:
-    """This rank's micro-batches of a minibatch; a rank without any of its rows takes one of its own at weight 0.
+    """This rank's micro-batches of a minibatch.
+
+    A rank with no row in this minibatch runs one of its other rows with weight 0, to join the collectives.
 
     Args:
         rollout: of this rank, which holds the responses to every process_group.size-th prompt of the iteration.

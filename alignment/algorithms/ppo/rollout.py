@@ -1,28 +1,27 @@
-"""Rollouts: sampled responses with everything that PPO knows about them."""
+"""Rollouts: sampled responses with everything that the networks say of them, for PPO and online DPO."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import Reference
-from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.samples import DrawnResponses
-from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
+from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
+from alignment.algorithms.ppo.state import DrawnResponses, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
-from alignment.losses.importance import importance_weights, sequence_importance_weights
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
-from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
-from alignment.rewards.combine import as_scores
+from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.speed import PhaseClock
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,14 @@ class Rollout:
 
     Attributes:
         prompts, responses: token ids.
+        rows: the prompt of each response as it was read.
         numbers: global number of each row over the whole run; fixes its draws. Responses to one prompt are adjacent rows
             of one rank.
         mask: True at each response token.
-        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
+        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator. Where
+            no ratio is learned from (online DPO) those of `sampled_log_probs`.
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
-        reference_log_probs: of the reference, same tokens and temperature.
+        reference_log_probs: of the reference, same tokens and temperature; None where nobody asked it.
         token_kl: exact KL of each token, see `exact_token_kl`, where the samples are not the policy's own; else None.
         values: the value model's estimate before each token; None without a value model.
         scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part. Not a
@@ -53,7 +54,7 @@ class Rollout:
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
-        share_prompts: whether a prompt with several responses is computed once for all of them.
+        share_prompts: True where a prompt with several responses is computed once for all of them.
         weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
             from the policy's; None: all are 1.
         baseline: of the greedy responses, with advantages=remax.
@@ -71,7 +72,7 @@ class Rollout:
     mask: Tensor
     log_probs: Tensor
     sampled_log_probs: Tensor
-    reference_log_probs: Tensor
+    reference_log_probs: Tensor | None
     values: Tensor | None
     scores: Tensor
     ended: Tensor
@@ -84,6 +85,7 @@ class Rollout:
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
     score_deviation: float = 1.0
+    rows: Sequence[PromptExample] = ()
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -110,6 +112,206 @@ class RolloutBatch(RaggedBatch):
     returns: Tensor
     weights: Tensor | None = None
     reference_log_probs: Tensor | None = None
+
+
+BATCH_COLUMNS = ("log_probs", "values", "advantages", "returns", "weights", "reference_log_probs")
+
+
+# Sampling
+
+
+def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int) -> Rollout:
+    """Sample a response to each of this rank's prompts, and ask every network about it.
+
+    With `rollouts_behind` the responses are those that were sampled in the iteration before, and those of the next one
+    are sampled now, before the updates of this one.
+
+    Args:
+        prompts: of all ranks.
+        step: number of the iteration, from 0.
+
+    Returns:
+        A rollout without rewards or advantages.
+    """
+    began = time.perf_counter()
+    if state.ahead is None:
+        samples = draw_samples(state, config, prompts, step)
+    else:
+        samples = state.ahead.waiting or draw_samples(state, config, prompts, step)
+        following = state.ahead.prompts_of(step + 1)
+        state.ahead.waiting = draw_samples(state, config, following, step + 1) if following else None
+    sampling = time.perf_counter() - began
+    rollout = ask_networks(state, config, samples)
+    phases = {"sampling": sampling, **rollout.phases}
+    return replace(rollout, seconds=time.perf_counter() - began, phases=phases)
+
+
+def draw_samples(
+    state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int
+) -> DrawnResponses:
+    """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
+
+    Args:
+        prompts: of all ranks; this rank takes every process_group.size-th.
+        step: number of the iteration, from 0; with prompt and response it fixes what is sampled.
+    """
+    group, count = state.process_group, config.responses_per_prompt
+    own = range(group.rank, len(prompts), group.size)
+    rows = [prompts[i] for i in own for _ in range(count)]
+    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
+    ids = [list(row.ids) for row in rows]
+    with torch.no_grad():
+        drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
+    return DrawnResponses(rows, numbers, drawn)
+
+
+def sample(
+    state: SamplingState,
+    sampling: SamplingConfig,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    batch_size: int,
+) -> Responses:
+    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
+
+    Args:
+        prompts: token ids.
+        numbers: global number of each row, which fixes what is sampled.
+        batch_size: responses sampled side by side.
+    """
+    backend, group = state.policy.backend, state.process_group
+    sampler = cast(GenerativeModel, backend.unwrapped)
+    # With whole weights no rank waits for another one, however unequal their work is.
+    sharded = state.rollout_weights == "sharded"
+    with backend.sharded_decoding() if sharded else backend.full_parameters():
+        return decode_responses(
+            sampler, prompts, sampling, state.stop_ids,
+            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Baseline:
+    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards.
+
+    Args:
+        prompts: of all ranks, as for `collect`.
+    """
+    group, count = state.process_group, config.responses_per_prompt
+    local, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
+    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
+    responses = sample(state, greedy, [list(prompt.ids) for prompt in local], numbers, config.micro_rollout_batch_size)
+    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
+    with state.policy.backend.autocast():
+        scores = as_scores(judge(local, responses.token_ids, responses.ended))
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values.to(group.device).repeat_interleave(count)
+
+    shaped = None if scores.shaped is None else of_rows(scores.shaped)
+    return Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped)
+
+
+# The networks' numbers
+
+
+def ask_networks(state: SamplingState, config: SamplingSettings, samples: DrawnResponses) -> Rollout:
+    """A rollout of samples, with what the networks say of them now.
+
+    The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
+    rounded differently, and the first ratio must be 1.
+
+    Returns:
+        A rollout without rewards or advantages.
+    """
+    device, responses, reference = state.process_group.device, samples.responses, state.reference
+    clock, kl = PhaseClock(device), None
+    with torch.no_grad(), state.policy.backend.autocast():
+        mask = response_mask(responses.token_ids, device)
+        with clock("forward"):
+            numbers = ask_in_batches(partial(state.ask, config=config), state, config, samples, mask)
+            if reference is not None and config.samples_differ:
+                kl = exact_token_kl(state, reference, config, samples, mask)
+        with clock("scoring"):
+            scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
+    flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
+    sampled = to_rectangle(flat, mask)
+    return Rollout(
+        prompts=[list(prompt.ids) for prompt in samples.prompts],
+        responses=responses.token_ids,
+        rows=samples.prompts,
+        numbers=samples.numbers,
+        mask=mask,
+        log_probs=numbers.get("log_probs", sampled),
+        sampled_log_probs=sampled,
+        reference_log_probs=numbers.get("reference_log_probs"),
+        token_kl=kl,
+        values=numbers.get("values"),
+        scores=scores.total.to(device),
+        score_parts={name: part.to(device) for name, part in scores.parts.items()},
+        shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
+        score_deviation=scores.deviation(state.process_group.sum),
+        ended=torch.tensor(responses.ended, device=device),
+        phases=clock.seconds,
+        share_prompts=state.share_prompts,
+    )
+
+
+def ask_in_batches(
+    ask: Callable[[Ragged], dict[str, Tensor]],
+    state: SamplingState,
+    config: SamplingSettings,
+    samples: DrawnResponses,
+    mask: Tensor,
+    *,
+    limit: float = math.inf,
+) -> dict[str, Tensor]:
+    """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R].
+
+    Args:
+        limit: most tokens of these rows, below what the config has.
+    """
+    limit = int(min(limit, config.training.tokens_per_forward))
+    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
+    rectangles: dict[str, Tensor] = {}
+    groups = ragged_groups(prompts, responses, samples.numbers, limit, state.share_prompts)
+    for rows, batch in equally_many(groups, state):
+        index = torch.tensor(rows, device=mask.device)
+        for name, values in ask(batch.to(mask.device)).items():
+            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=mask.device))
+            rectangle[index] = to_rectangle(values.float(), mask[index])
+    return rectangles
+
+
+def exact_token_kl(
+    state: SamplingState, reference: Reference, config: SamplingSettings, samples: DrawnResponses, mask: Tensor
+) -> Tensor:
+    """KL(policy || reference) of the distribution that each response token has in both, nats, [B, R].
+
+    kl_t = sum_v p(v | s_t) (log p(v | s_t) - log p_ref(v | s_t)),  s_t the prompt and the tokens before t
+
+    p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn from.
+    log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the tail out,
+    and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the sum over a
+    response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
+
+    It takes a forward of policy and reference with the logits of few rows in memory.
+    """
+    vocabulary = cast(GenerativeModel, state.policy.backend.unwrapped).spec.vocabulary
+    chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // vocabulary)
+
+    def ask(batch: Ragged) -> dict[str, Tensor]:
+        logits = state.policy.model(batch=batch, return_logits=True).logits
+        others = reference(batch=batch, return_logits=True).logits
+        pairs = zip(logits.split(chunk), others.split(chunk), strict=True)
+        return {
+            "kl": torch.cat([kl_divergence(*(part.float() / config.temperature for part in pair)) for pair in pairs])
+        }
+
+    return ask_in_batches(ask, state, config, samples, mask, limit=chunk)["kl"]
+
+
+# Batches
 
 
 def ragged_of(
@@ -159,210 +361,26 @@ def group_rollouts(
     return [[row for unit in group for row in units[unit]] for group in fill_groups(order, sizes, limit)]
 
 
-def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int) -> Rollout:
-    """Sample a response to each of this rank's prompts, and ask every network about it.
-
-    With `rollouts_behind` the responses are those that were sampled in the iteration before, and those of the next one
-    are sampled now, before the updates of this one.
-
-    Args:
-        prompts: of all ranks.
-        step: number of the iteration, from 0.
-
-    Returns:
-        A rollout without rewards or advantages.
-    """
-    began = time.perf_counter()
-    if state.ahead is None:
-        samples = draw_samples(state, config, prompts, step)
-    else:
-        samples = state.ahead.waiting or draw_samples(state, config, prompts, step)
-        following = state.ahead.prompts_of(step + 1)
-        state.ahead.waiting = draw_samples(state, config, following, step + 1) if following else None
-    sampling = time.perf_counter() - began
-    rollout = ask_networks(state, config, samples)
-    phases = {"sampling": sampling, **rollout.phases}
-    return replace(rollout, seconds=time.perf_counter() - began, phases=phases)
+def ragged_groups(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    limit: int,
+    share_prompts: Sharing,
+) -> list[tuple[list[int], Ragged]]:
+    """Row numbers and tokens of the groups of `group_rollouts`."""
+    found = []
+    for rows in group_rollouts(prompts, responses, limit, share_prompts):
+        parts = [prompts[i] for i in rows], [responses[i] for i in rows], [numbers[i] for i in rows]
+        found.append((rows, ragged_of(*parts, share_prompts=share_prompts)))
+    return found
 
 
-def draw_samples(
-    state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int
-) -> DrawnResponses:
-    """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
-
-    Args:
-        prompts: of all ranks; this rank takes every process_group.size-th.
-        step: number of the iteration, from 0; with prompt and response it fixes what is sampled.
-    """
-    group, count = state.process_group, config.responses_per_prompt
-    own = range(group.rank, len(prompts), group.size)
-    rows = [prompts[i] for i in own for _ in range(count)]
-    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
-    ids = [list(row.ids) for row in rows]
-    with torch.no_grad():
-        drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
-    return DrawnResponses(rows, numbers, drawn)
-
-
-def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) -> Rollout:
-    """A rollout of samples, with what the networks say of them now.
-
-    The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
-    rounded differently, and the first ratio must be 1.
-
-    Returns:
-        A rollout without rewards or advantages.
-    """
-    device, responses = state.process_group.device, samples.responses
-    ids = [list(prompt.ids) for prompt in samples.prompts]
-    clock = PhaseClock(device)
-    with torch.no_grad(), state.policy.backend.autocast():
-        mask = response_mask(responses.token_ids, device)
-        with clock("forward"):
-            rectangles = ask_in_batches(partial(all_answers, state, config.temperature), state, config, samples, mask)
-            kl = exact_token_kl(state, state.reference, config, samples, mask) if config.samples_differ else None
-        with clock("scoring"):
-            scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
-    flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
-    rollout = Rollout(
-        prompts=ids,
-        responses=responses.token_ids,
-        numbers=samples.numbers,
-        mask=mask,
-        log_probs=rectangles["log_probs"],
-        sampled_log_probs=to_rectangle(flat, mask),
-        reference_log_probs=rectangles["reference_log_probs"],
-        token_kl=kl,
-        values=rectangles.get("values"),
-        scores=scores.total.to(device),
-        score_parts={name: part.to(device) for name, part in scores.parts.items()},
-        shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
-        score_deviation=scores.deviation(state.process_group.sum),
-        ended=torch.tensor(responses.ended, device=device),
-        phases=clock.seconds,
-        share_prompts=state.share_prompts,
-    )
-    return replace(rollout, weights=correction_weights(rollout, config))
-
-
-def all_answers(state: PPOState, temperature: float, batch: Ragged) -> dict[str, Tensor]:
-    """What every network says of the response tokens of a batch, [M]."""
-    return log_probs_and_values(state, batch, temperature) | {
-        "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs
-    }
-
-
-def log_probs_and_values(state: PPOState, batch: Ragged, temperature: float) -> dict[str, Tensor]:
-    """Log-probabilities of the response tokens and, with a value model, the values before them, [M]."""
-    if state.shared_value:
-        output = state.policy.model(batch=batch, temperature=temperature, values=True)
-        return {"log_probs": output.log_probs, "values": output.values}
-    flat = {"log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs}
-    if state.value is not None:
-        flat["values"] = values_before_targets(state.value.model, batch)
-    return flat
-
-
-def ask_in_batches(
-    ask: Callable[[Ragged], dict[str, Tensor]],
-    state: SamplingState,
-    config: SamplingSettings,
-    samples: DrawnResponses,
-    mask: Tensor,
-    *,
-    limit: float = math.inf,
-) -> dict[str, Tensor]:
-    """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R].
-
-    Args:
-        limit: most tokens of these rows, below what the config has.
-    """
-    limit = int(min(limit, config.training.tokens_per_forward))
-    share_prompts, device = state.share_prompts, mask.device
-    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
-    rectangles: dict[str, Tensor] = {}
-    for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
-        batch = ragged_of(
-            [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
-        ).to(device)
-        index = torch.tensor(rows, device=device)
-        for name, values in ask(batch).items():
-            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
-            rectangle[index] = to_rectangle(values.float(), mask[index])
-    return rectangles
-
-
-def exact_token_kl(
-    state: SamplingState, reference: Reference, config: SamplingSettings, samples: DrawnResponses, mask: Tensor
-) -> Tensor:
-    """KL(policy || reference) of the distribution that each response token has in both, nats, [B, R].
-
-    kl_t = sum_v p(v | s_t) (log p(v | s_t) - log p_ref(v | s_t)),  s_t the prompt and the tokens before t
-
-    p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn from.
-    log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the tail out,
-    and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the sum over a
-    response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
-
-    It takes a forward of policy and reference with the logits of few rows in memory.
-    """
-    vocabulary = cast(GenerativeModel, state.policy.backend.unwrapped).spec.vocabulary
-    chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // vocabulary)
-
-    def ask(batch: Ragged) -> dict[str, Tensor]:
-        logits = state.policy.model(batch=batch, return_logits=True).logits
-        others = reference(batch=batch, return_logits=True).logits
-        pairs = zip(logits.split(chunk), others.split(chunk), strict=True)
-        return {
-            "kl": torch.cat([kl_divergence(*(part.float() / config.temperature for part in pair)) for pair in pairs])
-        }
-
-    return ask_in_batches(ask, state, config, samples, mask, limit=chunk)["kl"]
-
-
-def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
-    """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
-    if config.importance_cap is None or not config.samples_differ:
-        return None
-    tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
-    weights = sequence_importance_weights if config.ratio == "sequence" else importance_weights
-    return weights(*tokens, cap=config.importance_cap)
-
-
-def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:
+def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
     """The groups of rows; where forwards are collective, the last one again until every rank has equally many."""
     if not state.policy.backend.collective_forward:
         return groups
     return [*groups, *[groups[-1]] * (state.process_group.largest(len(groups)) - len(groups))]
-
-
-def sample(
-    state: SamplingState,
-    sampling: SamplingConfig,
-    prompts: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    batch_size: int,
-) -> Responses:
-    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
-
-    Another sampler draws them where the state has one.
-
-    Args:
-        prompts: token ids.
-        numbers: global number of each row, which fixes what is sampled.
-        batch_size: responses sampled side by side.
-    """
-    if state.sampler is not None:
-        return state.sampler(prompts, numbers, sampling)
-    backend, group = state.policy.backend, state.process_group
-    sampler = cast(GenerativeModel, backend.unwrapped)
-    # With whole weights no rank waits for another one, however unequal their work is.
-    sharded = state.rollout_weights == "sharded"
-    with backend.sharded_decoding() if sharded else backend.full_parameters():
-        return decode_responses(
-            sampler, prompts, sampling, state.stop_ids,
-            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
-        )  # fmt: skip
 
 
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
@@ -370,21 +388,13 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
     if rollout.advantages is None or rollout.returns is None:
         raise ValueError("the rollout has no advantages yet: see add_advantages")
     documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
-    batches = []
-    for group in group_rollouts(*documents, micro_batch_tokens, rollout.share_prompts):
+    numbers, batches = [rollout.numbers[i] for i in rows], []
+    for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
         members = [rows[i] for i in group]
         mask = rollout.mask[members]
-        ragged = ragged_of(
-            [rollout.prompts[i] for i in members],
-            [rollout.responses[i] for i in members],
-            [rollout.numbers[i] for i in members],
-            rollout.share_prompts,
-        )
-        flat = [rectangle[members][mask] for rectangle in (rollout.log_probs, rollout.advantages, rollout.returns)]
-        others = (rollout.values, rollout.weights, rollout.reference_log_probs)
-        values, weights, reference = (None if other is None else other[members][mask] for other in others)
-        batch = RolloutBatch(ragged.to(mask.device), flat[0], values, *flat[1:])
-        batches.append(replace(batch, weights=weights, reference_log_probs=reference))
+        given = {name: getattr(rollout, name) for name in BATCH_COLUMNS}
+        flat: dict[str, Any] = {n: x if x is None else x[members][mask] for n, x in given.items()}
+        batches.append(RolloutBatch(ragged.to(mask.device), **flat))
     return batches
 
 

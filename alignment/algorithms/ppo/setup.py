@@ -1,31 +1,31 @@
-"""Data, networks and state of a PPO run."""
+"""Data and networks of a run of PPO, and where the policy's weights lie while it samples."""
 
-from collections.abc import Callable, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, field, replace
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
 
 from alignment.adapters.files import read_members
 from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import Policy, Reference, load_policy, load_value_model, reference_of
-from alignment.algorithms.ppo.alarms import Alarms
-from alignment.algorithms.ppo.config import METRICS, PPOConfig
-from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
-from alignment.algorithms.ppo.held_out import HeldOut
-from alignment.algorithms.ppo.held_out_config import unshaped
-from alignment.algorithms.ppo.samples import SampledAhead, Sampler
-from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
-from alignment.algorithms.runs import check_rows, read_examples, read_split
-from alignment.algorithms.scoring import (
-    Scoring,
-    load_judges,
-    load_statistics,
-    prepare_scoring,
-    roles_of,
-    save_statistics,
-    score_function,
+from alignment.algorithms.policies import Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
+from alignment.algorithms.ppo.metrics import load_metrics
+from alignment.algorithms.ppo.state import (
+    AdaptiveKL,
+    FixedKL,
+    HeldOut,
+    PPOState,
+    SampledAhead,
+    SamplingState,
+    ScoreNormalizer,
 )
+from alignment.algorithms.runs import RowsConfig, check_rows, read_examples, read_split
+from alignment.algorithms.scoring import Scoring, load_judges, prepare_scoring, roles_of, score_function
 from alignment.data.batches import collate
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
@@ -34,142 +34,61 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
+from alignment.models.external.models import ExternalModel
+from alignment.models.native_model import NativeModel
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.shared_weights import SharedWeights, refuse_trained
-from alignment.ragged import Batch, Sharing
+from alignment.models.shared_weights import SharedWeights
+from alignment.ragged import Batch
 from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration
-from alignment.rewards.combine import ScoreFunction
-from alignment.rewards.functions import import_own
-from alignment.training import (
-    Engine,
-    Run,
-    TrainingConfig,
-    load_run_state,
-    note_endless_warmup,
-    save_run_state,
-    shard_rows,
-)
+from alignment.training import Engine, Run, TrainingConfig, shard_rows
 from alignment.training.distributed import ProcessGroup, shares_weights
-from alignment.training.result import Result
 
-LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
-    "advantage_mean", "advantage_std", "approx_kl", "best_held_out_score", "best_held_out_win_rate", "best_step",
-    "clip_fraction", "distinct_share", "empty_share", "ended_share", "entropy", "explained_variance",
-    "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score", "held_out_unscored_share", "held_out_win_rate",
-    "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k2", "kl_k3",
-    "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value", "policy_loss",
-    "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
-    "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
-    "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
-    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "unscored_share", "updates",
-    "value_grad_norm", "value_loss", "value_mean",
-}  # fmt: skip
+USABLE = 0.9  # share of the free memory that is planned with; the allocator loses the rest between blocks of odd sizes
 
-MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
+
+class PromptsConfig(RowsConfig, Protocol):
+    """The settings of a stage that samples responses to prompts."""
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def training(self) -> TrainingConfig: ...
 
 
 @dataclass(frozen=True)
-class PPOData:
-    """Prompts and the pretraining mix as streams, with the tokenizer that made them, and the held-out prompts."""
+class RolloutData:
+    """Prompts and PPO's pretraining mix as streams, with the tokenizer that made them, and the held-out prompts."""
 
     tokenizer: Tokenizer
     prompts: RowOrder
     iterations: int
-    texts: RowOrder | None
+    texts: RowOrder | None = None
     held_out: Sequence[PromptExample] = ()
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, held-out ones among them."""
-        return max(int(lengths_of(rows).max()) for rows in (self.prompts.rows, self.held_out) if len(rows))
 
     def prompts_of(self, step: int) -> Sequence[PromptExample]:
         """The prompts of iteration `step`, from 0; none after the last one."""
         return self.prompts.rows_at(step) if step < self.iterations else ()
 
 
-@dataclass
-class SamplingState:
-    """What an iteration of sampling, scoring and learning reads and changes.
-
-    Attributes:
-        policy: its engine.
-        score: a judge of prompts and responses, token ids: gives their scores [B] (not a number: could not judge), or
-            `Scores` with the parts of several rewards. PPO's is called once for each rollout, by every rank.
-        stop_ids: tokens that end a response.
-        start: the policy as it was loaded, for saving it, with its tokenizer.
-        metrics: what to log of prompts and responses, by name.
-        rollout_weights: how the policy's weights lie while it samples.
-        roles: the networks, for what is said of their memory.
-        share_prompts: whether a prompt with several responses is computed once for all of them.
-        sampler: draws the responses; None: our decoding engine.
-    """
-
-    policy: Engine
-    _: KW_ONLY
-    score: ScoreFunction
-    stop_ids: Sequence[int]
-    start: Policy
-    metrics: dict[str, MetricFn] = field(default_factory=dict)
-    rollout_weights: Literal["gathered", "sharded"] = "gathered"
-    roles: Sequence[Role] = ()
-    share_prompts: Sharing = False
-    sampler: Sampler | None = None
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engines that train."""
-        return [self.policy]
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The processes that train together."""
-        return self.policy.process_group
-
-
-@dataclass(kw_only=True)
-class PPOState(SamplingState):
-    """Everything that an iteration reads and changes.
-
-    Attributes:
-        value: the engine of the value model; None with a value head on the policy's trunk, or without one.
-        reference: log-probabilities without gradients.
-        kl: the controller of the KL penalty, its coefficient as `.coef`.
-        normalizer: gives the scores mean 0 and deviation 1.
-        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
-        num_updates: minibatch updates taken so far.
-        held_out: prompts that are scored during the run, and their judge; None: there are none.
-        alarms: of collapse, over the metrics of the run.
-        ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
-        shared_value: whether the policy has a value head on its trunk.
-    """
-
-    value: Engine | None
-    reference: Reference
-    kl: AdaptiveKL | FixedKL
-    normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
-    pretraining: Callable[[int], list[Batch]] | None = None
-    num_updates: int = 0
-    held_out: HeldOut | None = None
-    alarms: Alarms = field(default_factory=Alarms)
-    ahead: SampledAhead | None = None
-    shared_value: bool = False
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engines of policy and value model."""
-        return list(self.by_role.values())
-
-    @property
-    def by_role(self) -> dict[str, Engine]:
-        """The engines by the names of their checkpoints."""
-        return {"policy": self.policy} if self.value is None else {"policy": self.policy, "value": self.value}
-
-
-def read_data(config: PPOConfig, run: Run) -> PPOData:
+def read_data(config: PPOConfig, run: Run) -> RolloutData:
     """Read and tokenize prompts and pretraining text.
+
+    Raises:
+        UserError: bad rows, all at once.
+    """
+    data = read_prompt_stream(config, run)
+    if config.pretrain is None or config.pretrain_coef == 0:
+        return data
+    examples = read_examples(config.pretrain, "text", data.tokenizer, run)
+    seed = config.training.seed + 1
+    return replace(data, texts=stream_of(config.pretrain, examples, batch_size=config.pretrain_batch_size, seed=seed))
+
+
+def read_prompt_stream(config: PromptsConfig, run: Run) -> RolloutData:
+    """Read and tokenize prompts.
 
     Raises:
         UserError: bad rows, all at once.
@@ -177,24 +96,17 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
     prompts, held_out = read_split(config, "prompts", tokenizer, run)
-    texts = None
-    if config.pretrain is not None and config.pretrain_coef > 0:
-        examples = read_examples(config.pretrain, "text", tokenizer, run)
-        texts = stream_of(
-            config.pretrain, examples, batch_size=config.pretrain_batch_size, seed=config.training.seed + 1
-        )
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
     stream = stream_of(config.data, prompts, batch_size=config.training.batch_size, seed=config.training.seed)
-    return PPOData(tokenizer, stream, config.training.steps(stream.epoch_length), texts, held_out)
+    return RolloutData(tokenizer, stream, config.training.steps(stream.epoch_length), held_out=held_out)
 
 
-def build_state(config: PPOConfig, data: PPOData) -> PPOState:
+def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
     """Load the networks, make engines of the two that train, and start the controllers.
 
     Raises:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
-    require_vllm(config, config.policy, config.adapter, config.weights)
     metrics = load_metrics(config.metrics)
     texts = prepare_scoring(config, data.prompts.rows)
     bases = SharedWeights(config.weights)
@@ -210,18 +122,16 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         *[Role(f"held-out reward model {name}", judge.model) for name, judge in held_out_judges.items()],
         reference.role,
     ]  # fmt: skip
-    refuse_trained({role.name: role.model for role in roles if role.model is not None})
     networks = [policy.backend.unwrapped, None if value is None else value.backend.unwrapped, reference.model]
-    # Nobody is told where prompts are not shared: few rollouts have several responses to one.
+    # No note here: most rollouts have one response per prompt.
     share_prompts = prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
-    stop_ids = sorted(stop_token_ids(data.tokenizer))
     return PPOState(
         policy=policy,
         value=value,
         roles=roles,
         reference=reference,
         score=score_function(config, data.tokenizer, texts, judges, policy.process_group),
-        stop_ids=stop_ids,
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
         kl=FixedKL(config.kl_coef)
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
@@ -236,12 +146,11 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         held_out=held_out,
         ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
         shared_value=config.shares_trunk,
-        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, data.longest_prompt),
     )
 
 
 def build_held_out(
-    config: PPOConfig, data: PPOData, bases: SharedWeights, group: ProcessGroup
+    config: PPOConfig, data: RolloutData, bases: SharedWeights, group: ProcessGroup
 ) -> tuple[HeldOut | None, dict[str, RewardModel]]:
     """The held-out prompts with their judge, and its reward models by the name of their entry; None and none without them.
 
@@ -255,7 +164,7 @@ def build_held_out(
         raise UserError(f"data.evaluation has {len(prompts)} prompts for {group.size} processes; hold more of them out")
     settings = Scoring(
         reward_model=held_out.reward_model,
-        rewards=unshaped(held_out.rewards),
+        rewards=[replace(spec, normalize="none", clip=None) for spec in held_out.rewards],
         reward_combine=held_out.reward_combine,
         reward_std_coef=held_out.reward_std_coef,
         data=config.data,
@@ -269,7 +178,7 @@ def build_held_out(
 
 
 def note_distant_start(config: PPOConfig, run: Run) -> None:
-    """Note that a prefix or a soft prompt makes the policy begin away from its reference, and which settings count that."""
+    """Note that a prefix or a soft prompt makes the policy begin away from its reference, and the settings that count that."""
     if config.reference is not None or not isinstance(config.adapter, PrefixSpec | PromptSpec):
         return
     budget = None if config.held_out is None else config.held_out.kl_budget
@@ -281,33 +190,7 @@ def note_distant_start(config: PPOConfig, run: Run) -> None:
     )
 
 
-def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS)) -> dict[str, MetricFn]:
-    """The functions that a config's `metrics` names, by the name of the function, under which it is logged.
-
-    Args:
-        names: of the config.
-        taken: the stage's own metrics.
-
-    Raises:
-        UserError: a name that is neither in METRICS nor module:function, a module or function that is missing, or a
-            function named like another one or like a metric of the stage's own.
-    """
-    found: dict[str, MetricFn] = {}
-    for name in names:
-        module, _, function = METRICS.get(name, name).partition(":")
-        try:
-            metric = getattr(import_own(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
-        if function in found or function in taken:
-            raise UserError(
-                f"metrics: {name!r} would be logged as {function!r}, as another metric is; rename the function or leave it out"
-            )
-        found[function] = metric
-    return found
-
-
-def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tuple[Engine, Engine | None, Policy]:
+def build_engines(config: PPOConfig, data: RolloutData, bases: SharedWeights) -> tuple[Engine, Engine | None, Policy]:
     """The engines of policy and value model (None without a network of its own), and the policy as it was loaded."""
     training = config.training
     per_iteration = config.epochs * config.minibatches
@@ -364,42 +247,89 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     return load_value_model(source, config.adapter, own, None, head=head, bases=bases)
 
 
-def load_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result) -> int:
-    """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
-    saved = load_run_state(run, state.by_role, config.training)
-    result.restore(saved)
-    note_endless_warmup(run, state.by_role)
-    if saved is None:
-        return 0
-    state.num_updates = saved["num_updates"]
-    state.kl.coef = saved["kl_coef"]
-    state.normalizer = ScoreNormalizer(**saved["normalizer"])
-    state.alarms.restore(saved["alarms"])
-    if state.held_out is not None:
-        state.held_out.restore(saved["held_out"])
-    if state.ahead is not None:
-        state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
-    load_statistics(state.score, saved.get("rewards"))
-    return saved["step"]
-
-
-def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result, step: int) -> None:
-    """Save a checkpoint where one is due after `step` iterations."""
-    saved: dict[str, object] = {
-        "num_updates": state.num_updates,
-        "kl_coef": state.kl.coef,
-        "normalizer": vars(state.normalizer),
-    }
-    saved |= result.state() | {"alarms": state.alarms.state()}
-    if state.held_out is not None:
-        saved["held_out"] = state.held_out.state()
-    if state.ahead is not None:
-        saved["ahead"] = state.ahead.state(state.process_group)
-    saved |= save_statistics(state.score)
-    save_run_state(run, state.by_role, config.training, step, saved)
-
-
 def local_texts(texts: RowOrder, engine: Engine, micro_batch_tokens: int, update: int) -> list[Batch]:
     """This rank's micro-batches of the texts of one update."""
     to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
     return shard_rows(texts.rows_at(update), to_batches, engine.process_group.rank, engine.process_group.size)
+
+
+# Weights of the sampling policy: whole on every device, or sharded
+
+
+def choose_rollout_weights(
+    config: SamplingSettings, prompts: Sequence[PromptExample], state: SamplingState, run: Run
+) -> Literal["gathered", "sharded"]:
+    """`config.rollout_weights`, with `auto` decided by the free memory; noted in the run. A collective operation.
+
+    Gathered weights stand beside the cache and logits of the samples and the optimizer's state, which the first update
+    creates. Every rank must have room for them: the one with the least free memory decides.
+
+    Raises:
+        UserError: `gathered` was asked for and does not fit.
+    """
+    group, choice = state.process_group, config.rollout_weights
+    whole = state.policy.backend.whole_bytes()
+    if whole == 0:
+        if choice == "sharded":
+            run.note(
+                f"rollout_weights: sharded has no effect, because {group.kind} keeps the policy whole on each process"
+            )
+        return "gathered"
+    trained = sum(trainable_elements(engine.backend.unwrapped) for engine in state.engines.values())
+    moments = 2 * 4 * trained // group.size  # of AdamW, sharded as the weights are
+    other = group.largest(sampling_bytes(config, prompts, state) + moments)
+    free = -group.largest(-free_bytes(group))
+    figures = (
+        f"the whole policy takes {_gigabytes(whole)} on each device, cache, logits and optimizer state "
+        f"{_gigabytes(other)}, and {_gigabytes(free)} are free"
+    )
+    if choice == "gathered" and whole > free:
+        raise UserError(f"rollout_weights=gathered does not fit: {figures}; set it to sharded, or to auto")
+    if choice == "auto":
+        choice = "gathered" if whole + other <= USABLE * free else "sharded"
+    run.note(f"rollout_weights: {choice} ({'as set' if choice == config.rollout_weights else 'auto'}): {figures}")
+    return choice
+
+
+def sampling_bytes(config: SamplingSettings, prompts: Sequence[PromptExample], state: SamplingState) -> int:
+    """Bytes of the cache and of the logits of one batch of samples on one device."""
+    model, group = state.policy.backend.unwrapped, state.process_group
+    assert isinstance(model, NativeModel | ExternalModel)
+    responses = config.training.batch_size * config.responses_per_prompt
+    rows = min(config.micro_rollout_batch_size, -(-responses // group.size))
+    tokens = int(lengths_of(prompts).max()) + config.max_new_tokens
+    element = 2 if config.training.precision == "bf16" else 4
+    logits = 3 * 4 * model.spec.vocabulary  # float32: the logits, their log-softmax and its cumulative sum
+    return rows * (tokens * cached_numbers(model) * element + logits)
+
+
+def cached_numbers(model: NativeModel | ExternalModel) -> int:
+    """Numbers that the cache holds of one token, over all layers."""
+    if isinstance(model, NativeModel):
+        layers = [layer.attention for layer in model.spec.layers]
+        return sum(2 * attention.key_value_heads * attention.head_dim for attention in layers)
+    config = model.inner.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+
+
+def trainable_elements(model: nn.Module) -> int:
+    """Elements of the trainable weights over all ranks; ZeRO-3 keeps an empty tensor and the number in `ds_numel`."""
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters() if parameter.requires_grad
+    )
+
+
+def free_bytes(group: ProcessGroup) -> int:
+    """Free memory of this process's device; processes that share one machine's memory get equal parts of it."""
+    if group.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(group.device)
+        return free + torch.cuda.memory_reserved(group.device) - torch.cuda.memory_allocated(group.device)
+    import psutil
+
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e7 else f"{count / 1e6:.3g} MB"

@@ -26,7 +26,7 @@ from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
-from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
+from alignment.losses.language import distillation_loss, hidden_cosine_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings

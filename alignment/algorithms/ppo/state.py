@@ -1,0 +1,365 @@
+"""Everything that an iteration of sampling and learning reads and changes, and what of it a checkpoint keeps."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.policies import Policy, Reference
+from alignment.algorithms.ppo.config import SamplingSettings
+from alignment.algorithms.scoring import load_statistics, save_statistics
+from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+from alignment.generation import Responses, SamplingConfig
+from alignment.models.classifiers import values_before_targets
+from alignment.ragged import Batch, Ragged, Sharing
+from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.normalize import mean_and_deviation, no_deviation
+from alignment.training import Engine
+from alignment.training.distributed import ProcessGroup
+
+Saved = Mapping[str, Any]  # JSON-like values from a checkpoint, its `step` among them
+MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
+
+
+# The weight of the KL penalty and the scale of the scores
+
+
+@dataclass
+class AdaptiveKL:
+    """Penalty weight that steers the measured KL towards a target, by a proportional controller.
+
+    error = clip(kl / target - 1, -0.2, 0.2);  coef <- coef * (1 + error * n / horizon)
+
+    Attributes:
+        coef: penalty weight now; the whole state, to be saved and given back on resume.
+        target: wanted KL per response, nats.
+        horizon: responses over which the error is worked off.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (their K_beta is 1 / horizon per response).
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "target", "horizon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of the adaptive KL controller must be above 0, got {getattr(self, name)}")
+
+    def update(self, kl: float, n: int) -> float:
+        """Take in a measurement and return the new coefficient.
+
+        Args:
+            kl: mean KL per response, nats; may be slightly negative, as k1 is.
+            n: responses it was measured on, over all ranks.
+
+        Raises:
+            ValueError: kl is not finite.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"the measured KL is {kl}; the penalty weight cannot follow it")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * n / self.horizon
+        return self.coef
+
+
+@dataclass
+class FixedKL:
+    """Penalty weight that stays at `coef`, with the methods of `AdaptiveKL`."""
+
+    coef: float
+
+    def update(self, kl: float, n: int) -> float:
+        """The coefficient; the measurement changes nothing."""
+        return self.coef
+
+
+@dataclass
+class ScoreNormalizer:
+    """Gives scores mean 0 and deviation 1 on the first samples: scale * score + shift.
+
+    Attributes:
+        enabled: False leaves scores as they are.
+        fitted: True once scale and shift are set; the first samples set them for the whole run.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (there on samples of the reference, as here).
+    """
+
+    enabled: bool = True
+    scale: float = 1.0
+    shift: float = 0.0
+    fitted: bool = False
+
+    def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
+        """Set scale and shift by the first scores, [B] on each rank; later calls change nothing. Returns itself.
+
+        A score that is not a number is left out.
+
+        Args:
+            reduce: adds a tensor over all ranks.
+
+        Raises:
+            UserError: there is one score, or all are equal.
+        """
+        if self.fitted or not self.enabled:
+            return self
+        count, mean, deviation = mean_and_deviation(scores, reduce)
+        if deviation == 0:
+            raise UserError(
+                f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
+            )
+        self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
+        return self
+
+
+# Samples that wait for the next iteration
+
+
+@dataclass(frozen=True)
+class DrawnResponses:
+    """This rank's responses to the prompts of an iteration, before any network is asked about them.
+
+    Attributes:
+        prompts: of each response.
+        numbers: global number of each response over the whole run, ascending.
+        responses: token ids, log-probabilities in the distribution that they were drawn from, and ends.
+    """
+
+    prompts: list[PromptExample]
+    numbers: list[int]
+    responses: Responses
+
+
+SavedResponse = tuple[int, list[int], list[float], bool]  # number, token ids, log-probabilities, whether it ended
+
+
+@dataclass
+class SampledAhead:
+    """Responses that are sampled one iteration before the policy learns from them.
+
+    Attributes:
+        prompts_of: prompts of an iteration, of all ranks; none after the last iteration.
+        waiting: responses of the next iteration; None: they are not drawn yet.
+    """
+
+    prompts_of: Callable[[int], Sequence[PromptExample]]
+    waiting: DrawnResponses | None = None
+
+    def state(self, group: ProcessGroup) -> list[SavedResponse] | None:
+        """The waiting responses of all ranks in the order of their numbers, for `restore`; a collective operation."""
+        if self.waiting is None:
+            return None
+        drawn = self.waiting.responses
+        local = list(zip(self.waiting.numbers, drawn.token_ids, drawn.log_probs, drawn.ended, strict=True))
+        return sorted((row for part in group.gather_objects(local) for row in part), key=lambda row: row[0])
+
+    def restore(self, saved: Sequence[SavedResponse] | None, step: int, group: ProcessGroup) -> None:
+        """Go on with iteration `step` from what `state` returned; the number of ranks may be another one."""
+        self.waiting = None
+        if saved is not None:
+            prompts = self.prompts_of(step)
+            count = len(saved) // len(prompts)  # responses to each prompt, side by side
+            local = [row for row in range(len(saved)) if row // count % group.size == group.rank]
+            numbers, token_ids, log_probs, ended = (
+                list(column) for column in zip(*(saved[row] for row in local), strict=True)
+            )
+            responses = Responses(token_ids, log_probs, ended)
+            self.waiting = DrawnResponses([prompts[row // count] for row in local], numbers, responses)
+
+
+# Held-out prompts and alarms
+
+
+@dataclass
+class HeldOut:
+    """Held-out prompts and their judge, with what evaluations leave for later ones.
+
+    Attributes:
+        prompts: all of them.
+        score: the judge; the numbers of several rewards are neither normalized nor clipped.
+        sampling: how responses are drawn, with a seed of their own.
+        kl_budget: nats per response; None: any KL.
+        start_scores: of the starting policy's responses, in the order of the prompts; empty before the first evaluation.
+        ended_by: why the run ends; empty while it goes on.
+    """
+
+    prompts: Sequence[PromptExample]
+    score: ScoreFunction
+    sampling: SamplingConfig
+    kl_budget: float | None = None
+    start_scores: Sequence[float] = ()
+    ended_by: str = ""
+
+    def take_in(self, scores: Sequence[float], kl: float, step: int) -> dict[str, float]:
+        """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent.
+
+        Args:
+            scores: of the responses to all prompts; not a number: there is none, and no mean counts the prompt.
+            kl: mean KL of a response from the reference, nats.
+
+        Raises:
+            UserError: no response has a score.
+        """
+        self.start_scores = self.start_scores or list(scores)
+        if self.kl_budget is not None and kl > self.kl_budget:
+            self.ended_by = (
+                f"held_out_kl is {kl:.4g} nats after iteration {step}, above held_out.kl_budget ({self.kl_budget:g})"
+            )
+        known = [score for score in scores if not math.isnan(score)]
+        if not known:
+            raise UserError("held_out: no response to a held-out prompt has a score; check who scores them")
+        won = share_won(scores, self.start_scores)
+        return {"held_out_score": sum(known) / len(known), "held_out_win_rate": won, "held_out_kl": kl}
+
+
+def share_won(scores: Sequence[float], others: Sequence[float]) -> float:
+    """Share of prompts with two scores at which one is above the other one's; equal ones count half. 0.5 without any."""
+    pairs = [pair for pair in zip(scores, others, strict=True) if not any(map(math.isnan, pair))]
+    won = sum(1.0 if score > other else 0.5 if score == other else 0.0 for score, other in pairs)
+    return won / len(pairs) if pairs else 0.5
+
+
+@dataclass
+class Alarms:
+    """Metrics that alarms compare, and the alarms that were given; see `metrics.new_alarms`.
+
+    Attributes:
+        start: of the first iterations.
+        recent: of the newest, the last one last.
+        raised: alarms that have been given and not been quiet since.
+    """
+
+    start: list[dict[str, float]] = field(default_factory=list)
+    recent: list[dict[str, float]] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
+
+
+# The states
+
+
+@dataclass
+class SamplingState:
+    """State of a run that samples, scores and learns.
+
+    Attributes:
+        policy: its engine.
+        score: a judge of prompts and responses, token ids: gives their scores [B] (not a number: could not judge), or
+            `Scores` with the parts of several rewards. PPO's is called once for each rollout, by every rank.
+        stop_ids: tokens that end a response.
+        start: the policy as it was loaded, for saving it, with its tokenizer.
+        reference: log-probabilities without gradients; None where nothing is compared with it.
+        metrics: functions of prompts and responses whose means are logged, by name.
+        rollout_weights: how the policy's weights lie while it samples.
+        roles: the networks, for notes on their memory.
+        share_prompts: True where a prompt with several responses is computed once for all of them.
+        logged_samples: responses of each iteration that are written to samples.jsonl.
+        held_out: prompts that are scored during the run, and their judge; None: there are none.
+        alarms: of collapse, over the metrics of the run; None: the method has none.
+        ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
+    """
+
+    policy: Engine
+    _: KW_ONLY
+    score: ScoreFunction
+    stop_ids: Sequence[int]
+    start: Policy
+    reference: Reference | None = None
+    metrics: dict[str, MetricFn] = field(default_factory=dict)
+    rollout_weights: Literal["gathered", "sharded"] = "gathered"
+    roles: Sequence[Role] = ()
+    share_prompts: Sharing = False
+    logged_samples: int = 2
+    held_out: HeldOut | None = None
+    alarms: Alarms | None = None
+    ahead: SampledAhead | None = None
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """The engines that train, by the names of their checkpoints."""
+        return {"policy": self.policy}
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self.policy.process_group
+
+    def ask(self, batch: Ragged, config: SamplingSettings) -> dict[str, Tensor]:
+        """Numbers that the networks give for each response token of a batch, [M]: the reference's log-probabilities."""
+        if self.reference is None or config.samples_differ:
+            return {}
+        return {"reference_log_probs": self.reference(batch=batch, temperature=config.temperature).log_probs}
+
+    def saved(self) -> dict[str, object]:
+        """The state for `restore`, JSON-like; a collective operation."""
+        saved: dict[str, object] = save_statistics(self.score)
+        if self.alarms is not None:
+            saved["alarms"] = vars(self.alarms)
+        if self.held_out is not None:
+            saved["held_out"] = {"start_scores": list(self.held_out.start_scores), "ended_by": self.held_out.ended_by}
+        if self.ahead is not None:
+            saved["ahead"] = self.ahead.state(self.process_group)
+        return saved
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from what `saved` returned, and the `step` after which that was."""
+        load_statistics(self.score, saved.get("rewards"))
+        if self.alarms is not None:
+            self.alarms = Alarms(**saved["alarms"])
+        if self.held_out is not None:
+            vars(self.held_out).update(saved["held_out"])
+        if self.ahead is not None:
+            self.ahead.restore(saved.get("ahead"), saved["step"], self.process_group)
+
+
+@dataclass(kw_only=True)
+class PPOState(SamplingState):
+    """Everything that an iteration of PPO reads and changes.
+
+    Attributes:
+        value: the engine of the value model; None with a value head on the policy's trunk, or without one.
+        kl: the controller of the KL penalty, its coefficient as `.coef`.
+        normalizer: gives the scores mean 0 and deviation 1.
+        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
+        num_updates: minibatch updates taken so far.
+        shared_value: True where the policy has a value head on its trunk.
+    """
+
+    value: Engine | None
+    kl: AdaptiveKL | FixedKL
+    normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
+    pretraining: Callable[[int], list[Batch]] | None = None
+    num_updates: int = 0
+    alarms: Alarms | None = field(default_factory=Alarms)
+    shared_value: bool = False
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {"policy": self.policy} if self.value is None else {"policy": self.policy, "value": self.value}
+
+    def ask(self, batch: Ragged, config: SamplingSettings) -> dict[str, Tensor]:
+        """Log-probabilities of policy and reference and, with a value model, the values before the tokens, [M] each."""
+        assert self.reference is not None
+        temperature, values = config.temperature, {}
+        if self.shared_value:
+            output = self.policy.model(batch=batch, temperature=temperature, values=True)
+            values = {"values": output.values}
+        else:
+            output = self.policy.model(batch=batch, temperature=temperature)
+            if self.value is not None:
+                values = {"values": values_before_targets(self.value.model, batch)}
+        reference = self.reference(batch=batch, temperature=temperature).log_probs
+        return {"log_probs": output.log_probs, **values, "reference_log_probs": reference}
+
+    def saved(self) -> dict[str, object]:
+        controllers = {"num_updates": self.num_updates, "kl_coef": self.kl.coef, "normalizer": vars(self.normalizer)}
+        return super().saved() | controllers
+
+    def restore(self, saved: Saved) -> None:
+        super().restore(saved)
+        self.num_updates, self.kl.coef = saved["num_updates"], saved["kl_coef"]
+        self.normalizer = ScoreNormalizer(**saved["normalizer"])
