@@ -274,13 +274,10 @@ def _share(
         first_of: a document that begins with it.
         of_documents: prompt of each document.
     """
-    whole_starts = [0, *accumulate(whole.lengths)]
+    ends = list(accumulate(whole.lengths))
     own = [length - (0 if p is None else prompts[p]) for length, p in zip(whole.lengths, of_documents, strict=True)]
-    ends = [whole_starts[i + 1] for i in range(len(own))]
-    kept = runs(
-        [whole_starts[i] for i in first_of] + [end - size for end, size in zip(ends, own, strict=True)],
-        [*prompts, *own],
-    )
+    firsts = [ends[i] - whole.lengths[i] for i in first_of] + [end - size for end, size in zip(ends, own, strict=True)]
+    kept = runs(firsts, [*prompts, *own])
     documents = document_tokens(prompts, of_documents, whole.lengths)
     starts = torch.tensor([0, *accumulate(own)]) + sum(prompts)
     before = documents[whole.target_index - 1]
@@ -397,9 +394,10 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
     if shared is not None:
         alone = [True] * len(shared.lengths) + [prompt is None for prompt in shared.of_documents]
     starts = [0, *accumulate(size + count * first for size, first in zip(pieces, alone, strict=True))]
-    own = runs([start + count * first for start, first in zip(starts[:-1], alone, strict=True)], pieces).to(device)
+    own = runs([start + count * first for start, first in zip(starts[:-1], alone, strict=True)], pieces)
+    own = own.to(device, non_blocking=True)
     begun = [start for start, first in zip(starts[:-1], alone, strict=True) if first]
-    virtual = runs(begun, [count] * len(begun)).to(device)
+    virtual = runs(begun, [count] * len(begun)).to(device, non_blocking=True)
 
     def longer(x: Tensor) -> Tensor:
         return x.new_zeros(starts[-1]).index_copy(0, own, x)
@@ -409,7 +407,8 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
     if shared is not None:
         prompts = len(shared.lengths)
         longer_prompts = tuple(length + count for length in shared.lengths)
-        documents = document_tokens(longer_prompts, shared.of_documents, lengths).to(device)
+        documents = document_tokens(longer_prompts, shared.of_documents, lengths)
+        documents = documents.to(device, non_blocking=True)
         shared = replace(shared, lengths=longer_prompts, documents=documents, before=own[shared.before])
     expanded = replace(
         batch,
@@ -417,7 +416,7 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
         positions=longer(batch.positions + count).index_copy(
             0, virtual, torch.arange(count, device=device).repeat(len(begun))
         ),
-        starts=torch.tensor(starts[prompts:], dtype=batch.starts.dtype).to(device),
+        starts=torch.tensor(starts[prompts:], dtype=batch.starts.dtype).to(device, non_blocking=True),
         lengths=lengths,
         target_index=own[batch.target_index],
         segments=None if batch.segments is None else longer(batch.segments),

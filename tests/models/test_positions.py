@@ -1,18 +1,118 @@
-"""Rotary angles: the reference's numbers, fp32 whatever the model's type, a rotation and its inverse."""
+"""Positions that are added: vectors by the paper, ALiBi and T5's buckets by exact integers, the paper's list, transformers."""
 
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+from transformers.models.t5.modeling_t5 import T5Attention
 
-from alignment.models.layers import LinearScaling, Llama3Scaling, RotarySpec
-from alignment.models.layers.positions import LearnedPositions, SinusoidalPositions
-from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate
+from alignment.models.layers.positions import (
+    Alibi,
+    BFloat16Alibi,
+    LearnedPositions,
+    RelativeBias,
+    SinusoidalPositions,
+    alibi_slopes,
+    relative_buckets,
+)
 
-LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+def relative_positions(queries: int, keys: int) -> torch.Tensor:
+    """Key position minus query position; the last query has the position of the last key."""
+    return torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
 
 
-def no_sizes():
-    raise AssertionError("only scalings that depend on a document's size may ask for it")
+def test_slopes_of_eight_heads_are_the_papers():
+    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+
+
+def test_slopes_of_six_heads_take_every_second_of_eight():
+    # Press et al.'s own code: those of 4 heads, then the first, third ... of 8 heads.
+    assert alibi_slopes(6) == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 7, 12, 71, 112])
+def test_slopes_are_blooms(heads):
+    at_place_one = bloom_alibi(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    assert_close(torch.tensor(alibi_slopes(heads)), at_place_one)
+
+
+def test_alibi_lowers_scores_by_slope_times_distance():
+    bias = Alibi(2, scale=3.0)(relative_positions(2, 3))  # slopes 1/16, 1/256; queries at places 1 and 2
+    assert_close(bias[0], -3 / 16 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
+    assert_close(bias[1], -3 / 256 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
+
+
+@pytest.mark.parametrize("heads", [4, 12])
+def test_rounded_alibi_is_falcons(heads):
+    expected = falcon_alibi(torch.ones(1, 700, dtype=torch.long), heads, torch.float32) / 8**0.5
+    assert_close(BFloat16Alibi(heads, 8**-0.5)(relative_positions(1, 700)), expected.view(heads, 1, 700))
+
+
+def test_rounded_alibi_rounds_by_hand():
+    # bfloat16 has 8 bits: 257 becomes 256, half of it 128. The slope of head 0 of 8 is 1/2.
+    assert BFloat16Alibi(8)(relative_positions(1, 258))[0, 0, -1] == 128.0
+
+
+def test_rounded_alibi_is_alibi_where_nothing_rounds():
+    # Slopes that are powers of two and places below 256 are whole in bfloat16.
+    apart = relative_positions(200, 200)
+    hidden = (apart > 0)[None]
+    ours, exact = (part(8)(apart).masked_fill(hidden, -torch.inf).softmax(-1) for part in (BFloat16Alibi, Alibi))
+    assert_close(ours, exact)
+
+
+def test_rounded_alibi_covers_a_batch_of_rows():
+    assert BFloat16Alibi(4)(torch.zeros(5, 1, 9)).shape == Alibi(4)(torch.zeros(5, 1, 9)).shape == (5, 4, 1, 9)
+
+
+def bucket_by_integers(distance: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """The same from whole numbers alone: (d / exact)^n >= (max / exact)^k says that step k has begun."""
+    offset = 0
+    if bidirectional:
+        buckets //= 2
+        offset, distance = (buckets, distance) if distance > 0 else (0, -distance)
+    else:
+        distance = max(0, -distance)
+    exact = buckets // 2
+    if distance < exact:
+        return offset + distance
+    steps = buckets - exact
+    reached = [k for k in range(steps) if distance**steps * exact**k >= max_distance**k * exact**steps]
+    return offset + exact + max(reached)
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 50), (8, 20)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets(buckets, max_distance, bidirectional):
+    apart = torch.arange(-300, 301)
+    ours = relative_buckets(apart, buckets, max_distance, bidirectional)
+    theirs = T5Attention._relative_position_bucket(apart, bidirectional, buckets, max_distance)
+    assert torch.equal(ours, theirs)
+    exact = [bucket_by_integers(d, buckets, max_distance, bidirectional) for d in apart.tolist()]
+    # A logarithm in fp32 may fall short of a step that begins at this very distance; there it is one bucket less.
+    short = [d for d, a, b in zip(apart.tolist(), ours.tolist(), exact, strict=True) if a != b]
+    assert all(ours[d + 300] == exact[d + 300] - 1 for d in short)
+    assert len(short) <= 4
+
+
+def test_relative_bias_reads_one_number_per_head_and_bucket():
+    module = RelativeBias(32, 128, heads=3, bidirectional=False)
+    torch.nn.init.normal_(module.weight)
+    bias = module(relative_positions(40, 40))
+    assert bias.shape == (3, 40, 40)
+    for query, key in ((39, 0), (5, 5), (20, 4)):
+        assert torch.equal(bias[:, query, key], module.weight[bucket_by_integers(key - query, 32, 128, False)])
+
+
+def test_relative_bias_is_trained_by_all_relative_positions_of_a_bucket():
+    module = RelativeBias(4, 8, heads=1, bidirectional=False)
+    torch.nn.init.zeros_(module.weight)
+    module(relative_positions(3, 3)).sum().backward()
+    # of 9 pairs: 3 at distance 0 and 3 to the right (bucket 0), 2 at distance 1, 1 at distance 2
+    assert module.weight.grad is not None
+    assert module.weight.grad.flatten().tolist() == [6.0, 2.0, 1.0, 0.0]
 
 
 def test_learned_positions_start_at_the_row_they_are_told():
@@ -28,86 +128,3 @@ def test_sinusoids_are_those_of_the_paper():
     place = torch.tensor(7.0)
     expected = torch.stack([place.sin(), place.cos(), (place / 100).sin(), (place / 100).cos()])
     assert_close(SinusoidalPositions(4)(torch.tensor([7]))[0], expected)
-
-
-def test_partial_rotation_leaves_the_rest_of_a_head_alone():
-    rotation = Rotary(RotarySpec(100.0, 4))(torch.tensor([5]), 6, no_sizes)
-    x = torch.randn(1, 2, 10, requires_grad=True)
-    turned = rotate(x, rotation)
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert_close(turned[..., :4], rotate(x[..., :4], rotation))
-    (grad,) = torch.autograd.grad(turned.sum(), x)
-    assert torch.equal(grad[..., 4:], torch.ones(1, 2, 6))
-
-
-def test_default_frequencies_are_powers_of_theta():
-    # K = 4, theta = 10000: 1 and 10000^(-1/2)
-    assert_close(rotary_frequencies(RotarySpec(10000.0, 4)), torch.tensor([1.0, 0.01]))
-
-
-def test_linear_scaling_divides_every_frequency():
-    assert_close(rotary_frequencies(RotarySpec(10000.0, 4, LinearScaling(4.0))), torch.tensor([0.25, 0.0025]))
-
-
-def test_llama3_scaling_keeps_short_waves_and_divides_long_ones():
-    plain = rotary_frequencies(RotarySpec(5e5, 128))
-    scaled = rotary_frequencies(RotarySpec(5e5, 128, LLAMA3))
-    turns = 8192 * plain / (2 * torch.pi)
-    assert_close(scaled[turns > 4], plain[turns > 4])
-    assert_close(scaled[turns < 1], plain[turns < 1] / 8)
-    between = (turns > 1) & (turns < 4)
-    assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
-
-
-def test_rotation_matches_the_formula_and_its_gradient():
-    module = Rotary(RotarySpec(100.0, 6))
-    rotation = tuple(part.double() for part in module(torch.tensor([0, 3, 7, 50]), 51, no_sizes))
-    x = torch.randn(4, 2, 6, dtype=torch.double, requires_grad=True)
-    turned = rotate(x, rotation)
-    angle = 7 * 100 ** (-2 / 6)  # pair 1 of position 7
-    a, b = x[2, 0, 1], x[2, 0, 4]
-    expected = torch.stack([a * torch.tensor(angle).cos() - b * torch.tensor(angle).sin()])
-    assert_close(turned[2, 0, 1:2], expected, atol=1e-6, rtol=1e-6)
-    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), x)
-    with torch.no_grad():
-        assert_close(rotate(x, rotation), turned.detach(), atol=0, rtol=0)
-
-
-def test_the_table_keeps_fp32_in_a_bfloat16_model_and_grows():
-    module = Rotary(RotarySpec(10000.0, 8))
-    before = module(torch.tensor([5]), 6, no_sizes)[0].clone()
-    module.to(torch.bfloat16)
-    cosines, sines = module(torch.tensor([5, 1000]), 1001, no_sizes)
-    assert cosines.dtype == sines.dtype == torch.float32
-    assert torch.equal(cosines[:1], before)
-    assert rotate(torch.ones(2, 1, 8, dtype=torch.bfloat16), (cosines, sines)).dtype == torch.bfloat16
-
-
-def test_a_table_made_in_inference_mode_serves_training():
-    module = Rotary(RotarySpec(10000.0, 8))
-    with torch.inference_mode():
-        module(torch.tensor([3]), 4, no_sizes)
-    x = torch.randn(1, 1, 8, requires_grad=True)
-    rotate(x, module(torch.tensor([3]), 4, no_sizes)).sum().backward()
-    assert x.grad is not None
-
-
-@pytest.mark.parametrize("scaling", [None, LinearScaling(2.0), LLAMA3])
-def test_frequencies_equal_transformers(scaling):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = {
-        None: {"rope_type": "default"},
-        LinearScaling(2.0): {"rope_type": "linear", "factor": 2.0},
-        LLAMA3: {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }[scaling]
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters={**rope, "rope_theta": 5e5})
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert_close(rotary_frequencies(RotarySpec(5e5, 128, scaling)), theirs, rtol=1e-6, atol=0)

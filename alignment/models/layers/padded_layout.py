@@ -266,7 +266,8 @@ def attention_masks(
         positions = torch.arange(offset + before[0], offset + before[0] + columns, device=device)[None]
         if len(set(before)) > 1:
             # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is NaN.
-            first, last = (torch.tensor(x).to(device)[:, None] for x in (before, [length - 1 for length in read]))
+            ends = [length - 1 for length in read]
+            first, last = (torch.tensor(x).to(device, non_blocking=True)[:, None] for x in (before, ends))
             positions = offset + torch.minimum(first + torch.arange(columns, device=device), last)
         relative = torch.arange(width, device=device) - positions[..., None]  # [1 or B, columns, width]
         seen = visible(relative, causal, window)[:, None]
