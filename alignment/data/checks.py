@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
+from alignment.data.examples import TokenizedRow
 from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Level, SpecialTokens, preferred_pairs
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
@@ -163,7 +164,7 @@ class Checks:
         self.samples = {name: HashSample() for name in ("copies", "preferences", "responses")}
         self.sums: Counter[str] = Counter()  # of pairs: number, longer, difference of lengths; of labels: number, yes
 
-    def add(self, records: Sequence[Record], examples: Sequence[Any] = ()) -> None:
+    def add(self, records: Sequence[Record], examples: Sequence[TokenizedRow] = ()) -> None:
         """Check some rows, and the examples that were made of them."""
         self.rows += len(records)
         for record in records:

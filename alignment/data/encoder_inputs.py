@@ -6,11 +6,10 @@ the segments (transformers: token_type_ids) of a batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from alignment.data.examples import Example
+from alignment.data.examples import Example, Values
 from alignment.data.rows.records import Comparison, Ranking, Tally
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
@@ -66,7 +65,7 @@ def encode_ordered_rankings(
 def encode_responses(
     rows: Sequence[Comparison | Ranking],
     replies: Sequence[Sequence[str]],
-    values: Sequence[dict[str, Any]],
+    values: Sequence[Values],
     tokenizer: Tokenizer,
     max_length: int,
 ) -> tuple[list[Example], Tally]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload
 
 Row = TypeVar("Row")
+Values = dict[str, Any]  # of an example, JSON-like
 
 
 class RowSequence(Sequence[Row]):
@@ -65,7 +66,7 @@ class Example:
     masks: list[list[bool]]
     row_id: str
     source: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
 
     @classmethod
     def single(cls, ids: list[int], mask: list[bool], row_id: str, source: int = 0, **values: Any) -> "Example":

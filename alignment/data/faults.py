@@ -113,7 +113,7 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "SpecialTokens":
-        """Those of one tokenizer; a token that ends responses is no fault wherever it stands."""
+        """The special tokens of a tokenizer; a token that ends responses is no fault wherever it stands."""
         stops = chat.stop_token_ids(tokenizer)
         bos, unknown = (None if token in stops else token for token in (bos_id(tokenizer), tokenizer.unk_token_id))
         names = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stops)))

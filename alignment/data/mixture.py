@@ -131,7 +131,7 @@ class MixtureStream(Stream[Row]):
 
     @property
     def epoch_length(self) -> int:
-        """Length of an epoch, in draws."""
+        """Length of an epoch."""
         return self.draws
 
     def row_of(self, position: int) -> tuple[int, int]:

@@ -162,7 +162,7 @@ def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
     return np.arange(count) if seed is None else np.random.default_rng([seed, *numbers]).permutation(count)
 
 
-OrderState = dict[str, Any]  # of a `StreamedOrder`, as JSON-like values
+OrderState = dict[str, Any]  # of a `StreamedOrder`, or of a cursor in it, as JSON-like values
 
 
 class Cursor:
@@ -230,7 +230,7 @@ class Cursor:
         start, before = asdict(self.start), asdict(self.before)
         return {"start": start, "taken": self.taken, "before": before, "last": self._last, "noted": self._noted}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: OrderState) -> None:
         """Go on where `state` says."""
         start, self._window = WindowStart(**state["start"]), None
         self.start, self.taken, self._last = start, state["taken"], state["last"]

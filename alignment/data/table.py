@@ -28,6 +28,7 @@ from alignment.errors import raise_all
 from alignment.files import hash_of
 
 Row = TypeVar("Row", bound=TokenizedRow)
+Manifest = Mapping[str, Any]  # of an entry of the cache: how a table was made
 
 FILES = {"tokens": np.int32, "runs": np.int32, "documents": np.int64, "rows": np.int64, "values": np.uint8}
 # Numbers of a row: where its documents and its bytes of `values` begin; the number of its data row, which may have made
@@ -179,7 +180,7 @@ class Table(EncodedSequence):
     def __init__(
         self,
         directory: Path,
-        manifest: Mapping[str, Any],
+        manifest: Manifest,
         *,
         codec: Codec | None = None,
         cached: bool = False,
@@ -210,10 +211,10 @@ class Table(EncodedSequence):
             self._release()
         return row
 
-    def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
+    def __add__(self, other: Sequence[TokenizedRow]) -> Sequence[Any]:
         return JoinedTables([self, other]) if len(other) else self
 
-    def __radd__(self, other: Sequence[Any]) -> Sequence[Any]:
+    def __radd__(self, other: Sequence[TokenizedRow]) -> Sequence[Any]:
         return JoinedTables([other, self]) if len(other) else self
 
     @property
@@ -279,7 +280,7 @@ class JoinedTables(RowSequence[Any]):
         tables: the parts, in order.
     """
 
-    def __init__(self, tables: Sequence[Sequence[Any]]):
+    def __init__(self, tables: Sequence[Sequence[TokenizedRow]]):
         self.tables: list[Any] = [part for table in tables for part in tables_of(table)]
         self._starts = list(accumulate(map(len, self.tables), initial=0))
 
@@ -293,10 +294,10 @@ class JoinedTables(RowSequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.tables)
 
-    def __add__(self, other: Sequence[Any]) -> "JoinedTables":
+    def __add__(self, other: Sequence[TokenizedRow]) -> "JoinedTables":
         return JoinedTables([self, other])
 
-    def __radd__(self, other: Sequence[Any]) -> "JoinedTables":
+    def __radd__(self, other: Sequence[TokenizedRow]) -> "JoinedTables":
         return JoinedTables([other, self])
 
     def column(self, name: str) -> np.ndarray:

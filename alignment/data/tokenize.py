@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from typing import Any, TypeVar
 
-from alignment.data.examples import Example
+from alignment.data.examples import Example, Values
 from alignment.data.rows.records import (
     SHOWN_IDS,
     Comparison,
@@ -137,7 +137,7 @@ def _tokenize_judged(
     max_length: int,
     *,
     ranks: Sequence[Sequence[int]],
-    values: Sequence[dict[str, Any]],
+    values: Sequence[Values],
     ranked: bool = False,
 ) -> tuple[list[Example], Tally]:
     """Each row's prompt with its replies; see `tokenize_rankings`.
@@ -172,7 +172,7 @@ def _tokenize_judged(
     return counted(examples, counts)
 
 
-def margin_of(row: Comparison | Ranking) -> dict[str, Any]:
+def margin_of(row: Comparison | Ranking) -> Values:
     """The margin of a row as a value of its example, where it has one."""
     return {} if row.margin is None else {"margin": row.margin}
 
