@@ -13,7 +13,7 @@ from alignment.data.rows.records import Message, Messages, Tools
 from alignment.data.text.dialogues import (
     UNRENDERED_REASONING,
     DialogueRow,
-    EncodedSequence,
+    EncodedChat,
     Part,
     Plan,
     attempt,
@@ -112,7 +112,7 @@ def encode_each_response(
     *,
     ended: Sequence[bool] | None = None,
     tools: Sequence[Tools | None] | None = None,
-) -> list[EncodedSequence | UserError]:
+) -> list[EncodedChat | UserError]:
     """Ids of each response and its end token, or the reason why it cannot be used.
 
     Args:

@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSequence:
+class EncodedChat:
     """Ids and mask of a sequence, of equal length, and notes for the user."""
 
     ids: list[int]
@@ -109,14 +109,14 @@ def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserEr
         return error
 
 
-def encode_plans(tokenizer: Tokenizer, plans: Sequence[Plan | UserError]) -> list[EncodedSequence | UserError]:
+def encode_plans(tokenizer: Tokenizer, plans: Sequence[Plan | UserError]) -> list[EncodedChat | UserError]:
     """The sequence of each plan, with one BOS before its context where the tokenizer has one."""
     made = [plan for plan in plans if isinstance(plan, Plan)]
     pieces = [piece for plan in made for part in plan.parts for piece in part.pieces]
     ids = encode_pieces(tokenizer, pieces + [piece for plan in made for piece in plan.last_prompt])
     with_one_bos = bos_adder(tokenizer)
 
-    def joined(plan: Plan) -> EncodedSequence:
+    def joined(plan: Plan) -> EncodedChat:
         sequence: list[int] = []
         mask: list[bool] = []
         for part in plan.parts:
@@ -126,12 +126,12 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[Plan | UserError]) -> lis
             mask += [part.counts] * (len(sequence) - len(mask))
         prompt = with_one_bos([token for piece in plan.last_prompt for token in ids[piece]]) if plan.last_prompt else []
         notes = plan.notes if sequence[: len(prompt)] == prompt else (*plan.notes, OTHER_PROMPT)
-        return EncodedSequence(sequence, mask, tuple(dict.fromkeys(notes)))
+        return EncodedChat(sequence, mask, tuple(dict.fromkeys(notes)))
 
     return [attempt(joined, plan) for plan in plans]
 
 
-def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedSequence | UserError]:
+def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedChat | UserError]:
     """Ids and mask of each dialogue, or the reason why it cannot be used: every counting reply is True with its end token.
 
     Ids and mask end with the last reply. What the template writes between the assistant's header and the reply
@@ -158,7 +158,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
 
-def _require_reply(encoded: EncodedSequence) -> EncodedSequence:
+def _require_reply(encoded: EncodedChat) -> EncodedChat:
     if not any(encoded.mask) or all(encoded.mask):
         raise UserError(NO_REPLY)
     return encoded
