@@ -89,7 +89,7 @@ def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
     from alignment.data.text import chat
 
     def unended(tokenizer, texts, prompts, *, tools):
-        return [chat.EncodedSequence([50, 51, 52], [True] * 3) for _ in texts]
+        return [chat.EncodedChat([50, 51, 52], [True] * 3) for _ in texts]
 
     monkeypatch.setattr(chat, "encode_each_response", unended)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)

@@ -9,16 +9,17 @@ from alignment.data.pretraining.examples import mask_tokens_of
 from alignment.data.pretraining.next_sentence import (
     FOLLOWS,
     OTHER_TEXT,
-    Passage,
     Sentence,
     collate_sentence_pairs,
     group_sentences,
     make_pair,
     other_sentences,
+    passage_of,
     sentences_of,
     tokenize_passages,
 )
 from alignment.data.rows.records import Text
+from alignment.data.table import mask_of
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
@@ -75,7 +76,7 @@ def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
             edge = segments.index(1)
             assert (tokens[0], tokens[edge - 1], tokens[-1]) == ("[CLS]", "[SEP]", "[SEP]")
             assert segments == [0] * edge + [1] * (len(tokens) - edge)
-            assert example.maskable == [token not in ("[CLS]", "[SEP]") for token in tokens]
+            assert example.mask == [token not in ("[CLS]", "[SEP]") for token in tokens]
             first, second = (
                 {word for word in tokenizer.decode(part).split() if word in NAMES}
                 for part in (example.ids[:edge], example.ids[edge:])
@@ -91,7 +92,7 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
     passages, counts, pairs = make(tokenizer, 14)
     budget = 14 - 3
     assert all(len(pair.example.ids) <= 14 for pair in pairs)
-    long = sum(sum(len(sentence.ids) for sentence in passage.sentences) > budget for passage in passages)
+    long = sum(len(passage.ids) > budget for passage in passages)
     assert sum(counts.cut.values()) == long > 0
 
 
@@ -149,7 +150,8 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
         tokens = tokenizer.convert_ids_to_tokens(example.ids)
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)
-        assert example.word_starts == [own and not within for own, within in zip(example.maskable, inner, strict=True)]
+        starts = mask_of(example.values["word_starts"])
+        assert starts == [own and not within for own, within in zip(example.mask, inner, strict=True)]
 
 
 def test_zero_says_that_the_second_sentence_follows_as_in_bert():
@@ -158,7 +160,7 @@ def test_zero_says_that_the_second_sentence_follows_as_in_bert():
 
 def test_a_replacement_begins_at_any_sentence_and_is_as_close_to_the_length_as_whole_sentences_allow():
     def passage(document):
-        return Passage([Sentence([10 * document + n] * 3, [True] * 3) for n in range(4)], document, str(document))
+        return passage_of([Sentence([10 * document + n] * 3, [True] * 3) for n in range(4)], document, str(document))
 
     passages = [passage(1), passage(2)]
     firsts = set()

@@ -19,6 +19,7 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
+from alignment.data.table import mask_of
 from alignment.data.text.special_tokens import sentinel_ids, special_token_template
 from alignment.data.text.truncation import even_slices
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
@@ -37,6 +38,10 @@ def wordpiece():
 @pytest.fixture(scope="module")
 def unigram():
     return train_tokenizer("unigram", TEXTS, 60, sentinels=20)
+
+
+def starts_of(example):
+    return mask_of(example.values["word_starts"])
 
 
 def documents(batches):
@@ -58,8 +63,8 @@ def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiec
     tokens = wordpiece.convert_ids_to_tokens(example.ids)
     assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
     assert tokens.count("[SEP]") == 1  # the one typed in the text is spelt out
-    assert example.maskable == [False, *[True] * (len(tokens) - 2), False]
-    assert example.word_starts[1:-1] == [not token.startswith("##") for token in tokens[1:-1]]
+    assert example.mask == [False, *[True] * (len(tokens) - 2), False]
+    assert starts_of(example)[1:-1] == [not token.startswith("##") for token in tokens[1:-1]]
     assert (counts.kept, counts.documents, counts.tokens) == (1, 1, len(tokens))
 
 
@@ -128,7 +133,7 @@ def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
     whole, _ = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
     parts, counts = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 16)
     assert [token for part in parts for token in part.ids[1:-1]] == whole[0].ids[1:-1]
-    assert all(len(part.ids) <= 16 and part.word_starts[1] for part in parts)
+    assert all(len(part.ids) <= 16 and starts_of(part)[1] for part in parts)
     assert sum(counts.cut.values()) == 1
 
 
@@ -148,7 +153,7 @@ def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
     assert {0, 1, 2, 3}.isdisjoint(mask_tokens.random_ids.tolist())
     assert len(mask_tokens.random_ids) == len(roberta) - 4
     [example], _ = tokenize_maskable([Text("the cat sat", "a")], roberta, 64)
-    assert sum(example.word_starts) == 3
+    assert sum(starts_of(example)) == 3
 
 
 def test_no_room_for_text_is_refused(wordpiece, unigram):

@@ -1,6 +1,6 @@
 """Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ def run(config: FinetuneConfig) -> Path:
             finetune_loss_fn(engine.model, form.task, config.language_coef),
             training=config.training,
             run=run,
-            evaluate=partial(held_out_metrics, config, form, engine, held_out) if held_out else None,
+            evaluate=partial(evaluate_task, config, form, engine, held_out) if held_out else None,
             save=partial(save, config, form, engine, model, tokenizer),
         )
         return run.output / "model"
@@ -200,7 +200,7 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
     return directory
 
 
-def choose_format(config: FinetuneConfig, model: dict[str, Any]) -> TaskFormat:
+def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFormat:
     """The form of the run's rows: the format asked for, else GPT-1's for pairs and choices of a decoder.
 
     A decoder's tokenizer has no token that separates two texts.
@@ -212,8 +212,8 @@ def choose_format(config: FinetuneConfig, model: dict[str, Any]) -> TaskFormat:
         UserError: a decoder's format or loss for a model that is no decoder.
     """
     name, decoder = model.get("model_type"), False
-    if not is_external_type(model):  # else an encoder
-        spec = family_of(model).spec_from_config(model)
+    if not is_external_type(dict(model)):  # else an encoder
+        spec = family_of(dict(model)).spec_from_config(dict(model))
         decoder = isinstance(spec, TransformerSpec) and spec.causal
     if config.format not in (None, "tokenizer") and not decoder:
         raise UserError(f"format={config.format} is a decoder's and {name} is none; leave it out")
@@ -256,7 +256,7 @@ def read_part(
     return prepared
 
 
-def held_out_metrics(
+def evaluate_task(
     config: FinetuneConfig, form: TaskFormat, engine: Engine, held_out: LabeledExamples
 ) -> dict[str, float]:
     """The held-out loss and metrics, keys prefixed `held_out_`; every rank reads all rows."""

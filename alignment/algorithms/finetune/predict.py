@@ -48,7 +48,7 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     return [names[number] for number in best] if form.names_classes else best
 
 
-def _with_label(form: TaskFormat, row: Any, row_id: str, label: str | int) -> LabeledRow:
+def _with_label(form: TaskFormat, row: Sequence[object], row_id: str, label: str | int) -> LabeledRow:
     """The row in the form of a training row, `label` in the place of its labels."""
     count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
     inputs = {"classification": (row, None), "token_classification": (list(row),)}.get(form.task) or tuple(row)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from annotated_types import Interval
 
@@ -256,7 +256,15 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     return policy, teacher
 
 
-def check_teacher(config: DistillationConfig, student: Any, teacher: Any) -> None:
+class TrainedModel(Protocol):
+    """A native model or one of transformers."""
+
+    source: str
+    config: dict[str, Any]
+    spec: Any
+
+
+def check_teacher(config: DistillationConfig, student: TrainedModel, teacher: TrainedModel) -> None:
     """Refuse a teacher with another vocabulary, or with hidden states that the cosine loss cannot compare."""
     if teacher.spec.vocabulary != student.spec.vocabulary:
         raise UserError(
@@ -286,14 +294,14 @@ MODELS = {  # kind of objective -> class of the models that it trains
 }
 
 
-def check_kind(objective: Objective, model: Any) -> None:
+def check_kind(objective: Objective, model: TrainedModel) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
     found = type(model).__name__
     if model.source == "native" and found != MODELS[objective.kind]:
-        fitting = next(kind for kind, trained in MODELS.items() if trained == found)
+        other = next(kind for kind, trained in MODELS.items() if trained == found)
         raise UserError(
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
-            f"objective.kind: {fitting} would"
+            f"objective.kind: {other} would"
         )
 
 

@@ -5,7 +5,7 @@ corruption: its examples and batches are those of data/batches.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from alignment.data.examples import Example
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
-from alignment.data.table import lengths_of
+from alignment.data.table import lengths_of, mask_of, runs_of
 from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -37,20 +37,13 @@ TOO_SHORT = "text of a single token, too short for a source and a target"
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 
 
-@dataclass(frozen=True, slots=True)
-class MaskableExample:
-    """A text with its special tokens; `maskable` is True for its own tokens, `word_starts` where a word begins."""
+def maskable_example(text: EncodedText, word_starts: Sequence[bool], row_id: str, source: int = 0) -> Example:
+    """A text with its special tokens; its mask is True for its own tokens.
 
-    ids: list[int]
-    maskable: list[bool]
-    word_starts: list[bool]
-    row_id: str
-    source: int = 0
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """The one token sequence."""
-        return [self.ids]
+    Args:
+        word_starts: True where a word begins, [N]; the example keeps it as lengths of runs.
+    """
+    return Example.single(text.ids, text.is_text, row_id, source, word_starts=runs_of(word_starts))
 
 
 class MaskTokens(NamedTuple):
@@ -79,17 +72,14 @@ def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
     return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
 
 
-def tokenize_maskable(
-    rows: Sequence[Text], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[MaskableExample], Tally]:
+def tokenize_maskable(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
     template = special_token_template(tokenizer)
     parts, counts = _split(rows, tokenizer, text_budget(max_length, template.size(1), least=1), {0: NO_TOKEN})
     examples = []
     for row, text, part in parts:
         encoded = template.encode(text.ids[part])
-        starts = word_starts_in(encoded, [text.word_starts[part]])
-        examples.append(MaskableExample(encoded.ids, encoded.is_text, starts, row.row_id))
+        examples.append(maskable_example(encoded, word_starts_in(encoded, [text.word_starts[part]]), row.row_id))
     return examples, counts.with_documents(example.ids for example in examples)
 
 
@@ -145,7 +135,7 @@ def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> lis
 
 
 def collate_masked(
-    rows: Sequence[SeededRow[MaskableExample]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
 ) -> list[Ragged]:
     """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
     masked = [(row.row, *mask_example(row.row, masking, mask_tokens, row.generator())) for row in rows]
@@ -154,17 +144,17 @@ def collate_masked(
 
 
 def mask_example(
-    example: MaskableExample, masking: Masking, mask_tokens: MaskTokens, generator: np.random.Generator
+    example: Example, masking: Masking, mask_tokens: MaskTokens, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """The example's ids, corrupted, and True at the chosen positions, both [N]."""
-    choice = corruption.choose(example.maskable, example.word_starts, masking, generator)
+    choice = corruption.choose(example.mask, mask_of(example.values["word_starts"]), masking, generator)
     ids = corruption.replace_chosen(
         example.ids, choice, masking, generator, mask_id=mask_tokens.mask_id, random_ids=mask_tokens.random_ids
     )
     return ids, choice != NOT_CHOSEN
 
 
-def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]]) -> Ragged:
+def masked_batch(masked: Sequence[tuple[Example, np.ndarray, np.ndarray]]) -> Ragged:
     """One ragged batch of examples with their corrupted ids and chosen positions."""
     ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
     ragged = ragged.with_sources([example.source for example, _, _ in masked])

@@ -4,17 +4,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import Masking, SeededRow
 from alignment.data.pretraining.examples import (
-    MaskableExample,
     MaskTokens,
     mask_example,
+    maskable_example,
     masked_batch,
     word_starts_in,
 )
@@ -31,27 +33,27 @@ LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class Sentence:
+class Sentence(NamedTuple):
     """Ids of a sentence and True where a word begins."""
 
     ids: list[int]
     word_starts: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Two or more successive sentences of one text that together about fill a pair; `document` numbers the text."""
+def passage_of(sentences: Sequence[Sentence], text: int, row_id: str) -> Example:
+    """Two or more successive sentences of one text that together about fill a pair, as one document.
 
-    sentences: list[Sentence]
-    document: int
-    row_id: str
-    source: int = 0
+    Its mask is True where words begin; its values are the `sizes` of the sentences and the number of the `text`.
+    """
+    ids = [token for sentence in sentences for token in sentence.ids]
+    starts = [start for sentence in sentences for start in sentence.word_starts]
+    return Example.single(ids, starts, row_id, sizes=[len(sentence.ids) for sentence in sentences], text=text)
 
-    @property
-    def documents(self) -> list[list[int]]:
-        """All sentences as one token sequence."""
-        return [[token for sentence in self.sentences for token in sentence.ids]]
+
+def sentences_in(passage: Example) -> list[Sentence]:
+    """The sentences of a passage."""
+    edges = [0, *accumulate(passage.values["sizes"])]
+    return [Sentence(passage.ids[start:stop], passage.mask[start:stop]) for start, stop in pairwise(edges)]
 
 
 class SentencePair(NamedTuple):
@@ -63,7 +65,7 @@ class SentencePair(NamedTuple):
         label: 0 where B follows A in its text, 1 where it comes from another text.
     """
 
-    example: MaskableExample
+    example: Example
     segments: list[int]
     label: int
 
@@ -100,7 +102,7 @@ def sentences_of(text: str) -> list[str]:
     return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
 
 
-def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Passage], Tally]:
+def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Texts as passages of successive sentences; each sentence is in one passage.
 
     Raises:
@@ -116,7 +118,7 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
             continue
         counts.kept += 1
         groups = group_sentences([len(sentence.ids) for sentence in sentences], budget)
-        passages += [Passage(sentences[part], document, row.row_id) for part in groups]
+        passages += [passage_of(sentences[part], document, row.row_id) for part in groups]
         for part in groups:
             if sum(len(sentence.ids) for sentence in sentences[part]) > budget:
                 counts.note_cut(LONG_SENTENCES, row.row_id)
@@ -142,10 +144,10 @@ def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
 
 
 def collate_sentence_pairs(
-    rows: Sequence[SeededRow[Passage]],
+    rows: Sequence[SeededRow[Example]],
     micro_batch_tokens: int,
     *,
-    passages: Sequence[Passage],
+    passages: Sequence[Example],
     template: SpecialTokenTemplate,
     masking: Masking,
     mask_tokens: MaskTokens,
@@ -172,8 +174,8 @@ def collate_sentence_pairs(
 
 
 def make_pair(
-    passage: Passage,
-    passages: Sequence[Passage],
+    passage: Example,
+    passages: Sequence[Example],
     template: SpecialTokenTemplate,
     max_length: int,
     generator: np.random.Generator,
@@ -185,8 +187,9 @@ def make_pair(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.2.
     """
-    edge = int(generator.integers(1, len(passage.sentences)))
-    first, second, label = passage.sentences[:edge], passage.sentences[edge:], FOLLOWS
+    sentences = sentences_in(passage)
+    edge = int(generator.integers(1, len(sentences)))
+    first, second, label = sentences[:edge], sentences[edge:], FOLLOWS
     if generator.random() < 0.5:
         second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
     sides = [[token for sentence in side for token in sentence.ids] for side in (first, second)]
@@ -194,21 +197,21 @@ def make_pair(
     words = [[flag for sentence in side for flag in sentence.word_starts] for side in (first, second)]
     encoded = template.encode(*kept)
     starts = word_starts_in(encoded, [flags[: len(ids)] for flags, ids in zip(words, kept, strict=True)])
-    example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id, passage.source)
+    example = maskable_example(encoded, starts, passage.row_id, passage.source)
     return SentencePair(example, encoded.segments, label)
 
 
 def other_sentences(
-    passage: Passage, passages: Sequence[Passage], tokens: int, generator: np.random.Generator
+    passage: Example, passages: Sequence[Example], tokens: int, generator: np.random.Generator
 ) -> list[Sentence]:
     """Successive sentences of a passage of another text, together as close to `tokens` as whole sentences allow.
 
     They begin at a random sentence from which enough tokens are left, or at the passage's first if there is none.
     """
     other = passage
-    while other.document == passage.document:
+    while other.values["text"] == passage.values["text"]:
         other = passages[int(generator.integers(len(passages)))]
-    sentences = other.sentences
+    sentences = sentences_in(other)
     starts = [start for start in range(1, len(sentences)) if _tokens(sentences[start:]) >= tokens]
     start = int(generator.integers(len(starts) + 1))  # fewer sentences have fewer tokens: starts are 1, 2, ...
     stop = start + 1

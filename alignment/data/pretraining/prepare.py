@@ -4,12 +4,11 @@ from functools import partial
 from typing import Any, Literal
 
 from alignment.data.config import DataConfig, Part
-from alignment.data.examples import Example
 from alignment.data.prepare import Preparation, Tokenize, prepare_with
-from alignment.data.pretraining.examples import MaskableExample, tokenize_maskable, tokenize_plain
-from alignment.data.pretraining.next_sentence import Passage, Sentence, tokenize_passages
+from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
+from alignment.data.pretraining.next_sentence import tokenize_passages
 from alignment.data.rows.records import Tally, Text
-from alignment.data.table import Codec, Rows, mask_of, runs_of
+from alignment.data.table import Rows
 from alignment.data.tokenize import tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -26,35 +25,6 @@ TOKENIZE_TEXT: dict[str, Tokenize] = {
 }
 
 
-def _store_maskable(row: MaskableExample) -> Example:
-    return Example.single(row.ids, row.maskable, row.row_id, row.source, word_starts=runs_of(row.word_starts))
-
-
-def _read_maskable(example: Example) -> MaskableExample:
-    starts = mask_of(example.values["word_starts"])
-    return MaskableExample(example.ids, example.mask, starts, example.row_id, example.source)
-
-
-def _store_passage(passage: Passage) -> Example:
-    starts = [start for sentence in passage.sentences for start in sentence.word_starts]
-    values = {"sizes": [len(sentence.ids) for sentence in passage.sentences], "document": passage.document}
-    return Example.single(passage.documents[0], starts, passage.row_id, passage.source, **values)
-
-
-def _read_passage(example: Example) -> Passage:
-    sentences, first = [], 0
-    for size in example.values["sizes"]:
-        part = slice(first, first + size)
-        sentences.append(Sentence(example.ids[part], example.mask[part]))
-        first += size
-    return Passage(sentences, example.values["document"], example.row_id, example.source)
-
-
-TEXT_CODECS = {  # of other objectives the rows are examples
-    "masked": Codec(_store_maskable, _read_maskable),
-    "sentence_pairs": Codec(_store_passage, _read_passage),
-}
-
 UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
 
@@ -63,7 +33,7 @@ def prepare_text(
 ) -> tuple[Rows, Tally]:
     """Token sequences of running text for a pretraining objective, and the whole tally.
 
-    Example for causal, span_corruption, prefix and infilling; MaskableExample for masked; Passage for sentence_pairs.
+    Those of masked are of `maskable_example`, those of sentence_pairs of `passage_of`.
     Texts with characters the tokenizer does not know are counted.
 
     Raises:
@@ -73,8 +43,7 @@ def prepare_text(
         raise UserError(f"unknown pretraining objective {objective!r}; known: {', '.join(TOKENIZE_TEXT)}")
     tokenize = partial(_tokenize_and_note_unknown, TOKENIZE_TEXT[objective])
     # A second sentence may come from any other text, so that passages are made of all texts at once.
-    codec, whole = TEXT_CODECS.get(objective), objective == "sentence_pairs"
-    preparation = Preparation(f"text for {objective}", "text", tokenize, codec, whole)
+    preparation = Preparation(f"text for {objective}", "text", tokenize, whole=objective == "sentence_pairs")
     if config.streaming and part == "train":
         from alignment.data.streaming import open_stream
 

@@ -13,9 +13,9 @@ from alignment.data.rows.records import Message, Messages, Tools
 from alignment.data.text.dialogues import (
     UNRENDERED_REASONING,
     DialogueRow,
-    EncodedSequence,
-    Part,
-    Plan,
+    EncodedChat,
+    Segment,
+    TextPlan,
     attempt,
     encode_dialogues,
     encode_plans,
@@ -64,7 +64,7 @@ def encode_each_prompt(
     """`prompt_ids` of many prompts at once, texts and messages; the reason for each one that is refused."""
     every = [None] * len(prompts) if tools is None else tools
     asked = {number: prompt for number, prompt in enumerate(prompts) if not isinstance(prompt, str)}
-    plans: list[Plan | UserError] = [Plan([Part([Piece(str(prompt))], False)]) for prompt in prompts]
+    plans: list[TextPlan | UserError] = [TextPlan([Segment([Piece(str(prompt))], False)]) for prompt in prompts]
     if asked:
         controls, stops = control_strings(tokenizer), stop_strings(tokenizer)
         dialogues = [
@@ -79,9 +79,9 @@ def encode_each_prompt(
     return [each if isinstance(each, UserError) else each.ids for each in encode_plans(tokenizer, plans)]
 
 
-def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str]) -> Plan:
+def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str]) -> TextPlan:
     require_contents(tokenizer, dialogue, texts[0])
-    return Plan([Part(pieces_of(tokenizer, texts[0], dialogue.escaped, follows=False), False)])
+    return TextPlan([Segment(pieces_of(tokenizer, texts[0], dialogue.escaped, follows=False), False)])
 
 
 def response_ids(
@@ -112,7 +112,7 @@ def encode_each_response(
     *,
     ended: Sequence[bool] | None = None,
     tools: Sequence[Tools | None] | None = None,
-) -> list[EncodedSequence | UserError]:
+) -> list[EncodedChat | UserError]:
     """Ids of each response and its end token, or the reason why it cannot be used.
 
     Args:
@@ -130,7 +130,7 @@ def encode_each_response(
     replies = [_as_message(reply, stops if each else ()) for reply, each in zip(responses, ends, strict=True)]
     nothing = [None] * len(responses)
     turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
-    plans: list[Plan | UserError] = [_plain_plan(turn) for turn in turns]
+    plans: list[TextPlan | UserError] = [_plain_plan(turn) for turn in turns]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.end is not None:
         chosen = {
@@ -153,11 +153,13 @@ def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
     return {**message, "content": without_end(message["content"], stops)}
 
 
-def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> Plan:
-    return Plan([Part([Piece(turn.reply["content"], follows=True)], True, turn.end)], notes)
+def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
+    return TextPlan([Segment([Piece(turn.reply["content"], follows=True)], True, turn.end)], notes)
 
 
-def _turn_plan(tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Dialogue, texts: Sequence[str]) -> Plan:
+def _turn_plan(
+    tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Dialogue, texts: Sequence[str]
+) -> TextPlan:
     """A reply with what the template writes around it.
 
     A text that already begins with what the template writes before it does not get it twice; one that the template
@@ -178,7 +180,7 @@ def _turn_plan(tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Di
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
     end = None if turn.end is None else found.end or turn.end
     notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
-    return Plan([Part(pieces, True, end)], notes)
+    return TextPlan([Segment(pieces, True, end)], notes)
 
 
 def chat_ids(

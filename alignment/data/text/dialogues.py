@@ -69,7 +69,7 @@ class DialogueRow:
     tools: Tools | None = None
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A part of a sequence: the pieces to encode, True where they count, and the control token after them."""
 
     pieces: list[Piece]
@@ -77,7 +77,7 @@ class Part(NamedTuple):
     end: str | None = None
 
 
-class Plan(NamedTuple):
+class TextPlan(NamedTuple):
     """A rendered text cut into parts.
 
     Attributes:
@@ -86,13 +86,13 @@ class Plan(NamedTuple):
         last_prompt: pieces of all that stands before the last of several replies, as generation encodes it in one go.
     """
 
-    parts: list[Part]
+    parts: list[Segment]
     notes: tuple[str, ...] = ()
     last_prompt: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSequence:
+class EncodedChat:
     """Ids and mask of a sequence, of equal length, and notes for the user."""
 
     ids: list[int]
@@ -109,14 +109,14 @@ def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserEr
         return error
 
 
-def encode_plans(tokenizer: Tokenizer, plans: Sequence[Plan | UserError]) -> list[EncodedSequence | UserError]:
+def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) -> list[EncodedChat | UserError]:
     """The sequence of each plan, with one BOS before its context where the tokenizer has one."""
-    made = [plan for plan in plans if isinstance(plan, Plan)]
+    made = [plan for plan in plans if isinstance(plan, TextPlan)]
     pieces = [piece for plan in made for part in plan.parts for piece in part.pieces]
     ids = encode_pieces(tokenizer, pieces + [piece for plan in made for piece in plan.last_prompt])
     with_one_bos = bos_adder(tokenizer)
 
-    def joined(plan: Plan) -> EncodedSequence:
+    def joined(plan: TextPlan) -> EncodedChat:
         sequence: list[int] = []
         mask: list[bool] = []
         for part in plan.parts:
@@ -126,12 +126,12 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[Plan | UserError]) -> lis
             mask += [part.counts] * (len(sequence) - len(mask))
         prompt = with_one_bos([token for piece in plan.last_prompt for token in ids[piece]]) if plan.last_prompt else []
         notes = plan.notes if sequence[: len(prompt)] == prompt else (*plan.notes, OTHER_PROMPT)
-        return EncodedSequence(sequence, mask, tuple(dict.fromkeys(notes)))
+        return EncodedChat(sequence, mask, tuple(dict.fromkeys(notes)))
 
     return [attempt(joined, plan) for plan in plans]
 
 
-def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedSequence | UserError]:
+def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedChat | UserError]:
     """Ids and mask of each dialogue, or the reason why it cannot be used: every counting reply is True with its end token.
 
     Ids and mask end with the last reply. What the template writes between the assistant's header and the reply
@@ -158,7 +158,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
 
-def _require_reply(encoded: EncodedSequence) -> EncodedSequence:
+def _require_reply(encoded: EncodedChat) -> EncodedChat:
     if not any(encoded.mask) or all(encoded.mask):
         raise UserError(NO_REPLY)
     return encoded
@@ -184,18 +184,20 @@ def _replies(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-def _plan(tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]) -> Plan:
+def _plan(
+    tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]
+) -> TextPlan:
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
         raise UserError(NO_REPLY)
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
     whole, messages, notes = texts[0], dialogue.messages, []
     replies = [index for index, message in enumerate(messages) if _replies(message)]
-    parts: list[Part] = []
+    parts: list[Segment] = []
     position = start = 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
-        if isinstance(turn, Turn) and turn.start < position:
+        if isinstance(turn, TurnSpan) and turn.start < position:
             turn = REWRITES
         if isinstance(turn, str):
             raise UserError(f"{name_of(tokenizer)} {turn.format(index)}")
@@ -209,17 +211,17 @@ def _plan(tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Di
             notes.append(UNRENDERED_REASONING)
         start = turn.start
         before, reply = whole[position:start], whole[start : turn.stop]
-        parts.append(Part(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
-        parts.append(Part(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
+        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
+        parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
         position = turn.resume
     require_contents(tokenizer, dialogue, whole)
     last_prompt = pieces_of(tokenizer, whole[:start], dialogue.escaped, follows=False) if len(replies) > 1 else []
-    return Plan(parts, tuple(notes), last_prompt)
+    return TextPlan(parts, tuple(notes), last_prompt)
 
 
 def _with_variant_notes(
-    chat: ChatFormat, plan: Plan, dialogue: Dialogue, texts: list[str] | UserError, prompt: list[str] | UserError
-) -> Plan:
+    chat: ChatFormat, plan: TextPlan, dialogue: Dialogue, texts: list[str] | UserError, prompt: list[str] | UserError
+) -> TextPlan:
     """The plan, noted as rendered by a training variant, and where generation renders another prompt.
 
     Args:
@@ -239,7 +241,7 @@ def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: Es
     return [Piece(escaped.unescape(reply), follows=True)] if reply else []
 
 
-class Turn(NamedTuple):
+class TurnSpan(NamedTuple):
     """The place of an assistant's turn in a rendered dialogue.
 
     Attributes:
@@ -257,7 +259,7 @@ class Turn(NamedTuple):
     resume: int
 
 
-def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> Turn | str:
+def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> TurnSpan | str:
     """The place of an assistant's message, or the fault of the template.
 
     Args:
@@ -285,7 +287,7 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
     words, after = start + lead, start + length
-    return Turn(start if opened else words, words, after, end, after + len(end or ""))
+    return TurnSpan(start if opened else words, words, after, end, after + len(end or ""))
 
 
 def _start_of_words(turn: str, message: Message) -> int | None:

@@ -172,26 +172,27 @@ def serve() -> None:
     for line in sys.stdin:
         new, request = map(json.loads, line.split("\t"))
         template = template if new is None else new
-        answers = [_answer(_compile_jinja_template, template, task, request["variables"]) for task in request["tasks"]]
+        tasks, variables = (RenderTask(**task) for task in request["tasks"]), request["variables"]
+        answers = [_answer(_compile_jinja_template, template, task, variables) for task in tasks]
         print(json.dumps({"answers": answers}), flush=True)
 
 
 def _answer(
     compile_template: "Callable[[str], jinja2.Template]",
     template: str,
-    task: Mapping[str, Any],
+    task: RenderTask,
     variables: Mapping[str, object],
 ) -> _Answer:
     """The texts of one task, or the error; each text has its own limit of time."""
     texts = []
     try:
-        for number, open_turn in task["cuts"]:
+        for number, open_turn in task.cuts:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             compiled = compile_template(template)  # cached
             compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime
-            messages = task["messages"][:number]
+            messages = task.messages[:number]
             text = compiled.render(
-                messages=messages, tools=task["tools"], documents=None, add_generation_prompt=open_turn, **variables
+                messages=messages, tools=task.tools, documents=None, add_generation_prompt=open_turn, **variables
             )
             if len(text) > MAX_CHARACTERS:
                 raise MemoryError
