@@ -5,7 +5,7 @@
 
 Each row is the plan of a packaged config: LoRA on the base in NF4 (made for one GPU of 24 GB), LoRA on the base in
 bfloat16 (one of 80 GB), and training of all weights, sharded by FSDP2 (eight of 80 GB). Everything is computed by running
-the stage's own step on tensors without memory; nothing is measured.
+one micro-batch on tensors without memory; nothing is measured.
 """
 
 import argparse

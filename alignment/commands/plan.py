@@ -144,8 +144,8 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
         yield f"{'there on ' + plan.device.name:34s}{_sizes(plan.device.memory)}"
     if plan.device.gpu:
         yield (
-            "computed, not measured: the stage's own step was run on tensors without memory, with a GPU's sizes of logits "
-            "and, in bf16, its variable-length attention; working memory of kernels is in the reserve"
+            "computed, not measured: forward and backward of one micro-batch were run on tensors without memory, with a GPU's "
+            "sizes of logits and, in bf16, its variable-length attention; working memory of kernels is in the reserve"
         )
 
 

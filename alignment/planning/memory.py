@@ -28,6 +28,7 @@ from alignment.models.layers.sdpa import varlen_computes
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning.layout import Layout
+from alignment.planning.networks import Networks
 from alignment.planning.stages import DOCUMENTS, StageConfig, Workload
 from alignment.planning.starts import is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
@@ -169,7 +170,7 @@ class Tracer:
         self,
         config: StageConfig,
         stage: Workload,
-        networks: dict[str, Any],
+        networks: Networks,
         layout: Layout,
         *,
         gpu: bool,

@@ -20,6 +20,7 @@ from alignment.models.external.load import AUTO_CLASSES
 from alignment.models.families import is_external_type
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import score_outputs
+from alignment.models.language_model import LanguageModel
 from alignment.models.quantization import quantizable_layers
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
@@ -28,11 +29,12 @@ from alignment.planning.stages import Network, Workload
 from alignment.planning.starts import Start, is_encoder
 from alignment.reward_model.ensemble import AdapterEnsemble
 
+Networks = dict[str, Any]  # role -> a model of one of our classes or around one of transformers'
 BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales
 TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, and the mean of the scales
 
 
-def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> dict[str, Any]:
+def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> Networks:
     """The networks of a stage by role.
 
     Args:
@@ -66,7 +68,7 @@ def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> 
                 module.requires_grad_(name == "head")
         return model
 
-    networks: dict[str, Any] = {}
+    networks: Networks = {}
     for role, network in stage.networks.items():
         members = [build(network) for _ in range(network.members)]
         if len(members) > 1 and not shared:
@@ -78,7 +80,7 @@ def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> 
     return networks
 
 
-def _frozen(network: Network, weights: WeightsConfig, base_of: Callable[[Start], Any]) -> Any:
+def _frozen(network: Network, weights: WeightsConfig, base_of: Callable[[Start], LanguageModel]) -> Any:
     """A frozen model with the adapters of its start, over a base that others may share where that has its trunk."""
     start, task, labels = network.start, network.task, network.labels
     if task == "language":
