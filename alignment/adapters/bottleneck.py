@@ -145,11 +145,7 @@ class BottleneckConfig:
 
 
 class BottleneckKind:
-    """Bottleneck adapters, and their files.
-
-    Attributes:
-        peft_type, unmergeable, before_head: as for `VirtualTokensKind`.
-    """
+    """Bottleneck adapters, and their files; attributes and methods as in `VirtualTokensKind`."""
 
     peft_type, before_head = "BOTTLENECK", BEFORE
     unmergeable = (
@@ -173,19 +169,15 @@ class BottleneckKind:
             module.register_forward_hook(apply_bottleneck)
 
     def is_attached(self, model: nn.Module) -> bool:
-        """True where a model has such adapters."""
         return bool(bottlenecks(model))
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
-        """The attributes that switch the adapters off, and their values then."""
         return [(each, "enabled", False) for each in bottlenecks(model).values()]
 
     def holds(self, name: str) -> bool:
-        """True for names of the model's state dict that are weights of the adapters."""
         return f".{CHILD}." in name
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        """The settings that the config does not hold: none."""
         return {}
 
     def to_file(self, model: nn.Module, state: State) -> tuple[State, BottleneckConfig]:

@@ -119,7 +119,6 @@ class IA3Kind(InjectedKind):
         return self.read_options(IA3Spec, {}, config, directory)
 
     def config_defaults(self) -> Mapping[str, object]:
-        """See `InjectedKind`."""
         from peft import IA3Config
 
         return vars(IA3Config())

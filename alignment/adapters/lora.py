@@ -305,11 +305,9 @@ class LoRAKind(InjectedKind):
     })  # fmt: skip
 
     def layers(self, model: nn.Module) -> "dict[str, LoraLayer]":
-        """See `lora_layers`."""
         return lora_layers(model)
 
     def attach(self, model: nn.Module, spec: LowRankSpec) -> None:
-        """See `attach_lora`."""
         attach_lora(model, spec)
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
@@ -392,7 +390,6 @@ class LoRAKind(InjectedKind):
         return spec
 
     def config_defaults(self) -> Mapping[str, object]:
-        """See `InjectedKind`."""
         from peft import LoraConfig
 
         return vars(LoraConfig())

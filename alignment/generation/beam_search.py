@@ -82,6 +82,9 @@ class Hypotheses:
         )
 
 
+_Collected = tuple[list[list[int]], list[list[float]], list[float], list[bool]]  # `Hypotheses` of one prompt
+
+
 @torch.no_grad()
 def beam_search(
     model: GenerativeModel,
@@ -109,16 +112,16 @@ def beam_search(
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the plain power of the length as its penalty.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: dict[int, _PlainHypotheses] = {}
+    found: dict[int, _Collected] = {}
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token)
         found.update(zip(group, _collect(searched, config.num_returned, stop_ids), strict=True))
         # A hypothesis with NaN is the best one: `topk` takes NaN for the largest number.
-        best = {i: list(map(math.isnan, found[i].log_probs[0])) for i in group}
+        best = {i: list(map(math.isnan, found[i][1][0])) for i in group}
         check_failed({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
-    ordered = [found[i] for i in range(len(prompts))]
-    return Hypotheses(**{name: [getattr(each, name) for each in ordered] for name in _PlainHypotheses._fields})
+    columns = zip(*(found[i] for i in range(len(prompts))), strict=True)
+    return Hypotheses(*map(list, columns)) if prompts else Hypotheses([], [], [], [])
 
 
 class _Beams(NamedTuple):
@@ -282,23 +285,13 @@ def _settled(running: _Beams, finished: _Beams, length: int, config: BeamConfig)
     return best <= worst
 
 
-class _PlainHypotheses(NamedTuple):
-    """The hypotheses of one prompt as plain numbers; fields as in `Hypotheses`."""
-
-    token_ids: list[list[int]]
-    log_probs: list[list[float]]
-    scores: list[float]
-    ended: list[bool]
-
-
-def _collect(finished: _Beams, num_returned: int, stop_ids: Sequence[int]) -> list[_PlainHypotheses]:
+def _collect(finished: _Beams, num_returned: int, stop_ids: Sequence[int]) -> list[_Collected]:
     """The best hypotheses of each prompt, cut to their lengths."""
     stops, collected = set(stop_ids), []
-    columns = (finished.tokens, finished.log_probs, finished.scores, finished.lengths)
-    for tokens, log_probs, scores, lengths in zip(
-        *(column[:, :num_returned].tolist() for column in columns), strict=True
+    for scores, tokens, log_probs, lengths in zip(
+        *(column[:, :num_returned].tolist() for column in finished), strict=True
     ):
         cut = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         values = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
-        collected.append(_PlainHypotheses(cut, values, scores, [row[-1] in stops for row in cut]))
+        collected.append((cut, values, scores, [row[-1] in stops for row in cut]))
     return collected
