@@ -125,7 +125,7 @@ def test_a_response_without_a_score_is_learned_from_as_if_it_were_not_there(seve
     assert {name: first[name] for name in timeless} == pytest.approx(
         {name: second[name] for name in timeless}, abs=1e-6
     )
-    for one, two in zip(state.engines, other.engines, strict=True):
+    for one, two in zip(state.engines.values(), other.engines.values(), strict=True):
         for before, after in zip(*(engine.backend.unwrapped.parameters() for engine in (one, two)), strict=True):
             assert_close(before, after, atol=1e-6, rtol=0)
 

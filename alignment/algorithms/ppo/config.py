@@ -155,7 +155,7 @@ class UpdateSettings(Settings):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     clip_range: PositiveFloat = 0.2
     clip_range_high: PositiveFloat | None = None
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Interval(gt=1)] | None = None
     ratio: Literal["token", "sequence"] = "token"
     loss_normalization: LossNormalization | None = None
     entropy_coef: NonNegativeFloat = 0.0
