@@ -13,7 +13,7 @@ Where to read, in order; each step needs only those before it.
 4. `heads` stand on a trunk. `native_model` is the base class of the models in `language_model`, `encoder_decoder` and
    `classifiers`; `outputs` says what they return, `protocols` what callers may ask of them.
 5. `build` makes a model of a config, `init_weights` initializes it, `distill_init` starts a small one from a large one.
-6. `families` turns Hugging Face configs into specs and lists weight names, one file per family. `huggingface` reads and
+6. `families` turns Hugging Face configs into specs and lists weight names; `llama` is the shortest. `huggingface` reads and
    writes checkpoints strictly; `external` wraps transformers' own class where there is no family.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then

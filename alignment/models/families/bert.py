@@ -77,6 +77,7 @@ def encoder_tasks(
     language: tuple[Name, ...],
     classifier: tuple[Name, ...],
     head: Head,
+    *,
     dropouts: tuple[str, ...] = DROPOUTS,
     kept_by_new_head: tuple[str, ...] = (),
 ) -> dict[str, Task]:

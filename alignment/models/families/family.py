@@ -151,7 +151,7 @@ class Family:
 
 
 def tensor_names(table: Iterable[Name]) -> Iterable[Name]:
-    """The lines of a weight table with those of modules written out as weight and bias."""
+    """The lines of a weight table with modules written out as weight and bias."""
     for hf, ours in table:
         if isinstance(ours, str) and ours.endswith(LEAVES):
             yield hf, ours

@@ -67,8 +67,8 @@ def _gpt2(value: HFConfig) -> TransformerSpec:
     if value["scale_attn_by_inverse_layer_idx"]:
         attentions = [replace(attention, scale=scale / (layer + 1)) for layer in range(layers)]
         blocks = tuple(replace(block, attention=each) for each in attentions)
-    spread = value["initializer_range"]
-    return _decoder(value, blocks, norm, InitSpec(spread, spread / math.sqrt(2 * layers)))
+    std = value["initializer_range"]
+    return _decoder(value, blocks, norm, InitSpec(std, std / math.sqrt(2 * layers)))
 
 
 def _decoder(value: HFConfig, blocks: tuple[BlockSpec, ...], norm: NormSpec, init: InitSpec) -> TransformerSpec:

@@ -1,4 +1,4 @@
-"""Where each of our parameters lies in a Hugging Face file: tensor names, fused matrices, transposed matrices.
+"""The place of each of our parameters in a Hugging Face file: tensor names, fused and transposed matrices.
 
 A model whose every process is to read its own slices only is built of parameters that have not been read. Such a parameter
 has its shape and type, takes no memory, and holds nothing but NaN: it is one number, expanded. A new adapter is therefore

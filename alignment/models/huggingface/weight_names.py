@@ -33,9 +33,9 @@ def present_names(tensors: Tensors, family: Family, task: str, needed: set[str])
         name = next(
             (name.removesuffix(old) + new for old, new in family.legacy_names.items() if name.endswith(old)), name
         )
-        bare = name.removeprefix(used)
-        if used != wanted and pattern_of(family.trunk_prefix + bare) in trunk:
-            name = wanted + bare
+        short = name.removeprefix(used)
+        if used != wanted and pattern_of(family.trunk_prefix + short) in trunk:
+            name = wanted + short
         if name in needed or not _matches(name, ignored):
             found[name] = tensor
     return found
