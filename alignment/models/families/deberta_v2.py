@@ -92,7 +92,7 @@ def _spec(value: HFConfig) -> TransformerSpec:
 
 def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpec:
     """Attention of content and, where they act, of relative positions up to `longest`."""
-    terms, dropout = _terms(value), value["attention_probs_dropout_prob"]
+    terms, dropout = set(_terms(value)), value["attention_probs_dropout_prob"]
     attention = attention_spec(value, dropout=dropout, causal=False)
     if not value["relative_attention"] or not terms:
         scale = (attention.head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
