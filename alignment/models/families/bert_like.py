@@ -153,12 +153,7 @@ ALBERT = bert_family(
     ("embedding_size", "num_hidden_groups", "classifier_dropout_prob"),
     {
         **encoder_tasks(
-            "Albert",
-            ALBERT_PREDICTIONS,
-            ALBERT_CLASSIFIER,
-            _albert_head,
-            dropouts=ALBERT_DROPOUTS,
-            kept_by_new_head=KEPT,
+            "Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, _albert_head, dropouts=ALBERT_DROPOUTS, kept=KEPT
         ),
         "next_sentence": Task("AlbertForPreTraining", SENTENCE_ORDER, _albert_head, kept_by_new_head=KEPT),
     },

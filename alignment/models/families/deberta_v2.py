@@ -73,9 +73,7 @@ def _head_names(value: HFConfig) -> tuple[Name, ...]:
 def _spec(value: HFConfig) -> TransformerSpec:
     raise_all(_problems(value))
     absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
-    longest = (
-        value["max_relative_positions"] if value["max_relative_positions"] > 0 else value["max_position_embeddings"]
-    )
+    longest = max(value["max_relative_positions"], 0) or value["max_position_embeddings"]
     attention = _attention(value, longest)
     block = replace(bert_block(value), attention=attention)
     convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None

@@ -121,11 +121,7 @@ class Family:
         return {key: self.default(key) for key in self.keys if key not in present} | present
 
     def read(self, config: HFConfig) -> HFConfig:
-        """The values of a config in which every key is understood or known to change nothing.
-
-        Raises:
-            UserError: naming every key that is unknown or has a value that cannot be.
-        """
+        """The values of a config; raises UserError naming every key that is unknown or has a value that cannot be."""
         value = self.values(config)
         problems = [
             f"config.json: {old} = {config[old]!r} and {key} = {value[key]!r} are the same thing"

@@ -133,12 +133,10 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
     cross = AttentionSpec(heads, heads, value["d_kv"], 1.0, False, False, dropout, causal=False)
     buckets = RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
     activation, gated = _feed_forward(value)
-    feedforward = (GatedFeedForwardSpec if gated else PlainFeedForwardSpec)(
-        value["d_ff"], activation, bias=False, dropout=dropout
-    )
+    part = GatedFeedForwardSpec if gated else PlainFeedForwardSpec
     block = BlockSpec(
         attention=replace(cross, causal=decodes, position_bias=buckets),
-        feedforward=feedforward,
+        feedforward=part(value["d_ff"], activation, bias=False, dropout=dropout),
         norm=norm,
         dropout=dropout,
         cross=cross if decodes else None,
