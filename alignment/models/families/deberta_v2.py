@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: content and relative position attend apart; the larger v2 models have a convolution beside layer 1.
+"""DeBERTa v2 and v3: content and relative position attend apart; large v2 models have a convolution beside layer 1.
 
 Source: He et al. 2020, arXiv:2006.03654; He et al. 2021, arXiv:2111.09543; transformers, `models/deberta_v2`.
 """

@@ -1,4 +1,4 @@
-"""Parts of specifications that many families read alike: attention, layers with windows, decoders with rotary positions."""
+"""Parts of specifications that many families share: attention, layers with windows, decoders with rotary positions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -118,7 +118,7 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
 
 
 def layer_ropes(value: HFConfig) -> HFConfig:
-    """`rope_parameters` of a config that has one mapping of them for each of LAYER_TYPES; raises UserError as they say."""
+    """`rope_parameters` of a config that has a mapping for each of LAYER_TYPES; raises UserError for anything else."""
     given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
     ropes = given if isinstance(given, dict) else {}
     wrong = [kind for kind in ropes if kind not in LAYER_TYPES]

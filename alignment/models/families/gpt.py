@@ -1,7 +1,7 @@
 """GPT-1 (`openai-gpt`), GPT-2 and OPT: learned positions, LayerNorm, plain feed-forward.
 
-Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang et
-al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `models/opt`.
+Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang
+et al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `models/opt`.
 """
 
 import math

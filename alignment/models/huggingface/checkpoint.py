@@ -107,8 +107,8 @@ def load_pretrained(
         directory: a local model directory.
         task: language, scalar, next_sentence, sequence, tokens or span, if the family has it.
         dtype: type of the weights; None: that of each tensor in the file, float32 for a new head.
-        device: device of the weights. One tensor of the file is read at a time. "meta": none is read, and every parameter
-            of the file is a placeholder that knows where its data lies (see weight_map.py), so that each process
+        device: of the weights. One tensor of the file is read at a time. "meta": none is read, and every parameter of
+            the file is a placeholder that knows where its data lies (see weight_map.py), so that each process
             can read its own part; a model of transformers' own class is read all the same, to the CPU.
         new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
@@ -178,8 +178,8 @@ def save_model(
     Args:
         model: any model of this library.
         directory: an existing directory.
-        tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at most
-            one shard of them is held. None: the model's own.
+        tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at
+            most one shard of them is held. None: the model's own.
         max_shard_size: such as "5GB" or "500MB".
 
     Raises:
@@ -201,7 +201,7 @@ def save_model(
 
 
 def saved_names(model: NativeModel | ExternalModel) -> list[str]:
-    """The names, in the model's state dict, of the tensors that `save_model` writes; parts of one file tensor follow each other."""
+    """State dict names of the tensors that `save_model` writes; parts of one file tensor follow each other."""
     if isinstance(model, ExternalModel):
         return list(model.state_dict())
     aliases, by_file_name = _aliases(model), {}
@@ -212,7 +212,7 @@ def saved_names(model: NativeModel | ExternalModel) -> list[str]:
 
 
 def named_as_saved(model: NativeModel | ExternalModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A model's whole weights under the names of the file that `save_model` writes, on their device; nothing is written.
+    """A model's whole weights, on their device, under the names of the file that `save_model` would write.
 
     Args:
         model: of which an adapter's own weights are left out.
@@ -330,7 +330,7 @@ def _file_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str
 def _check_tensors(
     directory: Path, tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], family: Family
 ) -> None:
-    """Refuse missing tensors (but for those that the family lets a file omit), unexpected and misshapen ones, by name."""
+    """Refuse, by name, unexpected and misshapen tensors, and missing ones that the family does not let a file omit."""
     missing = sorted(shapes.keys() - tensors.keys() - set(family.zeros_if_missing))
     problems = [f"{directory}: tensor {name} is missing" for name in missing]
     problems += [f"{directory}: unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys())]
@@ -342,7 +342,7 @@ def _check_tensors(
 
 
 def _config_to_save(model: NativeModel) -> HFConfig:
-    """config.json of a saved model: its config with the class and the sizes that the weights have, its type left open."""
+    """config.json of a saved model: its config with the class and sizes of the weights, their type left open."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
     vocabulary = next(x for x in model.children() if isinstance(x, Transformer)).embed.num_embeddings

@@ -1,4 +1,4 @@
-"""generation_config.json: the stop tokens and sampling defaults of a model for other programs; our sampling ignores it."""
+"""generation_config.json: stop tokens and sampling defaults of a model for other programs; our sampling ignores it."""
 
 from pathlib import Path
 from typing import Any
