@@ -19,9 +19,9 @@ SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int) -> torch.dtype:
     """Write named tensors as they come; at most one shard of them is held at a time.
 
-    Up to `max_shard_bytes` they are model.safetensors; beyond, model-00001-of-00003.safetensors and so on with an index,
-    as transformers writes them: a tensor that no longer fits begins the next shard, one that is larger has its own. Weight
-    files of an earlier save are removed at the end.
+    Up to `max_shard_bytes` they are model.safetensors; beyond, model-00001-of-00003.safetensors and so on with an
+    index, as transformers writes them: a tensor that no longer fits begins the next shard, one that is larger has its
+    own. Weight files of an earlier save are removed at the end.
 
     Returns:
         The type that most of the numbers have.

@@ -1,8 +1,9 @@
 """The place of each of our parameters in a Hugging Face file: tensor names, fused and transposed matrices.
 
-Where each process reads its own slices only, a model is built of parameters that have not been read. Such a parameter has
-its shape and type, takes no memory, and holds nothing but NaN: it is one number, expanded. A new adapter is attached to it
-as to any model, and a write to it is an error. Whoever shards the model reads `parameter.stored`, a `StoredParameter`.
+Where each process reads its own slices only, a model is built of parameters that have not been read. Such a parameter
+has its shape and type, takes no memory, and holds nothing but NaN: it is one number, expanded. A new adapter is
+attached to it as to any model, and a write to it is an error. Whoever shards the model reads `parameter.stored`, a
+`StoredParameter`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
