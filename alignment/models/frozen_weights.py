@@ -151,7 +151,7 @@ def like_hidden_states(embedding: nn.Embedding) -> Tensor:
 
 
 def _set_type(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter another type; one that has not been read (see stored_parameters.py) stays unread."""
+    """Give a parameter another type; one that has not been read (see weight_map.py) stays unread."""
     stored = getattr(parameter, "stored", None)
     if stored is None:
         parameter.data = parameter.data.to(dtype)

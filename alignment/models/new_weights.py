@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.huggingface.stored_parameters import read_parameters
+from alignment.models.huggingface.weight_map import read_parameters
 from alignment.models.language_model import LanguageModel
 
 OWN_FAMILIES_ONLY = (

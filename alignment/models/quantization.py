@@ -49,7 +49,7 @@ def quantize_blocks(model: Model, quantize: Quantization) -> Model:
         quantize: "nf4", with double quantization, in blocks of 64 numbers; or "int8", one scale per row.
     """
     for name, layer in list(quantizable_layers(model)):
-        stored = getattr(layer.weight, "stored", None)  # not read yet, see stored_parameters.py
+        stored = getattr(layer.weight, "stored", None)  # not read yet, see weight_map.py
         weight = layer.weight.data if stored is None else stored.read()
         if torch.cuda.is_available():  # quantizing takes a CPU a second for a few million numbers
             weight = weight.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))

@@ -21,7 +21,7 @@ from alignment.models.huggingface.checkpoint import (
     save_model,
     saved_names,
 )
-from alignment.models.huggingface.stored_parameters import read_parameters, source_of
+from alignment.models.huggingface.weight_map import read_parameters
 from alignment.ragged import Ragged
 from alignment.training import TrainingConfig
 
@@ -161,36 +161,10 @@ def test_loaded_models_train(directory):
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_missing_tensor_is_refused_by_name(directory):
-    for name in (names(directory)[0], names(directory)[-1]):
-        change_tensors(directory, lambda tensors, name=name: tensors.pop(name))
-        with pytest.raises(UserError, match=f"tensor {name} is missing"):
-            load_language_model(directory)
-
-
-def test_an_extra_tensor_is_refused_by_name(directory):
-    change_tensors(directory, lambda tensors: tensors.update({"surplus.weight": torch.zeros(2)}))
-    with pytest.raises(UserError, match=r"unexpected tensor surplus\.weight"):
-        load_language_model(directory)
-
-
 def test_a_wrong_shape_is_refused_with_both_shapes(directory):
     name = next(name for name in names(directory) if "embed_tokens" in name or "wte" in name)
     change_tensors(directory, lambda tensors: tensors.update({name: torch.zeros(60, 32)}))
     with pytest.raises(UserError, match=rf"{name} has shape \(60, 32\), the config asks for \(61, 32\)"):
-        load_language_model(directory)
-
-
-@pytest.mark.parametrize("key", ["attn_logit_softcapping", "rms_norm_epss", "layer_norm_epsilon_"])
-def test_an_unknown_key_is_refused_by_name(directory, key):
-    change_config(directory, **{key: 30.0})
-    with pytest.raises(UserError, match=key):
-        load_language_model(directory)
-
-
-def test_code_of_its_own_is_refused(directory):
-    change_config(directory, auto_map={"AutoModelForCausalLM": "modeling.Model"})
-    with pytest.raises(UserError, match="auto_map"):
         load_language_model(directory)
 
 
@@ -213,13 +187,6 @@ def test_directories_without_a_model_are_refused(tmp_path, directory):
         load_language_model(directory)
     (directory / "config.json").write_text("[]")
     with pytest.raises(UserError, match="one JSON object, got list"):
-        load_language_model(directory)
-
-
-def test_a_cut_file_is_refused(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match="not a readable safetensors file"):
         load_language_model(directory)
 
 
@@ -312,43 +279,10 @@ def sharded(config, tmp_path):
     return reference, tmp_path
 
 
-def change_map(directory, change):
-    path = directory / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
 def test_shards_are_put_together(sharded):
     reference, directory = sharded
     with torch.no_grad():
         assert_close(load_language_model(directory)(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/x.safetensors", "part.bin", 3])
-def test_a_shard_outside_the_directory_is_refused(sharded, name):
-    _, directory = sharded
-    change_map(directory, lambda weights: weights.update({next(iter(weights)): name}))
-    with pytest.raises(UserError, match="must be the plain name"):
-        load_language_model(directory)
-
-
-def test_a_missing_shard_is_refused_by_name(sharded):
-    _, directory = sharded
-    victim = sorted(directory.glob("model-*.safetensors"))[0]
-    victim.unlink()
-    with pytest.raises(UserError, match=f"shard {victim.name} is missing"):
-        load_language_model(directory)
-
-
-def test_an_index_that_lies_is_refused(sharded):
-    _, directory = sharded
-    change_map(directory, lambda weights: weights.update({"ghost": next(iter(weights.values()))}))
-    with pytest.raises(UserError, match="tensor ghost is listed"):
-        load_language_model(directory)
-    (directory / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="weight_map"):
-        load_language_model(directory)
 
 
 # One tensor at a time
@@ -407,7 +341,7 @@ def test_unread_parameters_take_no_memory_refuse_writes_and_know_every_slice(con
         with pytest.raises(RuntimeError), torch.no_grad():
             parameter[:1].zero_() if parameter.numel() == 1 else parameter.copy_(real)
         for start, stop in ((0, len(real)), (1, 2), (len(real) // 3, len(real) // 3 * 2 + 1)):
-            assert torch.equal(source_of(parameter).rows(start, stop), real[start:stop]), name
+            assert torch.equal(parameter.stored.rows(start, stop), real[start:stop]), name
     read_parameters(unread)
     assert all(torch.equal(a, b) for a, b in zip(unread.parameters(), whole.parameters(), strict=True))
     assert torch.equal(unread(IDS).logits, whole(IDS).logits)
@@ -433,7 +367,7 @@ def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tm
         for ranks in (2, 3, 7):
             rows = -(-len(real) // ranks)
             for start in range(0, len(real), rows):
-                part = source_of(parameter).rows(start, min(len(real), start + rows))
+                part = parameter.stored.rows(start, min(len(real), start + rows))
                 assert torch.equal(part, real[start : start + rows]), name
 
 

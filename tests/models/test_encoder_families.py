@@ -1,4 +1,4 @@
-"""Encoders: published files as they are, heads in and out of transformers. Their configs: test_encoder_configs.py."""
+"""Encoders: published files as they are, heads in and out of transformers. And what their configs mean."""
 
 import json
 from typing import Any
@@ -10,7 +10,9 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
+from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained, save_model
+from alignment.models.layers import NoNormSpec
 from alignment.ragged import Ragged
 
 from .encoders import SHAPE, TINY
@@ -193,3 +195,32 @@ def test_an_untied_decoder_keeps_its_own_weight_and_bias(ids, tmp_path):
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["tie_word_embeddings"] is False
     again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(again(ids).logits, reference(ids).logits)
+
+
+def spec_of(model_type: str, **changes: Any) -> Any:
+    config = {"model_type": model_type, **TINY[model_type], **changes}
+    return family_of(config).spec_from_config(config)
+
+
+def test_the_first_rows_of_robertas_places_are_never_used():
+    spec = spec_of("roberta", max_position_embeddings=66)
+    assert (spec.max_positions, spec.positions.first) == (64, 2)  # padding is token 1, so places begin at row 2
+
+
+def test_alberts_layers_share_the_blocks_of_their_group():
+    spec = spec_of("albert", num_hidden_layers=6, num_hidden_groups=2)
+    assert (len(spec.blocks), spec.order) == (2, (0, 0, 0, 1, 1, 1))
+
+
+def test_modernberts_local_layers_see_half_their_width_on_either_side():
+    spec = spec_of("modernbert", num_hidden_layers=4)
+    assert [block.attention.window for block in spec.blocks] == [None, 5, 5, None]  # |i - j| <= 4
+    assert [block.attention.rotary.theta for block in spec.blocks] == [160_000, 10_000, 10_000, 160_000]
+    assert [block.attention_norm for block in spec.blocks] == [NoNormSpec(), None, None, None]
+
+
+def test_modernberts_thetas_are_read_in_both_spellings():
+    new = {"full_attention": {"rope_theta": 9.0, "rope_type": "default"}, "sliding_attention": {"rope_theta": 7.0}}
+    assert spec_of("modernbert", rope_parameters=new) == spec_of(
+        "modernbert", global_rope_theta=9.0, local_rope_theta=7.0
+    )

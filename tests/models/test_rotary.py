@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.errors import UserError
+from alignment.models.families import family_of
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.layers import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, RotarySpec, YarnScaling
@@ -267,3 +268,35 @@ def test_frequencies_equal_transformers(scaling):
     config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters={**rope, "rope_theta": 5e5})
     theirs = LlamaRotaryEmbedding(config).inv_freq
     assert_close(rotary_frequencies(RotarySpec(5e5, 128, scaling)), theirs, rtol=1e-6, atol=0)
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, RotarySpec(10000.0, 128)),
+        ({"rope_theta": 5e5}, RotarySpec(5e5, 128)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RotarySpec(5e5, 128)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RotarySpec(7e4, 128)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RotarySpec(10000.0, 128, LinearScaling(2))),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA_3},
+            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        ),
+        (
+            {"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}},
+            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        ),
+    ],
+)
+def test_old_and_new_rope_keys(keys, expected):
+    spec = family_of({"model_type": "llama"}).spec_from_config({"model_type": "llama", **keys})
+    assert spec.blocks[0].attention.rotary == expected

@@ -22,7 +22,7 @@ from alignment.models.external.models import ExternalClassifier
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.huggingface.stored_parameters import read_parameters
+from alignment.models.huggingface.weight_map import read_parameters
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.outputs import DoubleHeadsOutput

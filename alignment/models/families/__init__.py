@@ -1,4 +1,4 @@
-"""The families of models that run as our own modules: how a config becomes a specification, and a table of weight names.
+"""The families of models that run as our own modules: from config to specification, and tables of weight names.
 
 Read family.py for what a family is, then llama.py, the shortest; llama_like.py and gemma.py say what differs from it.
 """

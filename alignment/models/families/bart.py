@@ -3,6 +3,7 @@
 Source: Lewis et al. 2019, arXiv:1910.13461; transformers, `models/bart`.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from alignment.models.encoder_decoder import EncoderDecoderSpec
@@ -53,16 +54,17 @@ def _spec(value: HFConfig) -> EncoderDecoderSpec:
 
 def _stack(value: HFConfig, side: str) -> TransformerSpec:
     width, longest, decodes = value["d_model"], value["max_position_embeddings"], side == "decoder"
-    attention = partial(attention_spec, value, f"{side}_attention_heads", "d_model", dropout=value["attention_dropout"])
+    heads, dropout = f"{side}_attention_heads", value["attention_dropout"]
+    attention = attention_spec(value, heads, "d_model", dropout=dropout, causal=decodes)
     block = BlockSpec(
-        attention=attention(causal=decodes),
+        attention=attention,
         feedforward=PlainFeedForwardSpec(
             value[f"{side}_ffn_dim"], value["activation_function"], bias=True, dropout=value["activation_dropout"]
         ),
         norm=LayerNormSpec(EPS),
         dropout=value["dropout"],
         wiring="post",
-        cross=attention(causal=False) if decodes else None,
+        cross=replace(attention, causal=False) if decodes else None,
     )
     return TransformerSpec(
         vocabulary=value["vocab_size"],

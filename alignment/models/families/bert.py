@@ -77,8 +77,9 @@ def encoder_tasks(
     language: tuple[Name, ...],
     classifier: tuple[Name, ...],
     head: Head,
+    *,
     dropouts: tuple[str, ...] = DROPOUTS,
-    kept_by_new_head: tuple[str, ...] = (),
+    kept: tuple[str, ...] = (),
 ) -> dict[str, Task]:
     """The tasks of an encoder with transformers' usual class names; a scalar is a class of the whole text.
 
@@ -87,9 +88,9 @@ def encoder_tasks(
         language: weight table of the language head.
         classifier, head: weight table and specification of the head for whole texts.
         dropouts: keys of the dropout before the head for tokens.
-        kept_by_new_head: as in `Task`, for whole texts.
+        kept: `kept_by_new_head` of the head for whole texts.
     """
-    sequence = Task(f"{stem}ForSequenceClassification", classifier, head, kept_by_new_head=kept_by_new_head)
+    sequence = Task(f"{stem}ForSequenceClassification", classifier, head, kept_by_new_head=kept)
     return {
         "language": Task(f"{stem}ForMaskedLM", language),
         "sequence": sequence,
@@ -216,7 +217,7 @@ BERT = bert_family(
     bert_spec,
     ("classifier_dropout",),
     {
-        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, _pooled, kept_by_new_head=KEPT),
+        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, _pooled, kept=KEPT),
         "next_sentence": Task("BertForPreTraining", NEXT_SENTENCE, _follows, kept_by_new_head=KEPT),
     },
     # Google's first configs describe a pooler that every one of them has.

@@ -152,7 +152,9 @@ ALBERT = bert_family(
     _albert,
     ("embedding_size", "num_hidden_groups", "classifier_dropout_prob"),
     {
-        **encoder_tasks("Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, _albert_head, ALBERT_DROPOUTS, KEPT),
+        **encoder_tasks(
+            "Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, _albert_head, dropouts=ALBERT_DROPOUTS, kept=KEPT
+        ),
         "next_sentence": Task("AlbertForPreTraining", SENTENCE_ORDER, _albert_head, kept_by_new_head=KEPT),
     },
     names=ALBERT_NAMES,
@@ -217,7 +219,7 @@ DISTILBERT = Family(
     names=DISTILBERT_NAMES,
     trunk_prefix="distilbert.",
     tasks={
-        **encoder_tasks("DistilBert", DISTILBERT_PREDICTIONS, PRE_CLASSIFIER, _distilbert_head, ("dropout",)),
+        **encoder_tasks("DistilBert", DISTILBERT_PREDICTIONS, PRE_CLASSIFIER, _distilbert_head, dropouts=("dropout",)),
         "span": Task("DistilBertForQuestionAnswering", SPAN, span_head("qa_dropout")),
     },
     # sinusoidal_pos_embds says what a table of positions once started as; it is trained and saved like any other.

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: content and relative position attend apart; the larger v2 models have a convolution beside layer 1.
+"""DeBERTa v2 and v3: content and relative position attend apart; large v2 models have a convolution beside layer 1.
 
 Source: He et al. 2020, arXiv:2006.03654; He et al. 2021, arXiv:2111.09543; transformers, `models/deberta_v2`.
 """
@@ -73,9 +73,7 @@ def _head_names(value: HFConfig) -> tuple[Name, ...]:
 def _spec(value: HFConfig) -> TransformerSpec:
     raise_all(_problems(value))
     absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
-    longest = (
-        value["max_relative_positions"] if value["max_relative_positions"] > 0 else value["max_position_embeddings"]
-    )
+    longest = max(value["max_relative_positions"], 0) or value["max_position_embeddings"]
     attention = _attention(value, longest)
     block = replace(bert_block(value), attention=attention)
     convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None
@@ -92,7 +90,7 @@ def _spec(value: HFConfig) -> TransformerSpec:
 
 def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpec:
     """Attention of content and, where they act, of relative positions up to `longest`."""
-    terms, dropout = _terms(value), value["attention_probs_dropout_prob"]
+    terms, dropout = set(_terms(value)), value["attention_probs_dropout_prob"]
     attention = attention_spec(value, dropout=dropout, causal=False)
     if not value["relative_attention"] or not terms:
         scale = (attention.head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act

@@ -1,4 +1,4 @@
-"""Parts of specifications that many families read alike: attention, layers with windows, decoders with rotary positions."""
+"""Parts of specifications that many families share: attention, layers with windows, decoders with rotary positions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,14 +24,13 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 def attention_spec(
     value: HFConfig, heads: str = "num_attention_heads", width: str = "hidden_size", *, bias: bool = True, **more: Any
 ) -> AttentionSpec:
-    """Attention whose scores are scaled by head_dim ** -0.5, from a config's values; `more` are other fields.
+    """Attention whose scores are scaled by head_dim ** -0.5; raises UserError where a number of heads does not divide.
 
     Args:
-        heads, width: keys of the number of heads and of the width that they share unless `head_dim` is set.
+        value: a config's values; its `head_dim` and `num_key_value_heads` count where they are set.
+        heads, width: keys of the number of heads and of the width that they share.
         bias: of all four layers.
-
-    Raises:
-        UserError: a number of heads does not divide what it should.
+        more: other fields.
     """
     count, shared, head_dim = value[heads], value.get("num_key_value_heads"), value.get("head_dim")
     problems = []
@@ -48,8 +47,7 @@ def attention_spec(
 def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> AttentionSpec:
     """Causal attention with rotary positions, from Llama's keys; `more` are other fields.
 
-    Raises:
-        UserError: as `attention_spec` and `read_rotary`; or, if `whole`, the config turns only a part of each head.
+    Raises UserError as `attention_spec` and `read_rotary`; or, if `whole`, where only a part of each head is turned.
     """
     bias, dropout = value.get("attention_bias", False), value["attention_dropout"]
     attention = attention_spec(value, **{"bias": bias, "dropout": dropout, **more})
@@ -120,7 +118,7 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
 
 
 def layer_ropes(value: HFConfig) -> HFConfig:
-    """`rope_parameters` of a config that has one mapping of them for each of LAYER_TYPES; raises UserError as they say."""
+    """`rope_parameters` of a config that has a mapping for each of LAYER_TYPES; raises UserError for anything else."""
     given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
     ropes = given if isinstance(given, dict) else {}
     wrong = [kind for kind in ropes if kind not in LAYER_TYPES]

@@ -1,4 +1,4 @@
-"""The description of a family: the architectures of one `model_type`, the keys of its configs, the names of its weights."""
+"""The description of a family: the architectures of one `model_type`, its config keys and its weight names."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from alignment.models.transformer import TransformerSpec
 from alignment.settings import refusal
 
 # One line of a weight table: Hugging Face name, our name; {} stands for a number, of a layer or of an expert. The names
-# are those of a module, whose weight and bias (if it has one) they stand for, or end with the tensor's own name. A tuple
-# of our names: the tensor of the file is cut along its output axis into several of ours.
+# of a module stand for its weight and, if it has one, its bias; others end with the tensor's own name. A tuple of our
+# names: the tensor of the file is cut along its output axis into several of ours.
 Name = tuple[str, str | tuple[str, ...]]
 Head = Callable[[HFConfig], ClassificationHeadSpec]
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture as Hugging Face's files describe it. The values of a config are its keys with defaults filled in.
+    """One architecture as Hugging Face's files describe it. "Values" are a config with defaults filled in.
 
     Attributes:
         name: `model_type` in config.json.
@@ -63,8 +63,8 @@ class Family:
         fixed: config keys with the values that are supported, besides FIXED.
         old_keys: config keys of older files -> their present name.
         transposed: suffixes of tensors that are stored [in, out].
-        interleaved: suffixes of fused tensors that have, key head by key head, the rows of its queries, of the key and of
-            the value; other fused tensors have all rows of one part after all of another.
+        interleaved: suffixes of fused tensors that have, key head by key head, the rows of its queries, of the key and
+            of the value; other fused tensors have all rows of one part after all of another.
         ignored_tensors: patterns of tensors in files that are no weights, or belong to no head of ours. A model that
             needs such a tensor has it all the same.
         legacy_names: suffix of a tensor's name in older files -> its present suffix.
@@ -121,11 +121,7 @@ class Family:
         return {key: self.default(key) for key in self.keys if key not in present} | present
 
     def read(self, config: HFConfig) -> HFConfig:
-        """The values of a config in which every key is understood or known to change nothing.
-
-        Raises:
-            UserError: naming every key that is unknown or has a value that cannot be.
-        """
+        """The values of a config; raises UserError naming every key that is unknown or has a value that cannot be."""
         value = self.values(config)
         problems = [
             f"config.json: {old} = {config[old]!r} and {key} = {value[key]!r} are the same thing"
@@ -151,7 +147,7 @@ class Family:
 
 
 def tensor_names(table: Iterable[Name]) -> Iterable[Name]:
-    """The lines of a weight table with those of modules written out as weight and bias."""
+    """The lines of a weight table with modules written out as weight and bias."""
     for hf, ours in table:
         if isinstance(ours, str) and ours.endswith(LEAVES):
             yield hf, ours

@@ -1,6 +1,6 @@
 """Gemma, Gemma 2 and Gemma 3 (text only; what reads pictures, `model_type` gemma3, is not here).
 
-Source: Gemma team 2024, arXiv:2403.08295, section 2; 2024, arXiv:2408.00118, section 2; 2025, arXiv:2503.19786, section 2;
+Source: Gemma team 2024, arXiv:2403.08295, and 2024, arXiv:2408.00118, and 2025, arXiv:2503.19786, section 2 of each;
 transformers, `models/gemma`, `models/gemma2`, `models/gemma3`.
 """
 

@@ -1,7 +1,7 @@
 """GPT-1 (`openai-gpt`), GPT-2 and OPT: learned positions, LayerNorm, plain feed-forward.
 
-Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang et
-al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `models/opt`.
+Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang
+et al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `models/opt`.
 """
 
 import math
@@ -67,8 +67,8 @@ def _gpt2(value: HFConfig) -> TransformerSpec:
     if value["scale_attn_by_inverse_layer_idx"]:
         attentions = [replace(attention, scale=scale / (layer + 1)) for layer in range(layers)]
         blocks = tuple(replace(block, attention=each) for each in attentions)
-    spread = value["initializer_range"]
-    return _decoder(value, blocks, norm, InitSpec(spread, spread / math.sqrt(2 * layers)))
+    std = value["initializer_range"]
+    return _decoder(value, blocks, norm, InitSpec(std, std / math.sqrt(2 * layers)))
 
 
 def _decoder(value: HFConfig, blocks: tuple[BlockSpec, ...], norm: NormSpec, init: InitSpec) -> TransformerSpec:

@@ -23,7 +23,7 @@ from alignment.models.transformer import TransformerSpec
 
 
 def _mistral(value: HFConfig) -> TransformerSpec:
-    """No biases, and every layer looks back through a sliding window where one is set.
+    """No biases, and a sliding window in every layer where one is set.
 
     Source: Jiang et al. 2023, arXiv:2310.06825, section 2.
     """

@@ -1,10 +1,10 @@
-"""T5, its version 1.1, Flan-T5, ByT5, mT5: biases for distances instead of positions, no scale on the scores, no biases.
+"""T5, version 1.1, Flan-T5, ByT5, mT5: biases for distances instead of positions, no scale on scores, no biases.
 
-One table serves files with and without a classifier's head. mT5 is T5 1.1 in many languages; its logits are never scaled,
-and its files may have a head of their own.
+One table serves files with and without a classifier's head. mT5 is T5 1.1 in many languages; its logits are never
+scaled, and its files may have a head of their own.
 
-Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); Xue et al. 2021, arXiv:2010.11934
-(mT5); transformers, `models/t5` and `models/mt5`.
+Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); Xue et al. 2021,
+arXiv:2010.11934 (mT5); transformers, `models/t5` and `models/mt5`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -82,7 +82,7 @@ GATED = (  # takes the place of wi where there is a gate
 
 
 def _table(lines: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
-    """The lines as files of heads name them; the encoder of a token classifier, which has no decoder, is our `trunk`."""
+    """The lines as files of heads name them; the encoder of a token classifier, without a decoder, is our `trunk`."""
     alone = tuple((hf, ours.replace("encoder.", "trunk.", 1)) for hf, ours in lines if ours.startswith("encoder."))
     return tuple((f"transformer.{hf}", ours) for hf, ours in (*lines, *alone))
 
@@ -133,12 +133,10 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
     cross = AttentionSpec(heads, heads, value["d_kv"], 1.0, False, False, dropout, causal=False)
     buckets = RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
     activation, gated = _feed_forward(value)
-    feedforward = (GatedFeedForwardSpec if gated else PlainFeedForwardSpec)(
-        value["d_ff"], activation, bias=False, dropout=dropout
-    )
+    part = GatedFeedForwardSpec if gated else PlainFeedForwardSpec
     block = BlockSpec(
         attention=replace(cross, causal=decodes, position_bias=buckets),
-        feedforward=feedforward,
+        feedforward=part(value["d_ff"], activation, bias=False, dropout=dropout),
         norm=norm,
         dropout=dropout,
         cross=cross if decodes else None,
@@ -168,7 +166,7 @@ SEQUENCE = (("classification_head.dense", "head.transform.dense"), ("classificat
 
 
 def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
-    """The config of a file, with an untied head where that differs from the token table; transformers 5 does not say so."""
+    """The config of a file, untied where its head differs from the token table: transformers 5 does not say so."""
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config

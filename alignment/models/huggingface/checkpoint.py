@@ -4,7 +4,7 @@ Loading is strict: every tensor of the file is used, every parameter is found an
 anything else is an error that names it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +21,17 @@ from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.heads import score_labels
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
-from alignment.models.huggingface.legacy_names import (
-    drop_heads,
-    drop_tied_copy,
-    in_trunk,
-    rename_legacy_keys,
-)
-from alignment.models.huggingface.stored_parameters import StoredParameter, placeholder, stored_parameter
 from alignment.models.huggingface.weight_files import write_weights
-from alignment.models.huggingface.weight_map import HFLocation, map_weights, stream_to_hf, to_hf
+from alignment.models.huggingface.weight_map import (
+    HFLocation,
+    StoredParameter,
+    map_weights,
+    placeholder,
+    stored_parameter,
+    stream_to_hf,
+    to_hf,
+)
+from alignment.models.huggingface.weight_names import drop_tied_copy, in_trunk, present_names, without_heads
 from alignment.models.init_weights import initialize_layer
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import (
@@ -105,8 +107,8 @@ def load_pretrained(
         directory: a local model directory.
         task: language, scalar, next_sentence, sequence, tokens or span, if the family has it.
         dtype: type of the weights; None: that of each tensor in the file, float32 for a new head.
-        device: device of the weights. One tensor of the file is read at a time. "meta": none is read, and every parameter
-            of the file is a placeholder that knows where its data lies (see stored_parameters.py), so that each process
+        device: of the weights. One tensor of the file is read at a time. "meta": none is read, and every parameter of
+            the file is a placeholder that knows where its data lies (see weight_map.py), so that each process
             can read its own part; a model of transformers' own class is read all the same, to the CPU.
         new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
@@ -123,24 +125,22 @@ def load_pretrained(
     family, model = _empty_model(directory, {**stored, **(config or {})}, tensors, task)
     locations = hf_locations(model)
     needed = {location.name for location in locations.values()}
-    tensors = rename_legacy_keys(tensors, family, task, needed)
+    tensors = present_names(tensors, family, task, needed)
     if new_head:
-        tensors = drop_heads(tensors, family, task, locations)
+        tensors = without_heads(tensors, family, task, locations)
     aliases = _aliases(model)
-    for alias, original in aliases.items():
-        copy = locations.pop(alias)
-        drop_tied_copy(tensors, copy.name, locations[original].name, directory)
-    for name, original in family.tied_copies:
-        if name not in needed and original in needed:
-            drop_tied_copy(tensors, name, original, directory)
+    copies = [(locations.pop(alias).name, locations[original].name) for alias, original in aliases.items()]
+    copies += [(copy, original) for copy, original in family.tied_copies if copy not in needed and original in needed]
+    for copy, original in copies:
+        drop_tied_copy(tensors, copy, original, directory)
     new = {
         name for name, location in locations.items() if new_head and not in_trunk(name) and location.name not in tensors
     }
-    stored_locations = {name: location for name, location in locations.items() if name not in new}
-    zeros = _checked_zeros(directory, tensors, _expected_shapes(model, stored_locations), family)
+    locations = {name: location for name, location in locations.items() if name not in new}
+    _check_tensors(directory, tensors, _file_shapes(model, locations), family)
     sources = {
-        name: None if location.name in zeros else stored_parameter(tensors[location.name], location, dtype)
-        for name, location in stored_locations.items()
+        name: stored_parameter(tensors[location.name], location, dtype) if location.name in tensors else None
+        for name, location in locations.items()
     }
     _fill(model, sources, aliases, dtype or torch.float32, device)
     _initialize(model, new, dtype or torch.float32, _real(device))
@@ -178,8 +178,8 @@ def save_model(
     Args:
         model: any model of this library.
         directory: an existing directory.
-        tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at most
-            one shard of them is held. None: the model's own.
+        tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at
+            most one shard of them is held. None: the model's own.
         max_shard_size: such as "5GB" or "500MB".
 
     Raises:
@@ -190,32 +190,29 @@ def save_model(
     locations, names = hf_locations(model), saved_names(model)
     if tensors is None:
         state: dict[str, Tensor] = model.state_dict()
-        _check_names(state, names, locations)
+        _check_names(set(names) - state.keys(), state.keys() - locations.keys())
         tensors = ((name, state[name].detach().cpu()) for name in names)
-    seen: set[str] = set()
     directory = Path(directory)
     config = _config_to_save(model)  # before it is written to: a wrong config leaves no half of a model
-    whole = stream_to_hf(_noting(tensors, seen, locations), {name: locations[name] for name in names})
+    whole = stream_to_hf(_checked(tensors, names, locations), {name: locations[name] for name in names})
     dtype = write_weights(whole, directory, byte_count(max_shard_size))
-    _check_names(seen, names, locations)
     write_generation_config(model, directory)
     write_json(directory / CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def saved_names(model: NativeModel | ExternalModel) -> list[str]:
-    """The names, in the model's state dict, of the tensors that `save_model` writes; parts of one file tensor follow each other."""
+    """State dict names of the tensors that `save_model` writes; parts of one file tensor follow each other."""
     if isinstance(model, ExternalModel):
         return list(model.state_dict())
-    locations = hf_locations(model)
     aliases, by_file_name = _aliases(model), {}
-    for name, location in locations.items():
+    for name, location in hf_locations(model).items():
         if name not in aliases:
             by_file_name.setdefault(location.name, []).append(name)
     return [name for names in by_file_name.values() for name in names]
 
 
 def named_as_saved(model: NativeModel | ExternalModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A model's whole weights under the names of the file that `save_model` writes, on their device; nothing is written.
+    """A model's whole weights, on their device, under the names of the file that `save_model` would write.
 
     Args:
         model: of which an adapter's own weights are left out.
@@ -227,25 +224,24 @@ def named_as_saved(model: NativeModel | ExternalModel, state: Mapping[str, Tenso
     return stream_to_hf(((name, state[name]) for name in saved_names(model)), locations)
 
 
-def _check_names(found: Iterable[str], expected: Sequence[str], locations: dict[str, HFLocation]) -> None:
-    """Refuse names that are not the parameters of the architecture; second names of shared ones may be among them."""
-    names = set(found)
-    missing, extra = sorted(set(expected) - names), sorted(names - set(locations))
+def _checked(
+    tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], locations: dict[str, HFLocation]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, which must be all of `names`; second names of shared parameters may be among them."""
+    missing = set(names)
+    for name, tensor in tensors:
+        _check_names((), {name} - locations.keys())
+        missing.discard(name)
+        yield name, tensor
+    _check_names(missing, ())
+
+
+def _check_names(missing: Iterable[str], extra: Iterable[str]) -> None:
     if missing or extra:
         raise ValueError(
-            f"the state does not fit the architecture: missing {missing}, unexpected {extra}; merge or detach adapters "
-            "before saving"
+            f"the state does not fit the architecture: missing {sorted(missing)}, unexpected {sorted(extra)}; merge or "
+            "detach adapters before saving"
         )
-
-
-def _noting(
-    tensors: Iterable[tuple[str, Tensor]], seen: set[str], locations: dict[str, HFLocation]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors; their names are added to `seen`, and a name that is none of the architecture's is an error."""
-    for name, tensor in tensors:
-        _check_names((name,), (), locations)
-        seen.add(name)
-        yield name, tensor
 
 
 def hf_locations(model: NativeModel) -> dict[str, HFLocation]:
@@ -268,13 +264,9 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
     Sharing is seen by identity and not by the config, since a model may have been untied after loading.
     """
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        original = first.setdefault(id(parameter), name)
-        if original != name:
-            aliases[name] = original
-    return aliases
+    names = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(names.items())}
+    return {name: first[id(parameter)] for name, parameter in names.items() if first[id(parameter)] != name}
 
 
 def _fill(
@@ -297,13 +289,11 @@ def _fill(
     for name, source in sources.items():
         if source is None:
             state[name] = torch.zeros(shapes[name], dtype=dtype, device=_real(device))
-        elif name in unread:
-            state[name] = placeholder(shapes[name], source.dtype)
         else:
-            state[name] = source.read(_real(device))
+            state[name] = placeholder(shapes[name], source.dtype) if name in unread else source.read(_real(device))
     model.load_state_dict(state, assign=True, strict=False)
-    for name in unread & sources.keys():
-        if sources[name] is not None:
+    for name in unread:
+        if sources.get(name) is not None:
             model.get_parameter(name).stored = sources[name]  # type: ignore[attr-defined]
     for alias, original in aliases.items():
         owner, _, leaf = alias.rpartition(".")
@@ -331,35 +321,28 @@ def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, de
             setattr(module, name, parameter)
 
 
-def _expected_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str, torch.Size]:
+def _file_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str, torch.Size]:
     """The shape of each tensor that the file must have, by its name there."""
     meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
     return {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
 
 
-def _checked_zeros(
+def _check_tensors(
     directory: Path, tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], family: Family
-) -> set[str]:
-    """Names of missing tensors that the family lets a file omit; they are zero.
-
-    Raises:
-        UserError: naming every other missing tensor and every unexpected or misshapen one.
-    """
-    zeros = {name for name in family.zeros_if_missing if name in shapes and name not in tensors}
-    raise_all(f"{directory}: {problem}" for problem in _tensor_problems(tensors, shapes, zeros))
-    return zeros
-
-
-def _tensor_problems(tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterator[str]:
-    yield from (f"tensor {name} is missing" for name in sorted(shapes.keys() - tensors.keys() - zeros))
-    yield from (f"unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys()))
+) -> None:
+    """Refuse, by name, unexpected and misshapen tensors, and missing ones that the family does not let a file omit."""
+    missing = sorted(shapes.keys() - tensors.keys() - set(family.zeros_if_missing))
+    problems = [f"{directory}: tensor {name} is missing" for name in missing]
+    problems += [f"{directory}: unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys())]
     for name in sorted(shapes.keys() & tensors.keys()):
-        if tensors[name].shape != shapes[name]:
-            yield f"tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
+        found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
+        if found != wanted:
+            problems.append(f"{directory}: tensor {name} has shape {found}, the config asks for {wanted}")
+    raise_all(problems)
 
 
 def _config_to_save(model: NativeModel) -> HFConfig:
-    """config.json of a saved model: its config with the class and the sizes that the weights have, its type left open."""
+    """config.json of a saved model: its config with the class and sizes of the weights, their type left open."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
     vocabulary = next(x for x in model.children() if isinstance(x, Transformer)).embed.num_embeddings

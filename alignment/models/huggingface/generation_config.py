@@ -1,4 +1,4 @@
-"""generation_config.json: the stop tokens and sampling defaults of a model for other programs; our sampling ignores it."""
+"""generation_config.json: stop tokens and sampling defaults of a model for other programs; our sampling ignores it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
-from alignment.models.safetensors_files import HFConfig
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -21,10 +20,8 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
         UserError: the file is no JSON object.
     """
     path = Path(directory) / GENERATION_CONFIG
-    if not path.is_file():
-        return None
     try:
-        return read_json_object(path)
+        return read_json_object(path) if path.is_file() else None
     except UserError as error:
         raise UserError(f"{error}; mend it or delete it") from error
 
@@ -45,25 +42,20 @@ def set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_i
     """Set the end tokens and the padding token in both configs of a model; a model that does not generate is unchanged.
 
     Args:
-        model: any model of this library.
         end_ids: tokens at which responses end; an empty list leaves the configs as they are.
         pad_id: the tokenizer's padding token, which fills finished rows of a batch.
     """
     if not hasattr(model, "new_cache"):
         return
     config = generation_config_of(model)
-    config = _generation_keys(model.config) if config is None else dict(config)
+    if config is None:  # transformers takes the same keys of config.json in its place
+        from transformers import GenerationConfig
+
+        keys = [key for key in vars(GenerationConfig()) if not key.startswith("_") and key != "transformers_version"]
+        config = {key: model.config[key] for key in keys if model.config.get(key) is not None}
+    model.generation_config = dict(config)
     if end_ids:
         model.config["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
-        config["eos_token_id"] = model.config["eos_token_id"]
+        model.generation_config["eos_token_id"] = model.config["eos_token_id"]
     if pad_id is not None:
-        config["pad_token_id"] = pad_id
-    model.generation_config = config
-
-
-def _generation_keys(config: HFConfig) -> dict[str, Any]:
-    """The keys of config.json that transformers would use in place of a generation_config.json."""
-    from transformers import GenerationConfig
-
-    keys = [key for key in vars(GenerationConfig()) if not key.startswith("_") and key != "transformers_version"]
-    return {key: config[key] for key in keys if config.get(key) is not None}
+        model.generation_config["pad_token_id"] = pad_id

@@ -19,57 +19,46 @@ SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int) -> torch.dtype:
     """Write named tensors as they come; at most one shard of them is held at a time.
 
-    Up to `max_shard_bytes` they are model.safetensors; beyond, model-00001-of-00003.safetensors and so on with an index, as
-    transformers writes them: a tensor that no longer fits begins the next shard, one that is larger has its own. Weight
-    files of an earlier save are removed at the end.
+    Up to `max_shard_bytes` they are model.safetensors; beyond, model-00001-of-00003.safetensors and so on with an
+    index, as transformers writes them: a tensor that no longer fits begins the next shard, one that is larger has its
+    own. Weight files of an earlier save are removed at the end.
 
     Returns:
         The type that most of the numbers have.
     """
     shard: dict[str, Tensor] = {}
-    shard_bytes, total_bytes = 0, 0
-    written: list[list[str]] = []
-    numbers: Counter[torch.dtype] = Counter()
+    shards: list[list[str]] = []  # names in each that is written
+    shard_bytes, total_bytes, numbers = 0, 0, Counter[torch.dtype]()
+
+    def write_shard() -> None:
+        path = directory / f"model-{len(shards) + 1:05d}.safetensors"
+        write_atomic(path, lambda temporary: save_file(shard, temporary, metadata={"format": "pt"}))
+        shards.append(list(shard))
+        shard.clear()
+
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if shard and shard_bytes + size > max_shard_bytes:
-            _write_shard(shard, directory / _shard_name(len(written) + 1))
-            written.append(list(shard))
-            shard, shard_bytes = {}, 0
+            write_shard()
+            shard_bytes = 0
         shard[name] = tensor
         shard_bytes, total_bytes = shard_bytes + size, total_bytes + size
         numbers[tensor.dtype] += tensor.numel()
-    if written:
-        _write_shard(shard, directory / _shard_name(len(written) + 1))
-        written.append(list(shard))
-        _write_index(written, directory, {"total_parameters": sum(numbers.values()), "total_size": total_bytes})
-    else:
-        _write_shard(shard, directory / WEIGHTS)
-    _remove_others(directory, len(written))
+    write_shard()
+    _finish(shards, directory, {"total_parameters": sum(numbers.values()), "total_size": total_bytes})
     return numbers.most_common(1)[0][0]
 
 
-def _write_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
-
-
-def _write_index(shards: list[list[str]], directory: Path, metadata: dict[str, int]) -> None:
-    """Give the shards their final names, which tell how many there are, and write the index."""
-    weight_map = {}
+def _finish(shards: list[list[str]], directory: Path, metadata: dict[str, int]) -> None:
+    """Give the shards their final names, write the index of more than one, and remove files of an earlier save."""
+    count, weight_map = len(shards), {}
     for number, names in enumerate(shards, 1):
-        final = _shard_name(number, len(shards))
-        os.replace(directory / _shard_name(number), directory / final)
+        final = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        os.replace(directory / f"model-{number:05d}.safetensors", directory / final)
         weight_map |= dict.fromkeys(names, final)
-    write_json(directory / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _shard_name(number: int, count: int | None = None) -> str:
-    return f"model-{number:05d}.safetensors" if count is None else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _remove_others(directory: Path, count: int) -> None:
-    """Remove the weight files of an earlier save that are no part of this one, which has `count` shards or one file."""
-    kept = {_shard_name(number, count) for number in range(1, count + 1)} | ({INDEX} if count else {WEIGHTS})
+    if count > 1:
+        write_json(directory / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    kept = {*weight_map.values(), INDEX} if count > 1 else {WEIGHTS}
     for path in directory.iterdir():
         if path.name not in kept and (path.name in (WEIGHTS, INDEX) or SHARD.fullmatch(path.name)):
             path.unlink()

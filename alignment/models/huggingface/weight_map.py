@@ -1,15 +1,25 @@
-"""Where each of our parameters lies in a Hugging Face file: tensor names, fused matrices, transposed matrices."""
+"""The place of each of our parameters in a Hugging Face file: tensor names, fused and transposed matrices.
+
+Where each process reads its own slices only, a model is built of parameters that have not been read. Such a parameter
+has its shape and type, takes no memory, and holds nothing but NaN: it is one number, expanded. A new adapter is
+attached to it as to any model, and a write to it is an error. Whoever shards the model reads `parameter.stored`, a
+`StoredParameter`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from alignment.errors import UserError
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import Family, Name, tensor_names
 from alignment.models.layers import AttentionSpec
+from alignment.models.safetensors_files import StoredTensor
 from alignment.models.transformer import TransformerSpec
+
+COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types that a model can compute in
 
 
 class HFLocation(NamedTuple):
@@ -38,24 +48,21 @@ def pattern_of(name: str) -> str:
 def map_weights(
     shapes: Mapping[str, torch.Size], table: Iterable[Name], family: Family, spec: TransformerSpec | EncoderDecoderSpec
 ) -> dict[str, HFLocation]:
-    """The location of each of our parameters in a file.
+    """The location in a file of each of our parameters, whose `shapes` are given by our names.
 
     Args:
-        shapes: the shape of every parameter of the architecture, by our name.
-        table: (Hugging Face name, our name or names); a later line replaces an earlier one of the same name.
-        family: tells which matrices are transposed or fused in groups.
-        spec: the model's specification.
+        table: a later line replaces an earlier one of the same name of ours.
+        family: says which matrices are transposed, and which are fused in groups: one for each of `spec`'s key heads.
 
     Raises:
         ValueError: the table lacks a parameter.
     """
+    attention = spec.blocks[0].attention if isinstance(spec, TransformerSpec) else None
+    key_heads = attention.key_value_heads if isinstance(attention, AttentionSpec) else 1
     by_ours = {}
     for hf, ours in tensor_names(table):
         parts = (ours,) if isinstance(ours, str) else ours
-        for part, name in enumerate(parts):
-            by_ours[name] = (hf, part, parts)
-    attention = spec.blocks[0].attention if isinstance(spec, TransformerSpec) else None
-    key_heads = attention.key_value_heads if isinstance(attention, AttentionSpec) else 1
+        by_ours |= {name: (hf, part, parts) for part, name in enumerate(parts)}
     locations = {}
     for name in shapes:
         if pattern_of(name) not in by_ours:
@@ -99,18 +106,11 @@ def from_hf(tensors: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) 
 
 
 def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None = None) -> Tensor:
-    """Rows `start` to `stop` of our parameter, from the tensor of the file that holds it; a view where that is possible.
-
-    Args:
-        tensor: the whole tensor `location.name` of the file.
-        location: of our parameter.
-        start, stop: rows of our parameter; all of them by default.
-    """
+    """Rows `start` to `stop` of our parameter, from the whole tensor of the file; a view where that is possible."""
     tensor = tensor.T if location.transposed else tensor
     if len(location.rows) == 1:
         return tensor[start:stop] if tensor.ndim else tensor
-    count = location.rows[location.part]
-    stop = count if stop is None else stop
+    stop = location.rows[location.part] if stop is None else stop
     heights = [rows // location.groups for rows in location.rows]
     own = max(1, heights[location.part])  # rows of this part in each group
     first, last = start // own, -(-stop // own)
@@ -127,7 +127,49 @@ def fuse_rows(parts: list[Tensor], groups: int) -> Tensor:
 
 def cut_rows(tensor: Tensor, rows: Sequence[int], groups: int) -> list[Tensor]:
     """The matrices of `rows` rows each that `fuse_rows` put together."""
-    if len(rows) == 1:
-        return [tensor]
-    pieces = tensor.unflatten(0, (groups, -1)).split([n // groups for n in rows], dim=1)
-    return [piece.flatten(0, 1) for piece in pieces]
+    location = HFLocation("", 0, tuple(rows), groups=groups)
+    return [cut(tensor, location._replace(part=part)) for part in range(len(rows))]
+
+
+class StoredParameter(NamedTuple):
+    """The place of one of our parameters: the file's tensor, the part of it, and the parameter's type in the model."""
+
+    tensor: StoredTensor
+    location: HFLocation
+    dtype: torch.dtype
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of the parameter, in the file's type; to be copied from and not written to."""
+        return cut(self.tensor.read(), self.location, start, stop)
+
+    def read(self, device: str | torch.device = "cpu") -> Tensor:
+        """The whole parameter."""
+        part = self.rows()
+        return torch.empty(part.shape, dtype=self.dtype, device=device).copy_(part)
+
+
+def stored_parameter(tensor: StoredTensor, location: HFLocation, dtype: torch.dtype | None) -> StoredParameter:
+    """The place of a parameter; `dtype` None keeps the file's type.
+
+    Raises:
+        UserError: the file's type is to be kept and is none that a model can compute in.
+    """
+    if dtype is None and tensor.dtype not in COMPUTED:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{tensor.path}: tensor {tensor.name} is {kind}, which no model computes in; name another type")
+    return StoredParameter(tensor, location, dtype or tensor.dtype)
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape that takes no memory; all of it is NaN, and it cannot be written to."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
+
+
+def read_parameters(model: nn.Module) -> nn.Module:
+    """Read what is unread of a model, in place, and return the model."""
+    for parameter in model.parameters():
+        stored: StoredParameter | None = getattr(parameter, "stored", None)
+        if stored is not None:
+            parameter.data = stored.read().to(parameter.dtype)
+            del parameter.stored  # type: ignore[attr-defined]
+    return model

@@ -12,57 +12,36 @@ from alignment.models.huggingface.weight_map import HFLocation, pattern_of
 from alignment.models.safetensors_files import StoredTensor
 
 STACKS = ("trunk", "encoder", "decoder")
+Tensors = dict[str, StoredTensor]
 
 
-def rename_legacy_keys(
-    tensors: dict[str, StoredTensor], family: Family, task: str, needed: set[str]
-) -> dict[str, StoredTensor]:
-    """A file's tensors under their present names, without those that the family ignores.
+def present_names(tensors: Tensors, family: Family, task: str, needed: set[str]) -> Tensors:
+    """A file's tensors under the names that a file of `task` has today, without those that the family ignores.
 
     Args:
-        tensors: by name in the file.
-        family: has the legacy names.
-        task: whose trunk prefix the names get.
-        needed: names of tensors that the model needs; they are kept also where the family ignores them.
+        tensors: by name in the file, which may be of any class of the family.
+        needed: names that the model needs; they are kept also where the family ignores them.
     """
-    ignored = (*family.ignored_tensors, *family.tasks[task].unused)
-    present = {_present_name(name, family): tensor for name, tensor in tensors.items()}
-    return {
-        name: tensor
-        for name, tensor in _with_trunk_prefix(present, family, task).items()
-        if name in needed or not _matches(name, ignored)
-    }
-
-
-def _present_name(name: str, family: Family) -> str:
-    for legacy, present in family.legacy_names.items():
-        if name.endswith(legacy):
-            return name.removesuffix(legacy) + present
-    return name
-
-
-def _with_trunk_prefix(tensors: dict[str, StoredTensor], family: Family, task: str) -> dict[str, StoredTensor]:
-    """The trunk's tensors with the name prefix of `task`, whichever class the file was saved from."""
     wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
     used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
-    if used == wanted:
-        return tensors
     # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
     heads = (line for other in family.tasks.values() for line in other.names)
     lines = (*tensor_names((*family.names, *heads)), *family.tied_copies)
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
-    without_prefix = {name: name.removeprefix(used) for name in tensors}
-    return {
-        wanted + without_prefix[name]
-        if pattern_of(family.trunk_prefix + without_prefix[name]) in trunk
-        else name: tensor
-        for name, tensor in tensors.items()
-    }
+    ignored, found = (*family.ignored_tensors, *family.tasks[task].unused), {}
+    for name, tensor in tensors.items():
+        name = next(
+            (name.removesuffix(old) + new for old, new in family.legacy_names.items() if name.endswith(old)), name
+        )
+        short = name.removeprefix(used)
+        if used != wanted and pattern_of(family.trunk_prefix + short) in trunk:
+            name = wanted + short
+        if name in needed or not _matches(name, ignored):
+            found[name] = tensor
+    return found
 
 
-def drop_heads(
-    tensors: dict[str, StoredTensor], family: Family, task: str, locations: Mapping[str, HFLocation]
-) -> dict[str, StoredTensor]:
+def without_heads(tensors: Tensors, family: Family, task: str, locations: Mapping[str, HFLocation]) -> Tensors:
     """A file's tensors without any head, for a model of `task` with a new one; what the new head starts from stays."""
     needed = {location.name for location in locations.values()}
     kept = {location.name for name, location in locations.items() if in_trunk(name)}
@@ -80,18 +59,16 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def drop_tied_copy(tensors: dict[str, StoredTensor], name: str, original: str, directory: Path) -> None:
+def drop_tied_copy(tensors: Tensors, name: str, original: str, directory: Path) -> None:
     """Remove `name` from `tensors`, a copy of the shared tensor `original`, or rename it where `original` is missing.
 
     Raises:
         UserError: both are there and differ.
     """
     copy, kept = tensors.pop(name, None), tensors.get(original)
-    if copy is None:
-        return
-    if kept is None:
+    if copy is not None and kept is None:
         tensors[original] = copy
-    elif not torch.equal(copy.read(), kept.read()):
+    elif copy is not None and kept is not None and not torch.equal(copy.read(), kept.read()):
         raise UserError(
             f"{directory}: config.json says tie_word_embeddings (or the family shares the tensor), but {name} differs "
             f"from {original}; one of the two is wrong"
@@ -99,5 +76,5 @@ def drop_tied_copy(tensors: dict[str, StoredTensor], name: str, original: str, d
 
 
 def in_trunk(name: str) -> bool:
-    """Whether a parameter, by our name, belongs to the trunk and not to a head."""
+    """True where a parameter, by our name, belongs to the trunk and not to a head."""
     return name.split(".")[0] in STACKS

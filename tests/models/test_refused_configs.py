@@ -1,0 +1,188 @@
+"""Configs: every key understood or known to be harmless, everything else refused by name (H19, H20)."""
+
+import pytest
+
+from alignment.errors import UserError
+from alignment.models.families import FAMILIES, family_of
+from alignment.models.families.config_keys import KEYS
+
+from .encoders import TINY as ENCODERS
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0],
+    "long_factor": [1.0],
+}
+TINY = {
+    "max_position_embeddings": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+LLAMA_LIKE = ("gemma", "gemma2", "gemma3_text", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+REFUSED = [  # model_type, keys, message
+    ("llama", {"rms_norm_epss": 1e-5}, "unknown key 'rms_norm_epss'; did you mean 'rms_norm_eps'"),
+    ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ("llama", {"sliding_window": 128}, "sliding_window"),
+    ("llama", {"quantization_config": {}}, "quantization_config"),
+    ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, "rope_type 'spiral' is not one of"),
+    ("llama", {"rope_scaling": {"type": "lineer", "factor": 2.0}}, "rope_type 'lineer'.*did you mean 'linear'"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope key factor must be a number"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "rope key factor"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "unknown rope key 'beta'"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling must be a mapping"),
+    ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 2.0}}, "both set"),
+    ("llama", {"num_key_value_heads": 5}, "num_key_value_heads = 5 does not divide"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+    ("llama", {"hidden_size": 100}, "num_attention_heads = 32 does not divide hidden_size"),
+    ("llama", {"head_dim": 7}, "head_dim must be even"),
+    ("llama", {"hidden_size": "64"}, "hidden_size must be int, got '64'"),
+    ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings must be bool"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers must be int"),
+    ("llama", {"hidden_act": "swoosh"}, "hidden_act 'swoosh'"),
+    ("gpt2", {"n_heads": 12}, "unknown key 'n_heads'; did you mean 'n_head'"),
+    ("gpt2", {"n_head": 5}, "n_head = 5 does not divide n_embd = 768"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+    ("gpt2", {"layer_norm_epsilon": "small"}, "layer_norm_epsilon must be float"),
+    ("gpt2", {"resid_pdrop": -0.1}, "resid_pdrop must be at least 0"),
+    ("gpt2", {"activation_function": "gelu_old"}, "activation_function 'gelu_old'"),
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+    ("bert", {"is_decoder": True}, "is_decoder = True"),
+    ("bert", {"num_attention_heads": 5}, "num_attention_heads = 5 does not divide"),
+    ("bert", {"hidden_act": "mish"}, "hidden_act 'mish' is not one of"),
+    ("bert", {"layer_norm_epsilon": 1e-5}, "did you mean 'layer_norm_eps'"),
+    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings must be above pad_token_id"),
+    ("distilbert", {"n_heads": 3}, "n_heads = 3 does not divide dim"),
+    ("albert", {"inner_group_num": 2}, "inner_group_num = 2"),
+    ("albert", {"num_hidden_groups": 9}, "num_hidden_groups = 9 is more than"),
+    ("electra", {"type_vocab_size": 0}, "type_vocab_size must be at least 1"),
+    ("deberta-v2", {"pos_att_type": "c2p|p2p"}, r"pos_att_type 'c2p\|p2p'"),
+    ("deberta-v2", {"norm_rel_ebd": "rms_norm"}, "norm_rel_ebd 'rms_norm'"),
+    ("deberta-v2", {"conv_kernel_size": 4}, "conv_kernel_size = 4"),
+    ("deberta-v2", {"embedding_size": 16}, "embedding_size = 16 is not supported"),
+    ("deberta-v2", {"conv_groups": 5}, "conv_groups = 5 does not divide"),
+    ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling 'max'"),
+    ("modernbert", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    ("modernbert", {"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+    ("modernbert", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters has 'rope_theta'"),
+    ("mistral", {"attention_bias": True}, "attention_bias = True is not supported, only False"),
+    ("mistral", {"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+    ("mistral", {"layer_types": [FULL] * 4}, "unknown key 'layer_types'"),
+    ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+    ("qwen2", {"use_mrope": True}, "use_mrope = True is not supported"),
+    ("qwen2", {"layer_types": [FULL, SLIDING, FULL, FULL]}, "no sliding_window is set and in use"),
+    ("qwen2", {"layer_types": [FULL] * 3}, "layer_types names 3 layers, num_hidden_layers is 4"),
+    ("qwen3", {"layer_types": [FULL, FULL, FULL, "chunked_attention"]}, "'chunked_attention', which is not one of"),
+    ("qwen3", {"layer_types": 4}, "layer_types must be list, got 4"),
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma2", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+    ("gemma2", {"sliding_window": None}, "no sliding_window is set and in use"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be at least 1e-06"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be at least 1"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "must be a mapping of full_attention"),
+    ("gemma3_text", {"rope_parameters": {"global": {}}}, "rope_parameters has 'global'"),
+    ("gemma3_text", {"rope_scaling": 8.0}, "rope_scaling must be a mapping"),
+    (
+        "gemma3_text",
+        {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {FULL: {"rope_type": "default"}}},
+        "both set",
+    ),
+    ("gemma3_text", {"rope_parameters": {FULL: {"rope_type": "linear"}}}, "rope key factor must be a number"),
+    ("gemma3_text", {"_sliding_window_pattern": 3}, "name sliding_window_pattern instead"),
+    ("olmo2", {"clip_qkv": 8.0}, "unknown key 'clip_qkv'"),
+    ("olmo2", {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide"),
+    ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be 0 or 1 for each of 4 layers"),
+    ("smollm3", {"no_rope_layers": [1, 1, 2, 1]}, "no_rope_layers must be 0 or 1"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be at least 1"),
+    ("openai-gpt", {"n_head": 5}, "n_head = 5 does not divide n_embd = 768"),
+    ("openai-gpt", {"afn": "gelu_new"}, "afn 'gelu_new' is not one of gelu, relu, silu, swish"),
+    ("openai-gpt", {"n_layers": 2}, "unknown key 'n_layers'; did you mean 'n_layer'"),
+    ("gpt_neox", {"num_attention_heads": 7}, "num_attention_heads = 7 does not divide hidden_size"),
+    ("gpt_neox", {"rotary_pct": 0.01}, "rotary positions turn pairs"),
+    ("gpt_neox", {"hidden_dropout_prob": 0.1}, "hidden_dropout_prob = 0.1 is not supported"),
+    ("gpt_neox", {"hidden_act": "gelu_old"}, "hidden_act 'gelu_old'"),
+    ("opt", {"layerdrop": 0.1}, "layerdrop = 0.1 is not supported"),
+    ("opt", {"activation_function": "swoosh"}, "activation_function 'swoosh'"),
+    ("opt", {"num_attention_heads": 5}, "num_attention_heads = 5 does not divide hidden_size = 768"),
+    ("bloom", {"n_embed": 64, "hidden_size": 32}, "n_embed = 64 and hidden_size = 32 are the same thing"),
+    ("bloom", {"n_inner": 100}, "n_inner = 100 is not supported"),
+    ("bloom", {"num_attention_heads": 7}, "n_head = 7 does not divide hidden_size = 64"),
+    ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2 is not supported"),
+    ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "needs parallel_attn = True"),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}, "num_key_value_heads = 8 does not divide"),
+    ("falcon", {"alibi": True, "num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+    ("falcon", {"apply_residual_connection_post_layernorm": True}, "is not supported, only False"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type of a phi3 model"),
+    ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "long_factor must have one number per pair, 48"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias = True is not supported"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_local_experts = 8"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ("t5", {"num_head": 4}, "unknown key 'num_head'; did you mean 'num_heads'"),
+    ("t5", {"d_kv": 0}, "d_kv must be at least 1, got 0"),
+    ("t5", {"feed_forward_proj": "gated-sine"}, "feed_forward_proj 'gated-sine' is not one of"),
+    ("t5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}, "dense_act_fn = 'gelu' contradicts"),
+    ("t5", {"is_gated_act": True}, "is_gated_act = True contradicts feed_forward_proj = 'relu'"),
+    ("t5", {"relative_attention_max_distance": 16}, "relative_attention_max_distance = 16 more than"),
+    ("t5", {"relative_attention_num_buckets": 9}, "relative_attention_num_buckets = 9 must be even"),
+    ("mt5", {"scale_decoder_outputs": True}, "unknown key 'scale_decoder_outputs'"),
+    ("bart", {"normalize_before": True}, "normalize_before = True is not supported"),
+    ("bart", {"encoder_layerdrop": 0.1}, "encoder_layerdrop = 0.1 is not supported"),
+    ("bart", {"decoder_attention_heads": 7}, "decoder_attention_heads = 7 does not divide d_model"),
+    ("bart", {"activation_function": "sine"}, "activation_function 'sine' is not one of"),
+    ("bart", {"is_encoder_decoder": False}, "is_encoder_decoder = False is not supported"),
+    ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings = False is not supported"),
+]  # fmt: skip
+
+
+def read(model_type, **keys):
+    base = TINY if model_type in LLAMA_LIKE else ENCODERS.get(model_type, {})
+    return FAMILIES[model_type].spec_from_config({"model_type": model_type, **base, **keys})
+
+
+@pytest.mark.parametrize(("model_type", "keys", "message"), REFUSED)
+def test_configs_that_are_refused(model_type, keys, message):
+    with pytest.raises(UserError, match=message):
+        read(model_type, **keys)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(UserError) as error:
+        read("llama", first_wrong=1, second_wrong=2, hidden_size="x")
+    assert all(word in str(error.value) for word in ("first_wrong", "second_wrong", "hidden_size"))
+    with pytest.raises(UserError) as error:
+        read("llama", third_wrong=1, pretraining_tp=2, num_key_value_heads=5)
+    assert all(word in str(error.value) for word in ("third_wrong", "pretraining_tp", "num_key_value_heads"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_key_has_a_kind_and_a_default_and_transformers_configs_are_understood(name):
+    from transformers import AutoConfig
+
+    assert set(FAMILIES[name].keys) <= set(KEYS)
+    assert FAMILIES[name].spec_from_config({"model_type": name})
+    config = AutoConfig.for_model(name, num_labels=1, pad_token_id=0).to_dict()
+    assert family_of(config).spec_from_config(config).vocabulary == config["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt3"}, "model_type 'gpt3' is not one of .*gpt2.*; did you mean 'gpt2'"),
+        ({}, "model_type None"),
+        ({"model_type": "llama", "auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+    ],
+)
+def test_foreign_architectures_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        family_of(config)
