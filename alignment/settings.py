@@ -129,35 +129,36 @@ def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
 
 def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
     """Names of fields outside the limits of their types, and why; pydantic finds the same in YAML."""
-    for name, parts in _parts_of_types(type(settings)).items():
+    for name, bounds, options in _limited_fields(type(settings)):
         value = getattr(settings, name)
-        options = [part for part in parts if isinstance(part, str)]
-        if isinstance(value, str) and options and value not in options and str not in parts:
+        if options and isinstance(value, str) and value not in options:
             yield name, f"must be {' or '.join(map(repr, options))}, got {value!r}"
-        for number, part in itertools.product(_numbers(value), parts):
-            for bound, limit in _bounds(part):
-                inside = {"gt": number > limit, "ge": number >= limit, "lt": number < limit, "le": number <= limit}
-                if not inside[bound]:  # also where the number is NaN
-                    yield name, f"{limit_text(bound, limit)}, got {number}{default_text(type(settings), name)}"
+        for number, (bound, limit) in itertools.product(_numbers(value), bounds):
+            inside = {"gt": number > limit, "ge": number >= limit, "lt": number < limit, "le": number <= limit}
+            if not inside[bound]:  # also where the number is NaN
+                yield name, f"{limit_text(bound, limit)}, got {number}{default_text(type(settings), name)}"
 
 
 @functools.cache
-def _parts_of_types(cls: type) -> dict[str, list[object]]:
-    """Name of a field -> the types, limits and options that its type is made of."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {each.name: list(_parts(hints[each.name])) for each in fields(cast(Any, cls))}
+def _limited_fields(cls: type) -> list[tuple[str, list[tuple[str, float]], list[str]]]:
+    """Name, bounds and options of each field whose type has some; a field that takes any text has no options."""
+    hints, found = get_type_hints(cls, include_extras=True), []
+    for each in fields(cast(Any, cls)):
+        parts = list(_parts(hints[each.name]))
+        limits = [part for part in parts if isinstance(part, (Gt, Ge, Lt, Le, Interval))]
+        bounds = [(name, getattr(part, name)) for part in limits for name in BOUNDS if hasattr(part, name)]
+        bounds = [(name, limit) for name, limit in bounds if limit is not None]
+        options = [] if str in parts else [part for part in parts if isinstance(part, str)]
+        if bounds or options:
+            found.append((each.name, bounds, options))
+    return found
 
 
 def _parts(hint: object) -> Iterator[object]:
+    """The types, limits and options that a type is made of."""
     yield hint
     for part in get_args(hint):
         yield from _parts(part)
-
-
-def _bounds(part: object) -> Iterator[tuple[str, float]]:
-    """Names and values of the bounds that a limit has."""
-    if isinstance(part, (Gt, Ge, Lt, Le, Interval)):
-        yield from ((name, getattr(part, name)) for name in BOUNDS if getattr(part, name, None) is not None)
 
 
 def _numbers(value: object) -> Iterator[float]:
