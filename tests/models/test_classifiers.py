@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, pooled
-from alignment.models.heads import ClassificationHead
+from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
 from alignment.ragged import Ragged
 
@@ -73,7 +73,7 @@ def test_the_second_sentence_of_a_pair_is_told_apart_by_its_segment():
 
 
 def test_a_classification_head_drops_before_and_after_its_transform_in_training_only():
-    head = ClassificationHead(None, nn.Linear(4, 4, bias=False), dropout=0.0, input_dropout=0.5)
+    head = ClassificationHeadSpec(4, bias=False, input_dropout=0.5).build(4)
     nn.init.eye_(head.output.weight)
     x = torch.ones(200, 4)
     assert_close(head.eval()(x), x)
