@@ -26,13 +26,13 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
     Raises:
         UserError: no such directory, no tokenizer in it, unreadable files, or a request for code or files from elsewhere.
     """
-    from alignment.data.tokenizers.original_files import load_file
+    from alignment.data.tokenizers.original_files import load_original_file
 
     path = Path(source)
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
-        return load_file(path) if path.is_file() else _load_directory(path)
+        return load_original_file(path) if path.is_file() else _load_directory(path)
     except UserError:
         raise
     except BaseException as error:  # tokenizers raises bare Exception for a broken file; every other error is raised
@@ -69,7 +69,7 @@ def _load_original(directory: Path, names: set[str]) -> Tokenizer | None:
     Raises:
         UserError: there are no such files, several tokenizers, or unreadable files.
     """
-    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_file, load_gpt2
+    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_gpt2, load_original_file
 
     for vocabulary, merges in GPT2_FILES:
         if {vocabulary, merges} <= names:
@@ -85,7 +85,7 @@ def _load_original(directory: Path, names: set[str]) -> Tokenizer | None:
         return None
     if len(single) > 1:
         raise UserError(f"{directory}: several tokenizers here: {', '.join(single)}; name the one that is meant")
-    return load_file(directory / single[0])
+    return load_original_file(directory / single[0])
 
 
 def _refuse_foreign_code(path: Path) -> None:

@@ -19,7 +19,7 @@ UNIGRAM, BPE = 1, 2  # model_type in a SentencePiece file
 CONTROL, USER_DEFINED = 3, 4  # type of a piece there
 
 
-def load_file(path: Path) -> Tokenizer:
+def load_original_file(path: Path) -> Tokenizer:
     """The tokenizer of one original file: a vocab.txt or a SentencePiece model.
 
     Raises:
