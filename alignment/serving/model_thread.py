@@ -95,7 +95,7 @@ class ModelThread:
             self._orders.put(
                 lambda ticket=ticket, request=request, receive=receive: self._add(ticket, request, receive)
             )
-        if not self._thread.is_alive():
+        if not self.alive:  # also while it is ending: it may have looked at the queue for the last time
             self._refuse_orders()
         return tickets
 
@@ -139,6 +139,7 @@ class ModelThread:
             while True:
                 if (order := self._orders.get_nowait()) is not None:
                     order()
+        self._orders.put(None)  # the thread may still wait for the one that `close` has put
 
     def _take_orders(self) -> None:
         """Carry out all orders; wait for one where there is nothing to decode."""
