@@ -8,11 +8,11 @@ from torch import nn
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import PPOState
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.training import Run
 
 
-def state_of(config: PPOConfig) -> tuple[PPOState, Sequence[PromptExample]]:
+def state_of(config: PPOConfig) -> tuple[PPOState, Sequence[Example]]:
     """State and first prompts of a config, built as a run builds them."""
     with Run(config.output, {}, stage="ppo") as directory:
         data = read_data(config, directory)

@@ -19,7 +19,7 @@ from torch import Tensor
 from alignment.algorithms.runs import check_rows
 from alignment.algorithms.scoring import check_combine, check_judged
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.prepare import preparation_of, prepare_with
 from alignment.data.rows.kinds import ROW_FORMATS
 from alignment.data.rows.records import Kind, Message
@@ -277,7 +277,7 @@ def sample_and_score(
     at_once = max(1, BATCHES * config.batch_size // n)  # prompts
     found = ScoredResponses([], [], [], {}, torch.empty(0))
     given: dict[str, list[Tensor]] = {part.name: [] for part in rewards.parts}
-    rows: list[PromptExample] = []
+    rows: list[Example] = []
     for start in range(0, len(prompts), at_once):
         stop = min(start + at_once, len(prompts))
         some = [row for i in range(start, stop) for row in [prompts[i]] * n]
@@ -324,7 +324,7 @@ def able_scores(config: BestOfNConfig, samples: ScoredResponses) -> list[float]:
 
 
 def written_rows(
-    prompts: Sequence[PromptExample], samples: ScoredResponses, choices: Sequence[KeptResponses]
+    prompts: Sequence[Example], samples: ScoredResponses, choices: Sequence[KeptResponses]
 ) -> dict[Written, list[dict[str, object]]]:
     """Demonstrations and comparisons as rows of a file."""
     n, scores = len(samples.texts) // len(choices), samples.scores.tolist()
@@ -340,7 +340,7 @@ def written_rows(
     return found
 
 
-def kept_columns(prompt: PromptExample, kind: Kind) -> dict[str, object]:
+def kept_columns(prompt: Example, kind: Kind) -> dict[str, object]:
     """The prompt as it was written, and its row's further columns but those that a row of this kind would be read by."""
     read = {column for row_format in ROW_FORMATS[kind] for column in row_format.columns} | OTHER_COLUMNS
     if isinstance(prompt.prompt, str):
@@ -348,7 +348,7 @@ def kept_columns(prompt: PromptExample, kind: Kind) -> dict[str, object]:
     return {"prompt": prompt.prompt, **{name: value for name, value in prompt.extra.items() if name not in read}}
 
 
-def _reply(prompt: PromptExample, text: str) -> str | list[Message]:
+def _reply(prompt: Example, text: str) -> str | list[Message]:
     """A response in the form of its prompt."""
     return text if isinstance(prompt.prompt, str) else [Message(role="assistant", content=text)]
 

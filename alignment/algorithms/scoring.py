@@ -9,7 +9,7 @@ import torch
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import Prompt
 from alignment.data.table import column_of, name_of_row
 from alignment.data.tokenize import encode_prompts
@@ -69,7 +69,7 @@ def reward_model_specs(config: ScoredSettings) -> dict[str, RewardSpec]:
     return {name: spec for name, spec in named if spec.reward_model is not None}
 
 
-def prepare_scoring(config: ScoredSettings, prompts: Sequence[PromptExample]) -> dict[str, TextReward]:
+def prepare_scoring(config: ScoredSettings, prompts: Sequence[Example]) -> dict[str, TextReward]:
     """The rewards that read texts, by name, before any network is loaded.
 
     Raises:
@@ -97,7 +97,7 @@ def check_combine(spec: RewardSpec) -> None:
 
 def load_judges(
     config: ScoredSettings,
-    prompts: Sequence[PromptExample],
+    prompts: Sequence[Example],
     tokenizer: Tokenizer,
     bases: SharedWeights,
     device: torch.device,
@@ -171,7 +171,7 @@ class JudgedSettings(Protocol):
 
 
 def check_judged(
-    prompts: Sequence[PromptExample],
+    prompts: Sequence[Example],
     reward_model: RewardModel,
     tokenizer: Tokenizer,
     config: JudgedSettings,

@@ -102,9 +102,6 @@ class Example:
         return self.values["extra"]
 
 
-PromptExample = Example  # of a row of prompts
-
-
 def join_examples(parts: Sequence[Example], **values: Any) -> Example:
     """The documents of all parts as one example, with the name and the source of the first."""
     documents = [ids for part in parts for ids in part.documents]

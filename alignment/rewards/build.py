@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.generation import response_text
@@ -30,7 +30,7 @@ from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec,
 SHOWN = 3  # rows named in a message
 
 
-def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) -> dict[str, TextReward]:
+def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dict[str, TextReward]:
     """The rewards that read texts, by name, reward models left out.
 
     Args:
@@ -58,7 +58,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
     return found
 
 
-def _row_problems(name: str, spec: RewardSpec, rows: Sequence[PromptExample]) -> Iterator[str]:
+def _row_problems(name: str, spec: RewardSpec, rows: Sequence[Example]) -> Iterator[str]:
     """A line for each column that rows lack, or whose values are of no use."""
     section, check = spec.section, lambda value: ""
     columns: Sequence[str] = getattr(section, "columns", ())
@@ -104,7 +104,7 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
     return match_reward(section, whole=spec.format is not None)
 
 
-def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[PromptExample]) -> list[str]:
+def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[Example]) -> list[str]:
     """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
     if spec is None or spec.solution is None:
         return []
@@ -171,7 +171,7 @@ def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch
             [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
         )
 
-    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         pairs = [
             (prompt.prompt, response_text(tokenizer, ids, end))
             for prompt, ids, end in zip(prompts, responses, ended, strict=True)
@@ -184,7 +184,7 @@ def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch
 def finite_scorer(name: str, score: Scorer) -> Scorer:
     """The scorer of a reward model, whose scores have to be finite: others would count as not given."""
 
-    def checked(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+    def checked(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         scores = score(prompts, responses, ended)
         if bad := (~scores.isfinite()).nonzero().flatten().tolist():
             raise UserError(
@@ -202,7 +202,7 @@ def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: 
     `failures` holds the reasons of the last call's failures.
     """
 
-    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         samples = texts_of_responses(tokenizer, prompts, responses, ended)
         values = list(reward(samples))
         failures.clear()

@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.rewards.normalize import PartNormalizer, mean_and_deviation
 
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 SHOWN = 3  # reasons of failures in a message
 
-Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
+Scorer = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 """Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score."""
 
 
@@ -51,7 +51,7 @@ class Scores:
         return mean_and_deviation(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
-ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
+ScoreFunction = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
 """As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts."""
 
 
@@ -105,9 +105,7 @@ class Rewards:
         self.parts, self.reduce = tuple(parts), reduce
         self._normalizers = {part.name: part.normalizer for part in parts if part.normalizer is not None}
 
-    def __call__(
-        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
-    ) -> Scores:
+    def __call__(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
         """Total, parts and shaped scores of this rank's responses.
 
         Raises:
@@ -116,21 +114,19 @@ class Rewards:
         """
         return self._bounded(self.shape(self.give(prompts, responses, ended), prompts))
 
-    def judge(
-        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
-    ) -> Scores:
+    def judge(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
         """As a call, with statistics that do not take these responses in."""
         given = self.give(prompts, responses, ended)
         self.check_shares(given)
         return self._bounded(self._sum(given, prompts))
 
     def give(
-        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
+        self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> dict[str, Tensor]:
         """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
         return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
 
-    def shape(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
+    def shape(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
         """Scores of the numbers that `give` gave, which the statistics take in first.
 
         Raises:
@@ -141,7 +137,7 @@ class Rewards:
             normalizer.take_in(given[name], _sources(prompts), self.reduce)
         return self._sum(given, prompts)
 
-    def _sum(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
+    def _sum(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
         sources, total, shaped = _sources(prompts), torch.zeros(len(prompts)), torch.zeros(len(prompts))
         for part in self.parts:
             total = total + part.weight * given[part.name].nan_to_num()
@@ -155,7 +151,7 @@ class Rewards:
             fixed_deviation=abs(self.parts[0].weight) if fixed else None,
         )
 
-    def unscored(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Tensor:
+    def unscored(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Tensor:
         """True where no score follows from the numbers that were given, bool, [B].
 
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
@@ -232,7 +228,7 @@ class Rewards:
             normalizer.load(state[name])
 
 
-def _sources(prompts: Sequence[PromptExample]) -> Tensor:
+def _sources(prompts: Sequence[Example]) -> Tensor:
     """Number of the data source of each prompt, [B]."""
     return torch.tensor([prompt.source for prompt in prompts])
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 
@@ -44,7 +44,7 @@ TextReward = Callable[[SampledTexts], Sequence[float | None]]
 
 def texts_of_responses(
     tokenizer: Tokenizer,
-    prompts: Sequence[PromptExample],
+    prompts: Sequence[Example],
     responses: Sequence[Sequence[int]],
     ended: Sequence[bool],
 ) -> SampledTexts:

@@ -9,7 +9,7 @@ from alignment.algorithms.ppo import setup
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.setup import choose_rollout_weights, sampling_bytes
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig
@@ -38,7 +38,7 @@ def state_of(model, whole: int, kind: str = "fsdp2"):
     return SimpleNamespace(policy=engine, engines={"policy": engine, "value": engine}, process_group=group)
 
 
-def prompt(length: int) -> PromptExample:
+def prompt(length: int) -> Example:
     return prompt_example([1] * length, "", {}, "row")
 
 

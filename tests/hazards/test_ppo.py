@@ -22,7 +22,7 @@ from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, dra
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import Alarms, ScoreNormalizer
 from alignment.data.config import DataConfig
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.losses.policy import clipped_value_loss, gae, importance_weights, kl_estimates, shape_rewards, whiten
@@ -409,4 +409,4 @@ def test_an_iteration_learns_from_the_samples_of_the_weights_before_the_last_upd
 def test_the_responses_of_prompts_are_numbered_in_the_run(built):
     config, prompts_of, state = built()
     samples = draw_samples(state, config, prompts_of(0), 5)
-    assert samples.numbers == list(range(40, 48)) and isinstance(samples.prompts[0], PromptExample)
+    assert samples.numbers == list(range(40, 48)) and isinstance(samples.prompts[0], Example)

@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -20,7 +20,7 @@ from alignment.rewards.functions import import_own
 PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[float | None]]
 
 
-def require_hotel_prompts(prompts: Sequence[PromptExample]) -> None:
+def require_hotel_prompts(prompts: Sequence[Example]) -> None:
     """Refuse prompts that the gold reward cannot score.
 
     Raises:
@@ -37,7 +37,7 @@ def require_hotel_prompts(prompts: Sequence[PromptExample]) -> None:
 def gold_scorer(tokenizer: Tokenizer) -> Scorer:
     """Scores by the true reward of the hotel data set."""
 
-    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
         return torch.tensor(gold_score([str(prompt.prompt) for prompt in prompts], texts))
 
@@ -70,7 +70,7 @@ def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: in
         responses_per_prompt: K; those to a prompt stand side by side.
     """
 
-    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
         starts = range(0, len(texts), responses_per_prompt)
         shown = [

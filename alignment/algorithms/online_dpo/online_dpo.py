@@ -19,7 +19,7 @@ from alignment.algorithms.ppo.loop import learn_from_rollouts
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.runs import open_run
-from alignment.data.examples import Example, PromptExample, join_examples
+from alignment.data.examples import Example, join_examples
 from alignment.errors import UserError
 from alignment.rewards.combine import MOST_UNSCORED
 from alignment.rewards.functions import function_files
@@ -48,7 +48,7 @@ def run(config: OnlineDPOConfig) -> Path:
 
 
 def sample_and_learn(
-    state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
+    state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
     """One iteration: sample, score, make pairs, learn from them.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, greedy_baseline
 from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.losses.advantages import (
     dr_grpo_advantages,
     grpo_advantages,
@@ -94,7 +94,7 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
     return scores - penalty * (~scored.ended).float()
 
 
-def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Rollout:
+def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Rollout:
     """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's.
 
     Args:

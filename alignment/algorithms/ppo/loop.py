@@ -19,7 +19,7 @@ from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
 from alignment.algorithms.ppo.setup import RolloutData, choose_rollout_weights
 from alignment.algorithms.ppo.state import DrawnResponses, HeldOut, SamplingState
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
@@ -30,7 +30,7 @@ from alignment.training.run.directory import Run
 
 State = TypeVar("State", bound=SamplingState)
 Config = TypeVar("Config", bound=SamplingSettings)
-Iteration = Callable[[State, Config, Sequence[PromptExample], int], tuple[dict[str, float], Rollout]]
+Iteration = Callable[[State, Config, Sequence[Example], int], tuple[dict[str, float], Rollout]]
 
 
 def learn_from_rollouts(

@@ -20,7 +20,7 @@ from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rol
 from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
 from alignment.algorithms.ppo.state import PPOState
 from alignment.algorithms.runs import open_run
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.rewards.functions import function_files
 from alignment.training import Term, ZeroWeightBatch
@@ -52,7 +52,7 @@ def run(config: PPOConfig) -> Path:
 
 
 def iterate(
-    state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int
+    state: PPOState, config: PPOConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
     """One iteration: sample, score, compute advantages, learn, adapt the KL coefficient.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from alignment.algorithms.policies import Reference
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.state import DrawnResponses, PPOState, SamplingState
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
 from alignment.models.protocols import GenerativeModel
@@ -85,7 +85,7 @@ class Rollout:
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
     score_deviation: float = 1.0
-    rows: Sequence[PromptExample] = ()
+    rows: Sequence[Example] = ()
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -120,7 +120,7 @@ BATCH_COLUMNS = ("log_probs", "values", "advantages", "returns", "weights", "ref
 # Sampling
 
 
-def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int) -> Rollout:
+def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[Example], step: int) -> Rollout:
     """Sample a response to each of this rank's prompts, and ask every network about it.
 
     With `rollouts_behind` the responses are those that were sampled in the iteration before, and those of the next one
@@ -147,7 +147,7 @@ def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[Pr
 
 
 def draw_samples(
-    state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int
+    state: SamplingState, config: SamplingSettings, prompts: Sequence[Example], step: int
 ) -> DrawnResponses:
     """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
 
@@ -191,7 +191,7 @@ def sample(
 
 
 @torch.no_grad()
-def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Baseline:
+def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Baseline:
     """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards.
 
     Args:

@@ -27,7 +27,7 @@ from alignment.algorithms.ppo.state import (
 from alignment.algorithms.runs import RowsConfig, check_rows, read_examples, read_split
 from alignment.algorithms.scoring import Scoring, load_judges, prepare_scoring, roles_of, score_function
 from alignment.data.batches import collate
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
@@ -66,9 +66,9 @@ class RolloutData:
     prompts: RowOrder
     iterations: int
     texts: RowOrder | None = None
-    held_out: Sequence[PromptExample] = ()
+    held_out: Sequence[Example] = ()
 
-    def prompts_of(self, step: int) -> Sequence[PromptExample]:
+    def prompts_of(self, step: int) -> Sequence[Example]:
         """The prompts of iteration `step`, from 0; none after the last one."""
         return self.prompts.rows_at(step) if step < self.iterations else ()
 
@@ -257,7 +257,7 @@ def local_texts(texts: RowOrder, engine: Engine, micro_batch_tokens: int, update
 
 
 def choose_rollout_weights(
-    config: SamplingSettings, prompts: Sequence[PromptExample], state: SamplingState, run: Run
+    config: SamplingSettings, prompts: Sequence[Example], state: SamplingState, run: Run
 ) -> Literal["gathered", "sharded"]:
     """`config.rollout_weights`, with `auto` decided by the free memory; noted in the run. A collective operation.
 
@@ -291,7 +291,7 @@ def choose_rollout_weights(
     return choice
 
 
-def sampling_bytes(config: SamplingSettings, prompts: Sequence[PromptExample], state: SamplingState) -> int:
+def sampling_bytes(config: SamplingSettings, prompts: Sequence[Example], state: SamplingState) -> int:
     """Bytes of the cache and of the logits of one batch of samples on one device."""
     model, group = state.policy.backend.unwrapped, state.process_group
     assert isinstance(model, NativeModel | ExternalModel)

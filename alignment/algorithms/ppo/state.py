@@ -11,7 +11,7 @@ from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import Policy, Reference
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.scoring import load_statistics, save_statistics
-from alignment.data.examples import PromptExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.generation import Responses, SamplingConfig
 from alignment.models.classifiers import values_before_targets
@@ -130,7 +130,7 @@ class DrawnResponses:
         responses: token ids, log-probabilities in the distribution that they were drawn from, and ends.
     """
 
-    prompts: list[PromptExample]
+    prompts: list[Example]
     numbers: list[int]
     responses: Responses
 
@@ -147,7 +147,7 @@ class SampledAhead:
         waiting: responses of the next iteration; None: they are not drawn yet.
     """
 
-    prompts_of: Callable[[int], Sequence[PromptExample]]
+    prompts_of: Callable[[int], Sequence[Example]]
     waiting: DrawnResponses | None = None
 
     def state(self, group: ProcessGroup) -> list[SavedResponse] | None:
@@ -188,7 +188,7 @@ class HeldOut:
         ended_by: why the run ends; empty while it goes on.
     """
 
-    prompts: Sequence[PromptExample]
+    prompts: Sequence[Example]
     score: ScoreFunction
     sampling: SamplingConfig
     kl_budget: float | None = None
