@@ -54,18 +54,13 @@ def test_a_row_is_known_by_its_number(model, prompts):
     assert drawn(model, prompts[1::2]).token_ids != everything[1::2]
 
 
-def test_the_seed_fixes_the_draws(model, prompts):
-    assert drawn(model, prompts, seed=1).token_ids == drawn(model, prompts, seed=1).token_ids
-    assert drawn(model, prompts, seed=1).token_ids != drawn(model, prompts, seed=2).token_ids
-
-
 def test_the_global_random_state_plays_no_part(model, prompts):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = drawn(model, prompts).token_ids
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
-    assert drawn(model, prompts).token_ids == first
+    assert drawn(model, prompts).token_ids == first != drawn(model, prompts, seed=1).token_ids
 
 
 def test_rows_with_the_same_prompt_differ(model):
@@ -95,12 +90,7 @@ def test_responses_that_ended_are_not_decoded_on(checkpoints, monkeypatch):
     assert all(size >= alive > 0.75 * size for size, alive in zip(sizes, running, strict=True))
 
 
-def test_without_stop_tokens_every_response_is_full(model, prompts):
-    result = drawn(model, prompts, stops=[])
-    assert {len(tokens) for tokens in result.token_ids} == {16} and not any(result.ended)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_a_whole_forward(model, prompts, temperature):
     """H31, H33: the numbers PPO takes for the sampling policy are those its update computes."""
     result = drawn(model, prompts, temperature=temperature)
@@ -134,21 +124,6 @@ def test_draws_follow_the_model(checkpoints):
     assert ((share - probability).abs() <= 4 * error + 1 / 4000).all()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_greedy_equals_that_of_transformers(family, checkpoints, tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
-    prompts = ["Hotel Old Oak. The spa is", "Guest"]
-    ours = generate(
-        load_model(checkpoints[family]), load_tokenizer(checkpoints[family]), prompts, max_new_tokens=24, temperature=0
-    )
-    for prompt, tokens in zip(prompts, ours.token_ids, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")
-        wanted = theirs.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids.input_ids.shape[1] :]
-        assert tokens == wanted.tolist()
-
-
 def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoints, tmp_path):
     """H32: top_k = 1 in it would make 64 samples from a nearly uniform model one and the same."""
     from alignment.data.tokenizers.load import save_tokenizer
@@ -174,29 +149,14 @@ def test_texts_leave_the_end_token_out(checkpoints, tokenizer, monkeypatch):
         assert text == tokenizer.decode(tokens[:-1] if ended else tokens)
 
 
-def test_generation_leaves_the_models_mode_alone(checkpoints, tokenizer):
+def test_generation_leaves_the_models_mode_alone_also_after_an_error(checkpoints, tokenizer):
     for training in (True, False):
         model = load_model(checkpoints["gpt2"]).train(training)
         generate(model, tokenizer, ["a"], max_new_tokens=1)
         assert model.training == training
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=r"320 positions.*max_new_tokens"):
             generate(model, tokenizer, ["a"], max_new_tokens=400)
         assert model.training == training
-
-
-def test_dropout_is_off_while_generating(write_checkpoint, tokenizer, tmp_path):
-    model = load_model(write_checkpoint(tmp_path, "gpt2", resid_pdrop=0.5)).train()
-    results = [generate(model, tokenizer, ["a", "b"], max_new_tokens=8) for _ in range(2)]
-    assert results[0] == results[1]
-
-
-def test_what_does_not_fit_the_positions_is_refused(checkpoints, tokenizer):
-    with pytest.raises(UserError, match=r"320 positions.*max_new_tokens"):
-        generate(load_model(checkpoints["llama"]), tokenizer, ["a"], max_new_tokens=320)
-
-
-def test_no_prompts_give_no_responses(checkpoints, tokenizer):
-    assert generate(load_model(checkpoints["llama"]), tokenizer, []).texts == []
 
 
 def test_messages_go_through_the_chat_template(checkpoints, tokenizer):
