@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from alignment.adapters.extras import Change, State
-from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.files import CONFIG, build_spec
 from alignment.adapters.layer_names import BEFORE, AnyModel
 from alignment.adapters.specs import BottleneckSpec
 from alignment.errors import UserError
@@ -195,7 +195,5 @@ class BottleneckKind:
         self, model: AnyModel, spec: BottleneckSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
         """Attach the adapters, take their tensors from a file's and return them by our names; None: missing."""
-        sites = bottleneck_sites(model, spec)
-        check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
         self.attach(model, spec)
         return {name: tensors.pop(name, None) for name, _ in model.named_parameters() if self.holds(name)}

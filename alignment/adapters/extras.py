@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from alignment.adapters.files import CONFIG, SPEC, build_spec, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
-from alignment.errors import UserError, raise_all, spelling_hint
+from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.heads import LanguageHead
@@ -388,11 +388,7 @@ class InjectedKind:
         for key, value in config.items():
             if key in OPTIONS | self.options or not value or value == defaults.get(key):
                 continue
-            if key not in defaults:
-                hint = spelling_hint(key, defaults)
-                yield f"{key} is no option that we know" + (f"; {hint}" if hint else "")
-            else:
-                yield f"{key} = {value!r} is not supported, only {defaults[key]!r}"
+            yield f"{key} = {value!r} is not supported" + (f", only {defaults[key]!r}" if key in defaults else "")
 
     def file_parts(self, model: nn.Module) -> Iterator[tuple[FileLayer, list[int]]]:
         """The layers of a Hugging Face file of which a part has an adapter, and the outputs of each of their parts."""

@@ -61,8 +61,8 @@ class IA3Kind(InjectedKind):
         if isinstance(model, ExternalModel) and (layers, feedforward) == (IA3_OUTPUTS, IA3_INPUTS):
             layers, feedforward = _layers_of_peft(model)
         none = (NO_LAYER, ())
-        inputs = [] if feedforward in none else matching_layers(model, feedforward, spec.exclude, "feedforward")
-        outputs = [] if layers in none else matching_layers(model, layers, spec.exclude)
+        inputs = [] if feedforward in none else matching_layers(model, feedforward, "feedforward")
+        outputs = [] if layers in none else matching_layers(model, layers)
         outputs = [name for name in outputs if name not in inputs]
         _refuse_what_no_file_holds(model, inputs)
         model.requires_grad_(False)
@@ -111,11 +111,7 @@ class IA3Kind(InjectedKind):
         return tensors, config
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> IA3Spec:
-        """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
-
-        Raises:
-            UserError: an option is not supported.
-        """
+        """The settings of an adapter_config.json; in a file that another program wrote, without its layers."""
         return self.read_options(IA3Spec, {}, config, directory)
 
     def config_defaults(self) -> Mapping[str, object]:

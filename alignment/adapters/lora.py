@@ -32,14 +32,12 @@ from alignment.adapters.extras import (
     token_rows,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, check_size
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS
 from alignment.adapters.layer_names import (
     BEFORE,
     FileLayer,
     escaped,
     file_layers,
-    layer_sizes,
-    linear_layers,
     matching,
     matching_layers,
     names_in_file,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 DEFAULT, START, INITIAL = "default", "start", "initial"
-INITS = {"default": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}  # ours -> peft's init_lora_weights
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
 FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `spec_of` writes them, and no other pattern
 Model = TypeVar("Model", bound=nn.Module)
@@ -108,7 +105,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    wanted = matching_layers(model, spec.layers, spec.exclude)
+    wanted = matching_layers(model, spec.layers)
     ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
     alphas = by_layer(model, wanted, spec.alpha_pattern, "alpha_pattern")
     if isinstance(spec, DoRASpec):
@@ -122,18 +119,17 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         use_dora=isinstance(spec, DoRASpec),
-        init_lora_weights=cast(Any, INITS.get(spec.init, True)),
         target_modules=wanted,
         rank_pattern=cast(Any, {re.escape(layer): rank for layer, rank in ranks.items()}),
         alpha_pattern=cast(Any, {re.escape(layer): alpha for layer, alpha in alphas.items()}),
     )
     inject_adapter_in_model(config, model, name)
-    if spec.init.startswith("pissa"):
+    if spec.init == "pissa":
         config.lora_dropout = 0.0
         inject_adapter_in_model(config, model, INITIAL)
         for layer in lora_layers(model).values():
             if name in layer.lora_A:
-                _start_at_principal_vectors(layer, name, spec.init)
+                _start_at_principal_vectors(layer, name)
     activate_loras(model)
     attach_extras(model, spec.modules_to_save, spec.token_rows)
 
@@ -180,7 +176,7 @@ def activate_loras(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> None:
+def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
     """Start an update at the principal part of the layer's weight, and the frozen one at minus that.
 
     With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale), A likewise. The base
@@ -196,18 +192,11 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> Non
         weight = weight.T  # transformers' Conv1D
     if START in layer.lora_A:
         weight = weight + layer.scaling[START] * _matrix(layer.lora_B, START) @ _matrix(layer.lora_A, START)
-    if init == "pissa":
-        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
-        left, sizes, right = left[:, :rank], sizes[:rank], right[:rank]
-    else:
-        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
-            torch.manual_seed(0)  # a resumed run must find the same vectors
-            left, sizes, right = torch.svd_lowrank(weight, q=rank, niter=int(init.rpartition("_")[2]))
-            right = right.T
-    root = (sizes / scale).sqrt()
+    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    root = (sizes[:rank] / scale).sqrt()
     for each, sign in ((name, 1.0), (INITIAL, -1.0)):
-        _matrix(layer.lora_A, each).copy_(root[:, None] * right)
-        _matrix(layer.lora_B, each).copy_(sign * left * root)
+        _matrix(layer.lora_A, each).copy_(root[:, None] * right[:rank])
+        _matrix(layer.lora_B, each).copy_(sign * left[:, :rank] * root)
 
 
 def _matrix(layers: nn.ModuleDict, name: str) -> Tensor:
@@ -362,11 +351,7 @@ class LoRAKind(InjectedKind):
         return tensors, config
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
-        """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
-
-        Raises:
-            UserError: naming every option that would change the result and is not supported.
-        """
+        """The settings of an adapter_config.json; in a file that another program wrote, without its layers."""
         rows = config.get("trainable_token_indices") or []
         if isinstance(rows, dict) and len(rows) != 1:
             raise UserError(
@@ -408,10 +393,6 @@ class LoRAKind(InjectedKind):
         if not ours:
             spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
-        wanted, linear = matching_layers(model, spec.layers), linear_layers(model)
-        ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
-        sizes = (int(ranks.get(name, spec.rank)) * sum(layer_sizes(linear[name])) for name in wanted)
-        check_size(directory, sum(sizes), tensors)
         attach_lora(model, spec)
         found: dict[str, Tensor | None] = {}
         for layer, heights in self.file_parts(model):
