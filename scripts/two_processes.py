@@ -8,7 +8,7 @@ opened, absolute difference of what our loader's model and transformers' or peft
 7 rows of data, so that the ranks' shares are unequal; micro-batches of few tokens; responses that end at different steps;
 a policy with dropout for DPO, where it must stay off. On the CPU over gloo; one launch for each way to spread a model.
 
-Further adapters can be named: dora ia3 prompt bottleneck pissa patterns token_rows modules; nf4 int8
+Further adapters can be named: dora ia3 prompt prefix_network bottleneck pissa patterns token_rows modules; nf4 int8
 (LoRA over quantized weights).
 
     python scripts/two_processes.py [--ways ddp fsdp2 zero2 zero3] [--stages ppo ...] [--adapters lora ...]
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WAYS = ("ddp", "fsdp2", "zero2", "zero3")
 STAGES = ("sft", "reward", "dpo", "ppo")
 ADAPTERS = ("full", "lora", "prefix")
-KINDS = ("dora", "ia3", "prompt", "bottleneck", "pissa", "patterns", "token_rows", "modules")
+KINDS = ("dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules")
 QUANTIZED = ("nf4", "int8")  # under LoRA
 BOUNDS = {"weights": 1e-5, "metrics": 1e-3, "resumed": 1e-5, "alone": 1e-5, "opened": 1e-4}
 ROWS, STEPS = 7, 4
@@ -198,6 +198,7 @@ def adapter_spec(name: str) -> Any:
         "dora": DoRASpec(rank=4, alpha=16.0),
         "ia3": IA3Spec(),
         "prompt": PromptSpec(tokens=4),
+        "prefix_network": PrefixSpec(tokens=4, projection_width=8),
         "bottleneck": BottleneckSpec(width=5, placement="houlsby"),
         "pissa": LoRASpec(rank=4, alpha=16.0, init="pissa"),
         "patterns": LoRASpec(rank=4, rank_stabilized=True, rank_pattern={"value": 2}),

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 DEFAULT, START, INITIAL = "default", "start", "initial"
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
-FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `spec_of` writes them, and no other pattern
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -135,11 +134,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
 
 
 def by_layer(model: nn.Module, wanted: list[str], pattern: Mapping[str, float], key: str) -> dict[str, float]:
-    """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins.
-
-    Raises:
-        UserError: a line names no layer.
-    """
+    """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins."""
     names = {name: in_file for name, in_file in names_in_file(model).items() if name in wanted} if pattern else {}
     found: dict[str, float] = {}
     for text, value in reversed(list(pattern.items())):
@@ -309,17 +304,14 @@ class LoRAKind(InjectedKind):
         return off
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
-        """Put the updates into the weights of a state dict without the adapter."""
         for name, update in lora_updates(model, state).items():
             weight = plain[f"{name}.weight"]
             plain[f"{name}.weight"] = update.applied(weight.cpu()).to(weight.dtype)
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        """The settings that peft's config does not hold as we read them."""
         return asdict(spec_of(model, lora_updates(model, state)))
 
     def to_file(self, model: nn.Module, state: State) -> "tuple[State, LoraConfig]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
         from peft import LoraConfig
 
         updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
@@ -351,7 +343,6 @@ class LoRAKind(InjectedKind):
         return tensors, config
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
-        """The settings of an adapter_config.json; in a file that another program wrote, without its layers."""
         rows = config.get("trainable_token_indices") or []
         if isinstance(rows, dict) and len(rows) != 1:
             raise UserError(
@@ -366,18 +357,7 @@ class LoRAKind(InjectedKind):
             "rank_stabilized": bool(config.get("use_rslora")),
             "token_rows": next(iter(rows.values())) if isinstance(rows, dict) else rows,
         }
-        spec = self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
-        named = isinstance(spec.layers, str) and FULL_NAMES.fullmatch(spec.layers)
-        if (directory / SPEC).is_file() and not named:
-            raise UserError(
-                f"{directory / SPEC}: layers must name each layer in full, joined by |; write the adapter again"
-            )
-        return spec
-
-    def config_defaults(self) -> Mapping[str, object]:
-        from peft import LoraConfig
-
-        return vars(LoraConfig())
+        return self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
 
     def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         init = config.get("init_lora_weights", True)
@@ -388,7 +368,6 @@ class LoRAKind(InjectedKind):
     def from_file(
         self, model: nn.Module, spec: LowRankSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach a LoRA or DoRA, take its tensors from a file's and return them by our names; None: missing."""
         ours = (directory / SPEC).is_file()
         if not ours:
             spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)
@@ -456,11 +435,7 @@ def _cut(
 
 
 def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer], directory: Path) -> LowRankSpec:
-    """The settings with exactly the layers, ranks and scales of a file that another program wrote.
-
-    Raises:
-        UserError: the file has no update of a linear layer of this model.
-    """
+    """The settings with exactly the layers, ranks and scales of a file that another program wrote."""
     ranks, alphas = {}, {}
     for layer in in_file:
         down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")

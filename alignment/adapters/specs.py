@@ -125,12 +125,14 @@ class PrefixSpec(Settings):
 
     Attributes:
         tokens: number of virtual tokens; 10 to 100 is usual.
+        projection_width: hidden width of the two-layer network that computes the prefix in training; 0: no network.
 
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
 
     kind: Literal["prefix"] = "prefix"
     tokens: Size = 16
+    projection_width: Annotated[int, Interval(ge=0, le=MAX_SIZE)] = 0
 
 
 @dataclass(frozen=True)

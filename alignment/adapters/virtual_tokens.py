@@ -6,7 +6,6 @@ front of its source. Encoder classifiers that read a document's first vector rea
 """
 
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,33 +32,39 @@ if TYPE_CHECKING:
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
 
 
-class VirtualTokens(nn.Module):
-    """Trained numbers of P virtual tokens, drawn from N(0, 1) as peft's are.
+class SoftPrompt(nn.Module):
+    """Vectors of P virtual tokens, [P, E], drawn from N(0, 1) as peft's are.
 
-    Attributes:
-        shape: of the numbers of one token.
+    Source: Lester et al. 2021, arXiv:2104.08691.
     """
 
-    def __init__(self, spec: PrefixSpec | PromptSpec, *shape: int):
+    def __init__(self, spec: PrefixSpec | PromptSpec, width: int):
         super().__init__()
-        self.spec, self.shape = spec, shape
-        self.embedding = nn.Embedding(spec.tokens, prod(shape))
+        self.spec, self.embedding = spec, nn.Embedding(spec.tokens, width)
         self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
 
     def forward(self) -> Tensor:
-        """[P, *shape]."""
-        return self.embedding(self.tokens).unflatten(1, self.shape)
+        """[P, E]."""
+        return self.embedding(self.tokens)
 
 
-class PrefixAdapter(VirtualTokens):
-    """Keys and values of P virtual tokens for every layer; `shape` is (layers, 2, K, head_dim).
+class PrefixAdapter(SoftPrompt):
+    """Keys and values of P virtual tokens for every layer, [layers, 2, P, K, head_dim].
 
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
 
+    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
+        width, of_all_layers, inner = heads * head_dim, 2 * layers * heads * head_dim, spec.projection_width
+        super().__init__(spec, width if inner else of_all_layers)
+        self.shape = (layers, 2, heads, head_dim)
+        self.project = nn.Identity()
+        if inner:
+            self.project = nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, of_all_layers))
+
     def forward(self) -> Tensor:
         """[layers, 2, P, K, head_dim]."""
-        return super().forward().permute(1, 2, 0, 3, 4)
+        return self.project(super().forward()).unflatten(1, self.shape).permute(1, 2, 0, 3, 4)
 
 
 class VirtualTokensKind:
@@ -128,15 +133,23 @@ class PrefixKind(VirtualTokensKind):
     peft_type, spec, attribute = "PREFIX_TUNING", PrefixSpec, "prefix"
 
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
-        layers, heads, head_dim = prefix_dimensions(model)
+        assert isinstance(spec, PrefixSpec)
+        dimensions = prefix_dimensions(model)
         model.requires_grad_(False)
-        model.prefix = PrefixAdapter(spec, layers, 2, heads, head_dim).to(next(model.parameters()).device)
+        model.prefix = PrefixAdapter(spec, *dimensions).to(next(model.parameters()).device)
 
     def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
         """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
         from peft import PrefixTuningConfig
 
-        (layers, heads, head_dim), keys_values = prefix_dimensions(model), state["prefix.embedding.weight"]
+        layers, heads, head_dim = prefix_dimensions(model)
+        assert isinstance(model.prefix, PrefixAdapter) and isinstance(model.prefix.spec, PrefixSpec)
+        # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
+        prefix = PrefixAdapter(model.prefix.spec, layers, heads, head_dim)
+        prefix.load_state_dict(
+            {name.removeprefix("prefix."): value for name, value in state.items() if self.holds(name)}
+        )
+        keys_values = prefix.project(prefix.embedding.weight).detach()  # the network is needed in training only
         two_stacks = _is_encoder_decoder(model)
         if two_stacks:
             slots = keys_values.new_zeros(len(keys_values), layers, 2, keys_values.shape[1] // layers)
@@ -219,10 +232,7 @@ def _is_encoder_decoder(model: AnyModel) -> bool:
 
 
 class PromptKind(VirtualTokensKind):
-    """Prompt tuning.
-
-    Source: Lester et al. 2021, arXiv:2104.08691.
-    """
+    """Prompt tuning."""
 
     peft_type, spec, attribute = "PROMPT_TUNING", PromptSpec, "soft_prompt"
 
@@ -236,7 +246,7 @@ class PromptKind(VirtualTokensKind):
             UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
         """
         device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
-        prompt = VirtualTokens(spec, _vector_width(model)).to(device)
+        prompt = SoftPrompt(spec, _vector_width(model)).to(device)
         if text is not None and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
             if tokenizer is None:
                 raise UserError(
@@ -267,7 +277,7 @@ class PromptKind(VirtualTokensKind):
     def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The vectors; peft makes as many for the decoder of an encoder-decoder, and leaves them unused."""
         two_stacks = isinstance(model, Seq2SeqModel | Seq2SeqClassifier | ExternalSeq2SeqModel)
-        assert isinstance(model.soft_prompt, VirtualTokens)
+        assert isinstance(model.soft_prompt, SoftPrompt)
         tokens = model.soft_prompt.spec.tokens
         return vectors[:tokens] if two_stacks and len(vectors) == 2 * tokens else vectors
 

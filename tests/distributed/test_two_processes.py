@@ -42,7 +42,7 @@ def test_every_stage_and_adapter_equals_one_process_and_resumes(way):
 @pytest.mark.distributed_slow
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_further_kinds_of_adapter_equal_one_process_and_resume(way):
-    kinds = ["dora", "ia3", "prompt", "bottleneck", "pissa", "patterns", "token_rows", "modules"]
+    kinds = ["dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules"]
     assert check("--ways", way, "--stages", "sft", "--adapters", *kinds).count(f"{way} ") >= len(kinds)
 
 
