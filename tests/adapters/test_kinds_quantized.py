@@ -115,12 +115,12 @@ def test_trained_saved_loaded_and_switched_off(bases, tmp_path, kind, name, quan
 @pytest.mark.parametrize("sizes", [SIZES, {}], ids=["whole blocks", "parts of blocks"])
 def test_norms_of_dora_and_vectors_of_pissa_are_those_of_the_dequantized_matrix(tmp_path, sizes, quantize):
     write("llama", tmp_path, **sizes)
-    base = str(tmp_path)
-    layer = next(each for each in load_model(base, quantize=quantize).modules() if quantization.is_quantized(each))
-    matrix = quantization.dequantized(layer)
-    dora = next(iter(lora_layers(attach(load_model(base, quantize=quantize), DoRASpec(rank=2))).values()))
+    dora, pissa = (
+        next(iter(lora_layers(attach(load_model(str(tmp_path), quantize=quantize), KINDS[kind])).values()))
+        for kind in ("dora", "pissa")
+    )
+    matrix = quantization.dequantized(dora.get_base_layer())
     assert_close(dora.lora_magnitude_vector["default"].weight, matrix.norm(dim=1), atol=1e-5, rtol=0)
-    pissa = next(iter(lora_layers(attach(load_model(base, quantize=quantize), KINDS["pissa"])).values()))
     product = pissa.scaling["default"] * pissa.lora_B["default"].weight @ pissa.lora_A["default"].weight
     left, sizes, right = torch.linalg.svd(matrix)
     assert_close(product, left[:, :2] * sizes[:2] @ right[:2], atol=1e-5, rtol=0)

@@ -155,23 +155,21 @@ def load_log_probs(model, ids):
         return model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
 
 
-def test_a_seed_fixes_the_response_and_without_one_it_varies(client):
+def test_a_seed_fixes_the_response_and_choices_differ(client, chat_tokenizer):
     def text(**settings):
         answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=24, **settings)
         return answer.choices[0].message.content
 
-    assert text(seed=7) == text(seed=7) != text(seed=8)
+    assert text(seed=7) == text(seed=7) != text(seed=-7)
     assert len({text() for _ in range(4)}) > 1
-    assert text(seed=-7) == text(seed=-7)
-
-
-def test_n_choices_differ_and_the_prompt_is_counted_once(client, chat_tokenizer):
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, n=4, seed=1, max_tokens=16)
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, n=4, seed=7, max_tokens=24)
     texts = [choice.message.content for choice in answer.choices]
-    assert len(set(texts)) == 4 and [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert (
+        len(set(texts)) == 4
+        and texts[0] == text(seed=7)
+        and [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    )
     assert answer.usage.prompt_tokens == len(prompt_ids(chat_tokenizer, MESSAGES))
-    alone = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=1, max_tokens=16)
-    assert alone.choices[0].message.content == texts[0]
 
 
 def test_requests_at_the_same_time_get_what_they_get_alone(client):
@@ -196,7 +194,7 @@ def streamed(client, **settings):
     return texts, chunks
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_stream_is_the_whole_answer_in_whole_characters(client, seed):
     """The tiny model draws bytes at random, so many of its tokens are parts of characters."""
     settings = {"seed": seed, "max_tokens": 60, "n": 2}
@@ -230,13 +228,6 @@ def test_a_stop_string_ends_the_answer_and_nothing_of_it_is_ever_sent(client):
         sent += chunk.choices[0].text
         assert expected.startswith(sent)
     assert sent == expected
-
-
-def test_a_stream_ends_with_done(address):
-    body = {"prompt": "Hotel", "max_tokens": 3, "stream": True}
-    lines = call(f"{address}/v1/completions", body)[1].strip().split("\n\n")
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    assert all(json.loads(line[6:])["object"] == "text_completion" for line in lines[:-1])
 
 
 # Faults
@@ -296,22 +287,10 @@ def test_a_bad_completion_is_refused_in_words(address, change, words):
     assert status == 400 and words in json.loads(text)["error"]["message"]
 
 
-def test_a_character_written_as_a_surrogate_pair_is_one_character(address):
-    bodies = [b'{"prompt": "The \\ud83c\\udfe8", "seed": 1}', '{"prompt": "The 🏨", "seed": 1}'.encode()]
-    answers = [json.loads(call(f"{address}/v1/completions", body)[1]) for body in bodies]
-    assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"] == answers[1]["usage"]
-
-
 def test_what_asks_for_nothing_is_accepted(client):
-    settings = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0,
-        "response_format": {"type": "text"},
-        "user": "me",
-        "stop": None,
-    }
-    client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **settings)
-    client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, extra_body={"top_k": 1, "min_p": 0.1})
+    settings = {"frequency_penalty": 0.0, "response_format": {"type": "text"}, "user": "me", "stop": None}
+    own = {"top_k": 1, "min_p": 0.1}
+    client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, extra_body=own, **settings)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_openais_code(client):
@@ -403,7 +382,7 @@ def test_a_client_that_goes_away_frees_its_rows(directory, model, stream):
 
 
 class FailingEngine:
-    """An engine whose first step fails, and which refuses prompts of one token."""
+    """An engine whose first step fails, and which refuses prompts of one token and has no memory for those of three."""
 
     def __init__(self, failures: list[str]):
         self.failures, self.requests = failures, []
@@ -413,40 +392,27 @@ class FailingEngine:
         return len(self.requests)
 
     def add(self, request: DecodingRequest) -> int:
-        if len(request.prompt) == 1:
-            raise ValueError("one token is too few")
+        if len(request.prompt) != 2:
+            raise (ValueError("one token is too few") if len(request.prompt) == 1 else MemoryError("no room"))
         self.requests.append(len(self.requests) + 1)
         return self.requests[-1]
-
-    def cancel(self, number: int) -> None:
-        self.requests.remove(number)
 
     def step(self) -> list[TokenEvent]:
         if self.failures:
             raise RuntimeError(self.failures.pop())
-        return [
-            TokenEvent(number, 7, -0.5, text="x", finish="stop") for number in self.requests[-1:] if self.requests.pop()
-        ]
+        return [TokenEvent(self.requests.pop(), 7, -0.5, text="x", finish="stop")]
 
 
 def test_a_failed_step_fails_the_requests_it_had_and_the_next_are_answered():
     failures, arrived = ["out of memory"], []
-    got = threading.Event()
-
-    def receive(event) -> None:
-        arrived.append(event)
-        got.set()
-
     with ModelThread(lambda: FailingEngine(failures)) as thread:
-        for prompt in ([1, 2], [1, 2], [1]):
-            got.clear()
-            thread.submit([DecodingRequest(prompt)], [receive])
-            assert got.wait(5)
-        assert thread.running == 0
-    failed, answered, refused = arrived
+        for number, prompt in enumerate(([1, 2], [1, 2], [1], [1, 2, 3]), start=1):
+            thread.submit([DecodingRequest(prompt)], [arrived.append])
+            wait_until(lambda number=number: len(arrived) == number, "it is answered")
+        assert thread.running == 0 and thread.alive
+    failed, answered, refused, full = arrived
     assert isinstance(failed, BadRequest) and "out of memory" in str(failed) and failed.status == 500
-    assert answered.finish == "stop"
-    assert isinstance(refused, BadRequest) and refused.status == 400
+    assert answered.finish == "stop" and (refused.status, full.status) == (400, 500)
     assert not thread.alive
 
 
@@ -454,23 +420,12 @@ def stub_model(encode) -> ServedModel:
     return ServedModel("stub", None, encode, (), vocabulary=100, positions=64)
 
 
-async def ask(app, parts, *, gone: asyncio.Event | None = None) -> int | None:
-    """Status of a completion whose body comes in these parts; the client goes away behind them, or when `gone` says so.
-
-    None: the server sent none.
-    """
-    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
-    if gone is not None:
-        messages[-1]["more_body"] = False
+def test_a_client_that_goes_away_within_its_body_is_no_error_of_the_server():
+    messages = [{"type": "http.request", "body": b'{"prompt": "Ho', "more_body": True}, {"type": "http.disconnect"}]
+    sent = []
 
     async def receive():
-        if messages:
-            return messages.pop(0)
-        if gone is not None:
-            await gone.wait()
-        return {"type": "http.disconnect"}
-
-    sent = []
+        return messages.pop(0)
 
     async def send(message) -> None:
         sent.append(message)
@@ -480,14 +435,9 @@ async def ask(app, parts, *, gone: asyncio.Event | None = None) -> int | None:
         "type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b"",
         "root_path": "", "scheme": "http", "http_version": "1.1", "client": None, "server": None,
     }  # fmt: skip
-    await app(scope, receive, send)
-    return next((message["status"] for message in sent if message["type"] == "http.response.start"), None)
-
-
-def test_a_client_that_goes_away_within_its_body_is_no_error_of_the_server():
     with ModelThread(lambda: FailingEngine([])) as thread:
-        app = build_app(stub_model(lambda prompt: [1, 2]), thread)
-        assert asyncio.run(ask(app, [b'{"prompt": "Ho'])) in (None, 499)
+        asyncio.run(build_app(stub_model(lambda prompt: [1, 2]), thread)(scope, receive, send))
+    assert {message["status"] for message in sent if "status" in message} <= {499}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -501,25 +451,6 @@ def test_a_thread_that_has_died_leaves_nobody_waiting():
         wait_until(lambda: len(arrived) == 2, "both are answered")
         assert all(isinstance(event, BadRequest) for event in arrived)
         assert call(f"{url}/health")[0] == 503
-
-
-class FullEngine(FailingEngine):
-    """An engine that has no memory for prompts of three tokens."""
-
-    def add(self, request: DecodingRequest) -> int:
-        if len(request.prompt) == 3:
-            raise MemoryError("no room")
-        return super().add(request)
-
-
-def test_a_request_that_cannot_be_added_fails_alone():
-    arrived = []
-    with ModelThread(lambda: FullEngine([])) as thread:
-        thread.submit([DecodingRequest([1, 2, 3]), DecodingRequest([1, 2])], [arrived.append] * 2)
-        wait_until(lambda: len(arrived) == 2, "both are answered")
-        assert thread.alive
-    failed, answered = arrived
-    assert failed.status == 500 and answered.finish == "stop"
 
 
 def test_a_request_whose_logits_are_not_finite_fails_alone(directory):
