@@ -181,11 +181,12 @@ def save_adapter(
         tensors[f"{kind.before_head}score.weight"] = state[head]
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    config.task_type = next(name for name, classes in TASK_TYPES.items() if isinstance(model, classes))
+    task_type = next(name for name, classes in TASK_TYPES.items() if isinstance(model, classes))
     if isinstance(model, TokenClassifier | ExternalClassifier):
-        config.task_type = {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
-    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
-    config.save_pretrained(str(directory))
+        task_type = {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
+    shared = {"base_model_name_or_path": base, "revision": revision, "task_type": task_type, "inference_mode": True}
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in (config | shared).items()}
+    write_json(directory / CONFIG, config)
 
 
 def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:

@@ -6,7 +6,7 @@ of the model's parameter, and adapter_config.json has peft_type "BOTTLENECK" and
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from alignment.adapters.files import CONFIG, build_spec
 from alignment.adapters.layer_names import BEFORE, AnyModel
 from alignment.adapters.specs import BottleneckSpec
 from alignment.errors import UserError
-from alignment.files import write_json
 from alignment.models.external.models import ExternalModel
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.transformer import Transformer
@@ -111,21 +110,8 @@ def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Bottleneck)}
 
 
-@dataclass
-class BottleneckConfig:
-    """Content of adapter_config.json, with the fields that peft's configs have too."""
-
-    spec: BottleneckSpec
-    task_type: str | None = None
-    base_model_name_or_path: str | None = None
-    revision: str | None = None
-    inference_mode: bool = True
-
-    def save_pretrained(self, directory: str) -> None:
-        shared = asdict(self)
-        settings = shared.pop("spec")
-        del settings["kind"]
-        write_json(Path(directory) / CONFIG, {"peft_type": BottleneckKind.peft_type, **shared, **settings})
+# Keys of adapter_config.json that are no settings of ours; peft's configs have them too.
+SHARED = ("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode")
 
 
 class BottleneckKind:
@@ -159,13 +145,14 @@ class BottleneckKind:
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
         return {}
 
-    def to_file(self, model: nn.Module, state: State) -> tuple[State, BottleneckConfig]:
-        spec = next(iter(bottlenecks(model).values())).spec
-        return {name: value for name, value in state.items() if self.holds(name)}, BottleneckConfig(spec)
+    def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
+        settings = asdict(next(iter(bottlenecks(model).values())).spec)
+        del settings["kind"]
+        tensors = {name: value for name, value in state.items() if self.holds(name)}
+        return tensors, {"peft_type": self.peft_type, **settings}
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> BottleneckSpec:
-        shared = {"peft_type", *(field.name for field in fields(BottleneckConfig))}
-        own = {key: value for key, value in config.items() if key not in shared}
+        own = {key: value for key, value in config.items() if key not in SHARED}
         return build_spec(BottleneckSpec, own, f"{directory}/{CONFIG}")
 
     def from_file(

@@ -31,7 +31,6 @@ from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
 
 if TYPE_CHECKING:
-    from peft import IA3Config
     from peft.tuners.ia3 import IA3Layer
 
 DEFAULT = "default"
@@ -81,7 +80,7 @@ class IA3Kind(InjectedKind):
         kinds = {name: bool(layer.is_feedforward) for name, layer in self.layers(model).items()}
         return asdict(replace(_full_names(kinds), modules_to_save=tuple(sorted(wrappers(model)))))
 
-    def to_file(self, model: nn.Module, state: State) -> "tuple[State, IA3Config]":
+    def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         from peft import IA3Config
 
         adapted, (tensors, options) = self.layers(model), extras_to_file(model, state)
@@ -94,12 +93,13 @@ class IA3Kind(InjectedKind):
             ]
             tensors[f"{BEFORE}{each.file_name}.ia3_l"] = fuse_rows(parts, each.groups)
             layers.append(each)
-        return tensors, IA3Config(
+        config = IA3Config(
             target_modules=sorted(each.file_name for each in layers),
             feedforward_modules=sorted(each.file_name for each in layers if inputs & set(each.layers)),
             fan_in_fan_out=any(each.transposed for each in layers),
             **cast(Any, options),
         )
+        return tensors, config.to_dict()
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> IA3Spec:
         return self.read_options(IA3Spec, {}, config, directory)

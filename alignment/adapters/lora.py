@@ -49,7 +49,6 @@ from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
 from alignment.patterns import search_names
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
 DEFAULT, START, INITIAL = "default", "start", "initial"
@@ -311,7 +310,7 @@ class LoRAKind(InjectedKind):
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
         return asdict(spec_of(model, lora_updates(model, state)))
 
-    def to_file(self, model: nn.Module, state: State) -> "tuple[State, LoraConfig]":
+    def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         from peft import LoraConfig
 
         updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
@@ -340,7 +339,7 @@ class LoRAKind(InjectedKind):
             fan_in_fan_out=any(layer.transposed for layer in layers),
             **cast(Any, options),
         )
-        return tensors, config
+        return tensors, config.to_dict()
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
         rows = config.get("trainable_token_indices") or []

@@ -7,7 +7,7 @@ front of its source. Encoder classifiers that read a document's first vector rea
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from alignment.models.external.padding import accepts
 from alignment.models.layers import AttentionSpec
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
-
-if TYPE_CHECKING:
-    from peft import PrefixTuningConfig, PromptTuningConfig
 
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
 
@@ -138,8 +135,7 @@ class PrefixKind(VirtualTokensKind):
         model.requires_grad_(False)
         model.prefix = PrefixAdapter(spec, *dimensions).to(next(model.parameters()).device)
 
-    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+    def to_file(self, model: AnyModel, state: State) -> tuple[State, dict[str, Any]]:
         from peft import PrefixTuningConfig
 
         layers, heads, head_dim = prefix_dimensions(model)
@@ -164,7 +160,7 @@ class PrefixKind(VirtualTokensKind):
             num_layers=2 * layers if two_stacks else layers,
             encoder_hidden_size=width,
         )
-        return {"prompt_embeddings": keys_values}, config
+        return {"prompt_embeddings": keys_values}, config.to_dict()
 
     def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The slots that peft gives the layers of the model."""
@@ -260,8 +256,7 @@ class PromptKind(VirtualTokensKind):
         model.requires_grad_(False)
         model.soft_prompt = prompt
 
-    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PromptTuningConfig]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+    def to_file(self, model: AnyModel, state: State) -> tuple[State, dict[str, Any]]:
         from peft import PromptTuningConfig
 
         vectors = state["soft_prompt.embedding.weight"]
@@ -272,7 +267,7 @@ class PromptKind(VirtualTokensKind):
             num_attention_heads=1,  # peft asks for heads and layers, and does not use them
             num_layers=1,
         )
-        return {"prompt_embeddings": vectors}, config
+        return {"prompt_embeddings": vectors}, config.to_dict()
 
     def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The vectors; peft makes as many for the decoder of an encoder-decoder, and leaves them unused."""

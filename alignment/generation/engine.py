@@ -9,17 +9,13 @@
     engine.cancel(number)             # at any time; the request is forgotten and its row is free
 
 `step` prefills waiting prompts when enough cache rows are free, else it decodes one token for every running request;
-requests may be added and cancelled between steps, from one thread. `decode_responses` in decode.py is the loop for a fixed
-set of prompts. A response depends on the fields of its request and the weights only, up to rounding: neither on the requests
-beside it nor on the order in which they came.
-
-Equal prompts are computed once as long as one of them waits: the others copy its cache row. So n samples of a prompt are n
-requests that differ in `row`.
+requests may be added and cancelled between steps, from one thread. A response depends on the fields of its request and the
+weights only, up to rounding: neither on the requests beside it nor on the order in which they came. Equal prompts are
+computed once as long as one of them waits, so n samples of a prompt are n requests that differ in `row`.
 
 A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes of
-transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
-
-No CUDA graphs: the step's shapes change as rows and widths do.
+transformers) take a group of waiting requests at once, and the next group when the last row of it has finished. No CUDA
+graphs: the step's shapes change as rows and widths do.
 """
 
 import math
@@ -76,6 +72,7 @@ class DecodingEngine:
         self._sampler: RowSampler | None = None  # of all rows; None: they have changed
         self._history: TokenHistory | None = None  # where a request has a logits processor
         self._unseen: list[DrawnTokens] = []  # drawn since the last reading
+        self._most_unseen = 1 if self._device.type == "cpu" else CHECK_STEPS
         self._numbers = self._room = 0
         self._equal_limits = True  # the rows of a group may all draw equally many tokens
         self._failed = False  # True after a request that has ended with an error
@@ -91,12 +88,7 @@ class DecodingEngine:
         return len(self._waiting) + self._live()
 
     def add(self, request: DecodingRequest) -> int:
-        """Let a request wait for a free row; returns its number.
-
-        Raises:
-            UserError: prompt and new tokens do not fit the model's positions.
-            ValueError: stop strings without a tokenizer.
-        """
+        """Let a request wait for a free row; returns its number. UserError where it does not fit the model's positions."""
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
         self.expect(request.prompt, request.sampling.max_new_tokens)
@@ -109,11 +101,7 @@ class DecodingEngine:
         return self._numbers
 
     def expect(self, longest_prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Make rows that are built from now on long enough for such a request.
-
-        Raises:
-            UserError: it does not fit the model's positions.
-        """
+        """Make rows that are built from now on long enough for such a request; UserError where it fits no positions."""
         room = len(self._start or longest_prompt) + max_new_tokens
         if room > self._room:
             self._model.new_cache(0, room)  # refuses what does not fit the positions
@@ -167,22 +155,18 @@ class DecodingEngine:
                 if admits:
                     self._admit()
                 if self._filler.forwards == forwards:
-                    self._idle_prefill(idle_room)
-            steps = largest(
-                min(CHECK_STEPS, max((row.steps_left for row in self.running if row is not None), default=0))
-            )
+                    self._filler.idle(idle_room)
+                    if not self.running or not self._filler.continuous:
+                        self.running, self._sampler = [None], None
+                        self._newest = torch.zeros(1, dtype=torch.long, device=self._device)
+            left = max((row.steps_left for row in self.running if row is not None), default=0)
+            steps = largest(min(CHECK_STEPS, left))
             for _ in range(steps):
                 self._decode()
                 self._collect_if_due()  # a row at its limit must not outgrow the cache
             self._collect()
             if not prefills and not steps:
                 return
-
-    def _idle_prefill(self, room: int) -> None:
-        self._filler.idle(room)
-        if not self.running or not self._filler.continuous:
-            self.running, self._sampler = [None], None
-            self._newest = torch.zeros(1, dtype=torch.long, device=self._device)
 
     def _live(self) -> int:
         return sum(row is not None for row in self.running)
@@ -230,22 +214,17 @@ class DecodingEngine:
         logits = self._model.decode(self._newest, self._filler.cache)
         self._filler.advance()
         if self._sampler is None:
-            self._sampler = RowSampler(self.running, self._device, steps=self._steps_unseen)
+            self._sampler = RowSampler(self.running, self._device, steps=self._most_unseen)
         drawn = self._sampler.draw(logits, self._history)
         self._newest = drawn.tokens
         self._unseen.append(drawn)
         if self._history is not None:
             self._history.append(torch.arange(len(drawn.tokens), device=self._device), drawn.tokens)
 
-    @property
-    def _steps_unseen(self) -> int:
-        return 1 if self._device.type == "cpu" else CHECK_STEPS
-
     def _collect_if_due(self) -> None:
         """Read the drawn tokens where that costs nothing, a row may draw no more, or `CHECK_STEPS` have gone by."""
-        if len(self._unseen) >= self._steps_unseen or any(
-            row is not None and row.steps_left == 0 for row in self.running
-        ):
+        full = any(row is not None and row.steps_left == 0 for row in self.running)
+        if full or len(self._unseen) >= self._most_unseen:
             self._collect()
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:

@@ -195,8 +195,7 @@ class RunningRequest:
 class IncrementalText:
     """The text of a response while its tokens arrive: whole characters only, cut before the first stop string.
 
-    The pieces that `push` and `flush` return are, put together, the whole decoding cut before the first stop string. Only
-    tokens since the last whole character, and those before them that it may depend on, are decoded again.
+    Only tokens since the last whole character, and those before them that it may depend on, are decoded again.
 
     Attributes:
         text: all characters that are whole so far, cut before a stop string.
@@ -212,11 +211,7 @@ class IncrementalText:
         self.text, self.stopped = "", False
 
     def push(self, token: int, *, check_stop: bool = True) -> str:
-        """The text that a further token makes certain.
-
-        Args:
-            check_stop: look for stop strings that it completes.
-        """
+        """The text that a further token makes certain; with `check_stop` a stop string that it completes ends the text."""
         self._tokens.append(token)
         new, complete = self._new_text()
         if self._stop and check_stop and self._cut(new):
