@@ -320,12 +320,6 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
-    kept_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Tokens of past prompts and responses kept for prompts that begin as they do; 0: none."
-        ),
-    ] = 16384,
 ) -> None:
     """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""
     from alignment.commands import serve as serving
@@ -333,7 +327,7 @@ def serve(
 
     serving.require_extra()
     weights = WeightsConfig(dtype, quantize)
-    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens, kept_tokens)
+    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
 
 

@@ -89,8 +89,7 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
     import torch
 
-    from alignment.adapters.attach import attach
-    from alignment.adapters.peft_files import save_adapter
+    from alignment.adapters.attach import attach, save_adapter
     from alignment.adapters.specs import LoRASpec
     from alignment.data.tokenizers.load import save_tokenizer
     from alignment.data.tokenizers.train import train_tokenizer

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from alignment.adapters.attach import read_spec
 from alignment.adapters.files import is_adapter, read_base
-from alignment.adapters.peft_files import read_spec
 from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.config.load import build, packaged_folder, packaged_writer
 from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
