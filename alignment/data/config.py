@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Interval
 
 from alignment.data.rows.records import Turns
-from alignment.data.rows.sources import files_left_out, find_rows, hub_source, suffix_of
+from alignment.data.rows.sources import find_rows, hub_source, suffix_of
 from alignment.errors import UserError
 from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 
@@ -235,10 +235,6 @@ class DataConfig(Settings):
                     find_rows(source.source, str(source.split))
                 except UserError as error:
                     yield part, str(error)
-
-    def left_out(self, part: Part) -> list[str]:
-        """A line for each directory of which not all files are read, because they are of another split or of none."""
-        return [line for each in self.sources(part) if (line := files_left_out(each.source, str(each.split)))]
 
     def require_sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part.

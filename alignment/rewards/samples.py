@@ -10,7 +10,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 
 if TYPE_CHECKING:
-    from alignment.data.rows.messages import Messages
+    from alignment.data.rows.records import Messages
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """Prepared rows are kept under a key of all that they depend on, whole or not at all, and made by one process."""
 
-import gc
 import json
 import os
-import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from alignment import files
 from alignment.data import cache as cache_module
-from alignment.data import fingerprint
 from alignment.data import prepare as prepare_module
-from alignment.data.cache import cache_lines, clear_entries, list_entries
+from alignment.data.cache import cache_lines, list_entries
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows import files as row_files
@@ -48,7 +47,7 @@ def small_chunks(monkeypatch):
 def chunk_sizes(monkeypatch) -> list[int]:
     """Rows of each chunk that is written."""
     sizes, add = [], TableWriter.add
-    monkeypatch.setattr(TableWriter, "add", lambda self, encoded: (sizes.append(encoded.size), add(self, encoded)))
+    monkeypatch.setattr(TableWriter, "add", lambda self, encoded: (sizes.append(len(encoded.rows) - 1), add(self, encoded)))
     return sizes
 
 
@@ -121,14 +120,10 @@ def test_h09_columns_and_splits_of_a_source_prepare_anew(cache, jsonl, bpe):
     assert plain.key != renamed.key and plain[0].ids != renamed[0].ids
 
 
-def test_h09_other_code_prepares_anew(cache, jsonl, bpe, monkeypatch, tmp_path):
+def test_h09_other_code_prepares_anew(cache, jsonl, bpe, monkeypatch):
     config = DataConfig(jsonl(*ROWS))
     table_of(config, bpe)
-    (tmp_path / "a.py").write_text("x = 1\n")
-    before = fingerprint.hash_code(tmp_path)
-    (tmp_path / "a.py").write_text("x = 2\n")
-    assert fingerprint.hash_code(tmp_path) != before
-    monkeypatch.setattr(fingerprint, "preparation_code_hash", lambda: "other code")
+    monkeypatch.setattr(cache_module, "preparation_code_hash", lambda: "other code")
     assert not table_of(config, bpe).cached
 
 
@@ -141,8 +136,8 @@ def test_settings_without_effect_on_tokens_find_the_same_rows(cache, jsonl, bpe)
 
 def test_every_setting_counts_unless_it_is_known_to_have_no_effect():
     settings = set(DataConfig.__dataclass_fields__)
-    assert settings >= fingerprint.WITHOUT_EFFECT
-    assert {"max_length", "on_bad_row", "skip_ties", "turns"} <= settings - fingerprint.WITHOUT_EFFECT
+    assert settings >= cache_module.WITHOUT_EFFECT
+    assert {"max_length", "on_bad_row", "skip_ties", "turns"} <= settings - cache_module.WITHOUT_EFFECT
 
 
 # Whole or not at all
@@ -178,32 +173,20 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(cache, jsonl, bpe, 
     assert sorted(path.name for path in (cache / "entries").iterdir()) == [table.key]  # what was left is removed
 
 
-def test_two_processes_prepare_once_and_both_get_the_rows(cache, jsonl, bpe, monkeypatch, tmp_path):
+def test_several_processes_prepare_once_and_all_get_the_rows(cache, jsonl, bpe, monkeypatch, tmp_path):
     config = DataConfig(jsonl(*ROWS))
     original = prepare_module._make
 
-    def slow(*arguments, **options):
+    def slow(*arguments):
         with open(tmp_path / "made", "a") as file:
             file.write("x")
         time.sleep(0.5)
-        return original(*arguments, **options)
+        return original(*arguments)
 
     monkeypatch.setattr(prepare_module, "_make", slow)
-
-    def work():
-        assert len(list(table_of(config, bpe))) == 40
-
-    children = []
-    for _ in range(3):
-        if (child := os.fork()) == 0:
-            try:
-                work()
-                os._exit(0)
-            except BaseException:
-                os._exit(9)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    assert (tmp_path / "made").read_text() == "x"
+    with ThreadPoolExecutor(3) as pool:
+        forks = [pool.submit(in_a_fork, lambda: list(table_of(config, bpe))) for _ in range(3)]
+    assert [fork.result() for fork in forks] == [0, 0, 0] and (tmp_path / "made").read_text() == "x"
 
 
 @pytest.mark.parametrize("verified", ["always", "where the times of a file have changed"])
@@ -238,12 +221,10 @@ def test_a_damaged_entry_is_noticed_and_made_again(cache, jsonl, bpe, monkeypatc
     assert table_of(config, bpe).cached and table_of(config, bpe).notes == []
 
 
-def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_one(tmp_path, jsonl, bpe):
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path, jsonl, bpe):
     (tmp_path / "file").write_text("no directory")
-    config = DataConfig(jsonl(*ROWS), cache=str(tmp_path / "file"))
-    table = table_of(config, bpe)
-    assert "cannot be written" in table.notes[0] and "temporary" in table.notes[0] and len(list(table)) == 40
-    shutil.rmtree(table.directory.parent.parent)
+    with pytest.raises(UserError, match=r"file: cannot be written .* data\.cache or ALIGNMENT_CACHE"):
+        table_of(DataConfig(jsonl(*ROWS), cache=str(tmp_path / "file")), bpe)
 
 
 def test_bad_rows_leave_no_entry(cache, jsonl, bpe):
@@ -274,24 +255,6 @@ def test_a_small_source_has_chunks_for_several_processes(cache, jsonl, bpe, monk
     monkeypatch.setattr(row_files, "FIRST_BYTES", 100)
     table_of(DataConfig(jsonl(*ROWS * 4), processes=2), bpe)
     assert sum(chunk_sizes) == 160 and 28 <= len(chunk_sizes) <= 33 and max(chunk_sizes) <= 6
-
-
-def test_the_collector_of_cycles_rests_while_rows_are_prepared_and_is_as_it_was_afterwards(
-    cache, jsonl, bpe, monkeypatch
-):
-    seen = []
-    tokenize = prepare_module.TOKENIZE["demonstrations"]
-    monkeypatch.setitem(
-        prepare_module.TOKENIZE, "demonstrations", lambda *args: seen.append(gc.isenabled()) or tokenize(*args)
-    )
-    table_of(DataConfig(jsonl(*ROWS)), bpe)
-    assert seen == [False] and gc.isenabled()
-    with pytest.raises(UserError, match="bad row"):
-        table_of(DataConfig(jsonl({"prompt": "p", "completion": 1}, name="bad.jsonl")), bpe)
-    monkeypatch.setitem(prepare_module.TOKENIZE, "demonstrations", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        table_of(DataConfig(jsonl(*ROWS[:3])), bpe)
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -364,20 +327,9 @@ def test_entries_are_listed_and_cleared(cache, jsonl, bpe):
 
 def test_an_entry_that_is_being_prepared_is_not_cleared(cache, jsonl, bpe):
     key = table_of(DataConfig(jsonl(*ROWS)), bpe).key
-    with cache_module._locked(cache / "locks" / key):
-        deleted, left = clear_entries(cache)
-    assert deleted == [] and [entry.key for entry in left] == [key]
-
-
-def test_a_directory_in_the_place_of_a_lock_is_locked(cache, jsonl, bpe):
-    config = DataConfig(jsonl(*ROWS))
-    lock = cache / "locks" / table_of(config, bpe).key
-    lock.unlink()
-    lock.mkdir()
-    assert table_of(config, bpe).cached
-    with cache_module._locked(lock):
-        assert clear_entries(cache)[0] == []
-    assert len(clear_entries(cache)[0]) == 1
+    with FileLock(cache / "locks" / key):
+        lines = cache_lines(clear=True)
+    assert lines[0].startswith(f"left {key}") and "deleted 0 entries" in lines[1] and len(list_entries(cache)) == 1
 
 
 def test_findings_of_the_checks_are_kept_with_the_rows(cache, jsonl, bpe, small_chunks):

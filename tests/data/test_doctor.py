@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment.data.doctor import boundaries, check_file, show_example
+from alignment.data.doctor import check_file, show_example
 from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key
 from alignment.data.rows.records import Prompt, Tally, Text
@@ -122,10 +122,6 @@ def test_every_kind_can_be_shown(jsonl, bpe):
 def test_long_rows_are_shown_from_their_end(jsonl, bpe):
     report = check_file(jsonl({"text": "the cat " * 300}), "text", bpe)
     assert "tokens before" in report.samples[0] and report.samples[0].count("|") < 200
-
-
-def test_boundaries():
-    assert boundaries([False, False, True, False, True]) == "context 0-1, counts 2-2, context 3-3, counts 4-4"
 
 
 def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):

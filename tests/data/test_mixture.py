@@ -8,8 +8,7 @@ import pytest
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.examples import Example
-from alignment.data.mixture import BLOCK, MixtureStream, epoch_rows, mixing_shares, stream_of
-from alignment.data.stream import Stream
+from alignment.data.stream import BLOCK, MixtureStream, Stream, epoch_rows, mixing_shares, stream_of
 from alignment.data.table import JoinedTables
 from alignment.errors import UserError
 

@@ -25,7 +25,7 @@ def write_rows(path, count, name="", start=0):
     return str(path)
 
 
-def streamed(tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, note=None, check=None, **settings):
+def streamed(tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, note=str, check=len, **settings):
     settings = {"shuffle_buffer": 10, "max_length": 64, **settings}
     config = DataConfig(train, streaming=True, **settings)
     rows, _ = open_stream(preparation_of(kind), config, tokenizer)
@@ -334,8 +334,8 @@ def test_sources_that_cannot_be_streamed_are_refused(bpe, tmp_path, name, messag
 
 
 def test_what_needs_all_rows_refuses_a_stream(bpe, folder):
-    from alignment.data.mixture import stream_of
     from alignment.data.pretraining.prepare import prepare_text
+    from alignment.data.stream import stream_of
 
     config = DataConfig(folder, streaming=True)
     for refused in (

@@ -68,18 +68,6 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
     return None
 
 
-def files_left_out(source: str, split: str) -> str:
-    """A line that names files of a directory which are of no split, or of another one, and not read; empty without any."""
-    if not Path(source).is_dir():
-        return ""
-    files = _files_inside(Path(source))
-    read = set(_files_of_split(Path(source), files, split))
-    others = [str(path.relative_to(source)) for path in files if path not in read]
-    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-    counts = f"{source}: {len(read)} of {len(files)} files are read, the split '{split}'"
-    return f"{counts}; not {', '.join(others[:5])}{more}" if others else ""
-
-
 def _files_inside(directory: Path) -> list[Path]:
     inside = (each for each in directory.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
     files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(directory).parts)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment.data.rows.messages import tools_field
+from alignment.data.rows.fields import tools_field
 from alignment.data.rows.read import read_rows
 
 HI = {"role": "user", "content": "hi"}

@@ -8,8 +8,8 @@ import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
+from alignment.data.rows.fields import messages_field
 from alignment.data.rows.formats import alpaca_prompt
-from alignment.data.rows.messages import messages_field
 from alignment.data.rows.read import TIE, read_rows, record_key
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
 from alignment.errors import UserError

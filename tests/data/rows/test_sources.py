@@ -133,20 +133,3 @@ def test_a_stream_of_a_directory_reads_one_split(write_rows):
     from alignment.data.rows.files import open_sources
 
     assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
-
-
-def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
-    from alignment.data.doctor import check_file
-    from alignment.evaluation.inputs import read_records
-
-    directory = write_rows(*SPLITS[:2], "LICENSE.txt")
-    report = check_file(directory, "text")
-    (finding,) = [each for each in report.findings if each.name == "files left out"]
-    assert "1 of 3 files" in finding.text and "LICENSE.txt, test.jsonl" in finding.text
-    config = DataConfig(str(directory), evaluation=f"{directory}/*.jsonl")
-    assert (config.left_out("train"), config.left_out("evaluation")) == (
-        [finding.text],
-        [],
-    )  # a glob reads all it names
-    read_records(config, "text")
-    assert finding.text in capsys.readouterr().err
