@@ -121,13 +121,7 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def table_key(
-    source: SourceConfig,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    name: str,
-    max_rows: int | None,
-    cache: Path,
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None, cache: Path
 ) -> str:
     """The key of one source's prepared rows; `name` is that of the preparation."""
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}

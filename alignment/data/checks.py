@@ -4,7 +4,6 @@
 the tally of the preparation; `findings` puts them together.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,16 +33,12 @@ from alignment.data.text import chat
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
 
-MOST_HASHES = 2**17  # different rows that are kept in mind; from there on a share of them stands for all
 CUT_SHARE = 0.01  # above these shares a finding is a warning
 EQUAL_SHARE = 0.01
 SAME_RESPONSE_SHARE = 0.05
 LENGTH_BIAS = 0.1  # |share of pairs whose chosen side is longer - 1/2|
 LABEL_SHARE = 0.05  # of the rarer label
 LEAST_ROWS = 20  # for findings about most rows
-BACKWARD = 2**32
-OUTLIER = 10  # times the length that 99 of 100 rows stay below
-LEAST_OUTLIER_ROWS = 100
 SKIPPED = (  # reasons to leave out a row that is no bad one
     EqualResponses().reason,
     EqualResponses("two responses of one prompt").reason,
@@ -308,68 +303,18 @@ class CountTable(dict[Any, tuple[int, list[str]]]):
             self.add(key, number, first)
 
 
-class HashSample:
-    """Counts of keys in bounded memory: exact up to `most` keys, then for every 2nd, 4th, ... key.
-
-    A key stays in the sample or not by its hash, so that the keys in the sample stand for the others.
-
-    Source: Gibbons 2001, distinct sampling for highly-accurate answers to distinct values queries.
-    """
-
-    def __init__(self, most: int = MOST_HASHES):
-        self.most, self.weight, self.seen = most, 1, dict[int, int]()  # each key in it stands for `weight` keys
-
-    def add(self, key: int, number: int = 1) -> None:
-        """Count a key `number` times."""
-        if key % self.weight == 0:
-            self.seen[key] = self.seen.get(key, 0) + number
-            if len(self.seen) > self.most:
-                self._thin(2 * self.weight)
-
-    def merge(self, other: "HashSample") -> None:
-        """Add another sample."""
-        self._thin(max(self.weight, other.weight))
-        for key, number in other.seen.items():
-            self.add(key, number)
-
-    def _thin(self, weight: int) -> None:
-        self.weight = weight
-        self.seen = {key: number for key, number in self.seen.items() if key % weight == 0}
-
-    def copies(self) -> int:
-        """Number of keys seen that had been seen before."""
-        return self.weight * sum(number - 1 for number in self.seen.values())
-
-
-def length_bucket(length: int) -> int:
-    """Number of a length's bucket; buckets grow by 2^(1/4), so quantiles are right within 19 %."""
-    return int(4 * math.log2(max(1, length)))
-
-
-def outliers(lengths: CountTable, times: float) -> tuple[int, list[str]]:
-    """Number and first names of the rows in buckets of lengths above `times` the one that 99 of 100 stay below."""
-    found, below, limit = CountTable(), 0, math.inf
-    total = sum(number for number, _ in lengths.values())
-    for bucket in sorted(lengths):
-        if bucket > limit:
-            found.add("", *lengths[bucket])
-        below += lengths[bucket][0]
-        if limit == math.inf and below >= 0.99 * total:
-            limit = bucket + 1 + 4 * math.log2(times)
-    return found.get("", (0, []))
-
-
 class Checks:
     """Unusual rows of one source, and unusual tokens of theirs.
 
     One object per chunk or process, `add` for each batch of rows, `merge` the objects, `findings` of the whole. Objects can
-    be pickled. Memory is bounded: beyond `MOST_HASHES` different rows, every 2nd, then every 4th ... row stands for all, and
-    the numbers are estimates. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap.
+    be pickled. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap in time and memory,
+    and the numbers estimates.
 
     Args:
         kind: of the rows.
         tokenizer: that makes the tokens; None: rows are checked as text alone.
-        weight: power of 2; texts and tokens of one row in this many are looked at, chosen by the hash of its id.
+        weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
+            are looked for among the contents of which one hash in this many is a multiple of it.
     """
 
     def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, *, weight: int = 1):
@@ -377,20 +322,19 @@ class Checks:
         self.weight = weight
         self.special = None if tokenizer is None else SpecialTokens.of(tokenizer)
         self.rows = 0
-        self.counts = {name: CountTable() for name in ("faults", "control strings", "lengths")}
-        self.samples = {name: HashSample() for name in ("copies", "preferences", "responses")}
+        self.counts = {name: CountTable() for name in ("faults", "control strings")}
+        self.seen: dict[str, Counter[Any]] = {name: Counter() for name in ("rows", "preferences", "responses")}
         self.sums: Counter[str] = Counter()  # of pairs: number, longer, difference of lengths; of labels: number, yes
 
     def add(self, records: Sequence[Record], examples: Sequence[TokenizedRow] = ()) -> None:
         """Check some rows, and the examples that were made of them."""
         self.rows += len(records)
         for record in records:
-            self.samples["copies"].add(text_hash("\0".join(record_key(record))))
+            key = text_hash("\0".join(record_key(record)))
+            self.seen["rows"].update([key] if key % self.weight == 0 else ())
             for better, worse in preferred_pairs(record):
                 key = text_hash("\0".join([prompt_key(record), *sorted((better, worse))]))
-                self.samples["preferences"].add(key, 1 if better < worse else BACKWARD)  # two counts in one number
-        self.weight = max(self.weight, self.samples["copies"].weight)
-        for record in records:
+                self.seen["preferences"].update([(key, better < worse)] if key % self.weight == 0 else ())
             if self._draws(record.row_id):
                 self._add_texts(checked_row(record))
         for example in examples if self.special is not None else ():
@@ -401,11 +345,10 @@ class Checks:
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
         self.rows += other.rows
-        self.weight = max(self.weight, other.weight)
         for name, counts in other.counts.items():
             self.counts[name].merge(counts)
-        for name, sample in other.samples.items():
-            self.samples[name].merge(sample)
+        for name, seen in other.seen.items():
+            self.seen[name].update(seen)
         self.sums.update(other.sums)
 
     def _draws(self, row_id: str) -> bool:
@@ -418,10 +361,7 @@ class Checks:
         for fault in FAULTS:
             if fault.found(row):
                 self.counts["faults"].add(fault.name, weight, names)
-        for text in row.responses or [row.prompt]:
-            self.counts["lengths"].add(length_bucket(len(text)), weight, names)
-        for response in set(row.responses):
-            self.samples["responses"].add(text_hash(response), weight)
+        self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:
             ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
             for string in self.special.control_strings:
@@ -466,21 +406,17 @@ class Checks:
             yield Finding("warning", text, "control strings")
 
     def _similar_rows(self) -> Iterator[Finding]:
-        if copies := self.samples["copies"].copies():
+        rows = self.seen["rows"]
+        if copies := self.weight * (rows.total() - len(rows)):
             level = _level(copies, self.rows, EQUAL_SHARE)
             yield Finding(level, f"{copies} rows are exact copies of an earlier one", "copies")
-        often = max(self.samples["responses"].seen.values(), default=0)
+        often = max(self.seen["responses"].values(), default=0)
         if often >= LEAST_ROWS and often > SAME_RESPONSE_SHARE * self.rows:
             yield Finding("warning", f"about {often} rows have one and the same response", "same response")
-        long, first = outliers(self.counts["lengths"], OUTLIER)
-        if long and self.rows >= LEAST_OUTLIER_ROWS:
-            says = f"have a text more than {OUTLIER} times as long as 99 of 100 others"
-            yield Finding("warning", f"{long} rows {says} ({', '.join(first)})", "length outliers")
 
     def _judgments(self) -> Iterator[Finding]:
-        seen, sums = self.samples["preferences"], self.sums
-        both = seen.weight * sum(number > BACKWARD and number % BACKWARD > 0 for number in seen.seen.values())
-        if both:
+        seen, sums = self.seen["preferences"], self.sums
+        if both := self.weight * (len(seen) - len({key for key, _ in seen})):
             says = "have the same two responses preferred both ways round"
             if self.kind == "labels":
                 says = "have the same response labeled both desirable and undesirable"

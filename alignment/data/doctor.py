@@ -9,7 +9,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.text.named_templates import NAMED, with_chat_template
+from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import TOKENIZE
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -74,7 +74,11 @@ def check_file(
     """
     if max_length < 2:
         raise UserError(f"max_length must be at least 2 tokens, got {max_length}")
-    coder = _tokenizer(tokenizer, template)
+    if template is not None and tokenizer is None:
+        raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
+    coder = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if coder is not None and template is not None:
+        coder = with_chat_template(coder, str(template))
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
     checks, samples, refused = Checks(kind, coder), [], []
     examples: list[Example] = []
@@ -91,19 +95,6 @@ def check_file(
         counts.trained_on = overlap(rows, held_out, prompt_key)
     found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
     return Report(str(source), kind, counts, [*refused, *found], samples)
-
-
-def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
-    if template is not None and tokenizer is None:
-        raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
-    loaded = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    if template is not None and loaded is not None:
-        if str(template) in NAMED:
-            return with_chat_template(loaded, str(template))
-        if not Path(template).is_file():
-            raise UserError(f"{template}: no such template file, and no built-in template: {', '.join(NAMED)}")
-        loaded.chat_template = Path(template).read_text(encoding="utf-8")
-    return loaded
 
 
 def show_example(example: Example, tokenizer: Tokenizer) -> str:

@@ -13,7 +13,7 @@ from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, RefusedRows, counted, judgment_of, ordered_only
+from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, counted, judgment_of, ordered_only, refused_rows
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 
@@ -43,7 +43,7 @@ def encode_responses(
         UserError: prompts that are messages, all at once.
     """
     if refused := [row.row_id for row in rows if not isinstance(row.prompt, str)]:
-        raise RefusedRows({MESSAGES: refused})
+        raise refused_rows({MESSAGES: refused})
     template, counts, encoded = special_token_template(tokenizer), Tally(rows=len(rows)), []
     prompts = _ids(tokenizer, [str(row.prompt) for row in rows])
     ids = iter(_ids(tokenizer, [text for row in rows for text in replies_of(row)]))

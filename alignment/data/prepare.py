@@ -36,15 +36,7 @@ from alignment.data.rows.records import SHOWN_IDS, Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
 from alignment.data.table import EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples, tables_of
 from alignment.data.text.named_templates import with_chat_template
-from alignment.data.tokenize import (
-    PROMPT_CUT,
-    RESPONSE_CUT,
-    STEPS_CUT,
-    TOKENIZE,
-    RefusedRows,
-    Tokenize,
-    tokenize_ordered_rankings,
-)
+from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, STEPS_CUT, TOKENIZE, Tokenize, tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import cache_directory, hash_of
@@ -64,7 +56,6 @@ AHEAD = 2  # chunks in flight for each process
 LARGE_BYTES = 64 * 2**20  # from this size of a source, one process per core prepares it unless `data.processes` says
 CHECKED_BYTES = 4 * 2**20  # of a source, whose rows are all checked; of a larger one as many, evenly drawn
 BATCH_ROWS = 1024  # rows of one call of the tokenizer
-SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
 
 class Preparation(NamedTuple):
@@ -96,22 +87,18 @@ class Job(NamedTuple):
 
 @dataclass
 class Prepared:
-    """Prepared rows: counts of reading and of tokenizing, the first bad rows and their number, refused rows by reason."""
+    """Prepared rows: counts of reading and of tokenizing, the first bad rows and their number."""
 
     read: Tally = field(default_factory=Tally)
     tokenized: Tally = field(default_factory=Tally)
     problems: list[str] = field(default_factory=list)
-    bad: int = 0
-    refused: dict[str, list[str]] = field(default_factory=dict)
     checks: "Checks | None" = None
     encoded: EncodedExamples | None = None
 
     def merge(self, other: "Prepared") -> "Prepared":
         """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
-        self.problems, self.bad = self.problems + other.problems, self.bad + other.bad
-        for why, names in other.refused.items():
-            self.refused.setdefault(why, []).extend(names)
+        self.problems = self.problems + other.problems
         if self.checks is None or other.checks is None:
             self.checks = self.checks or other.checks
         else:
@@ -124,17 +111,6 @@ class Prepared:
         limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
         found = [] if self.checks is None else self.checks.findings(tally, **limits)
         return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, found))}
-
-    def is_wrong(self, config: DataConfig) -> bool:
-        """True where rows are refused, or bad and bad rows end the run."""
-        return bool(self.refused or (self.bad and config.on_bad_row == "error"))
-
-    def raise_errors(self, config: DataConfig) -> None:
-        """Raise the bad rows, then the refused ones."""
-        if config.on_bad_row == "error":
-            raise_bad_rows(self.problems, self.bad)
-        if self.refused:
-            raise RefusedRows(self.refused)
 
 
 class _WrongRows(Exception):
@@ -202,7 +178,7 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         except _WrongRows as error:
             wrong.merge(error.args[0])
             read += error.args[0].read.kept
-    wrong.raise_errors(config)
+    raise_bad_rows(wrong.problems)
     return tables[0] if len(tables) == 1 else JoinedTables(tables)
 
 
@@ -237,9 +213,9 @@ def _make(
         found.merge(chunk)
         if chunk.encoded is not None:
             writer.add(chunk.encoded)
-    if not found.read.kept and (config.on_bad_row == "skip" or not found.bad):
+    if not found.read.kept and not found.problems:
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
-    if found.is_wrong(config):
+    if found.problems:
         raise _WrongRows(found)
     manifest = found.manifest(config, source.source) | {"kind": preparation.name, "read": found.read.kept}
     return {**writer.close(), **manifest}
@@ -321,8 +297,8 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     from alignment.data.checks import Checks
 
     parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
-    done = Prepared(parsed.counts, problems=parsed.problems[:SHOWN], bad=len(parsed.problems))
-    if done.is_wrong(job.config):
+    done = Prepared(parsed.counts, problems=parsed.problems if job.config.on_bad_row == "error" else [])
+    if done.problems:
         return done
     kind, tokenize = job.preparation.kind, job.preparation.tokenize
     plain = tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)  # others are checked where they are corrupted
@@ -332,11 +308,7 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     step = len(rows) if job.preparation.whole else BATCH_ROWS
     for start in range(0, len(rows), max(1, step)):
         records = rows[start : start + step]
-        try:
-            made, counts = tokenize(records, job.tokenizer, job.config.max_length)
-        except RefusedRows as error:
-            done.merge(Prepared(refused=error.refused))
-            continue
+        made, counts = tokenize(records, job.tokenizer, job.config.max_length)
         done.tokenized = done.tokenized.merged_with(counts)
         done.checks.add(records, made)
         examples += made

@@ -24,7 +24,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import RowSequence
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
-from alignment.data.rows.read import choose_parser
+from alignment.data.rows.read import choose_parser, raise_bad_rows
 from alignment.data.rows.records import Tally
 from alignment.data.stream import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.table import JoinedTables, Table
@@ -182,7 +182,7 @@ class Cursor:
                 end = Place(place.epoch, place.window + 1, number, position)
                 self._open = (end, rows)
                 break
-        found.raise_errors(self.config)
+        raise_bad_rows(found.problems)
         joined = JoinedTables(parts)
         drawn = permutation(len(joined), self.seed, WINDOW_SALT, place.epoch, place.window)
         return Window(joined, drawn, end, found.manifest(self.config, name))

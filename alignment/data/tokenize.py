@@ -3,7 +3,7 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, TypeVar
 
@@ -270,20 +270,17 @@ def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError
             for note in getattr(result, "notes", ()):
                 counts.note(note, row.row_id)
     if refused:
-        raise RefusedRows(refused)
+        raise refused_rows(refused)
     return done
 
 
-class RefusedRows(UserError):
-    """Rows that the chat template refuses: `refused` has their names by what it says."""
-
-    def __init__(self, refused: dict[str, list[str]]):
-        self.refused = refused
-        problems = []
-        for why, names in refused.items():
-            shown = ", ".join(names[1:SHOWN_IDS]) + (", ..." if len(names) > SHOWN_IDS else "")
-            problems.append(f"{names[0]}: {why}" + f" (likewise {len(names) - 1} more: {shown})" * (len(names) > 1))
-        super().__init__(list_problems(problems))
+def refused_rows(refused: Mapping[str, Sequence[str]]) -> UserError:
+    """The error that names rows, by why the chat template (or an encoder) refuses them."""
+    problems = []
+    for why, names in refused.items():
+        shown = ", ".join(names[1:SHOWN_IDS]) + (", ..." if len(names) > SHOWN_IDS else "")
+        problems.append(f"{names[0]}: {why}" + f" (likewise {len(names) - 1} more: {shown})" * (len(names) > 1))
+    return UserError(list_problems(problems))
 
 
 def last_span(mask: Sequence[bool]) -> int:

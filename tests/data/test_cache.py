@@ -19,7 +19,6 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows import files as row_files
 from alignment.data.rows.read import read_rows
-from alignment.data.stream import Stream
 from alignment.data.table import JoinedTables, Table, TableWriter
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.train import train_bpe
@@ -47,7 +46,9 @@ def small_chunks(monkeypatch):
 def chunk_sizes(monkeypatch) -> list[int]:
     """Rows of each chunk that is written."""
     sizes, add = [], TableWriter.add
-    monkeypatch.setattr(TableWriter, "add", lambda self, encoded: (sizes.append(len(encoded.rows) - 1), add(self, encoded)))
+    monkeypatch.setattr(
+        TableWriter, "add", lambda self, encoded: (sizes.append(len(encoded.rows) - 1), add(self, encoded))
+    )
     return sizes
 
 
@@ -104,20 +105,12 @@ def test_h09_one_byte_of_the_file_prepares_anew_even_where_its_times_are_set_bac
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"max_length": 5}, {"on_bad_row": "skip"}, {"max_rows": 7}, {"skip_ties": False}, {"turns": "last"}],
+    "change", [{"max_length": 5}, {"on_bad_row": "skip"}, {"max_rows": 7}, {"skip_ties": False}, {"turns": "last"}]
 )
 def test_h09_a_setting_prepares_anew(cache, jsonl, bpe, change):
     config = DataConfig(jsonl(*ROWS), max_cut_share=1.0)
     table_of(config, bpe)
     assert not table_of(replace(config, **change), bpe).cached and len(list_entries(cache)) == 2
-
-
-def test_h09_columns_and_splits_of_a_source_prepare_anew(cache, jsonl, bpe):
-    path = jsonl({"prompt": "a", "completion": "b", "other": "c"})
-    plain = table_of(DataConfig([SourceConfig(path)]), bpe)
-    renamed = table_of(DataConfig([SourceConfig(path, columns={"completion": "other"})]), bpe)
-    assert plain.key != renamed.key and plain[0].ids != renamed[0].ids
 
 
 def test_h09_other_code_prepares_anew(cache, jsonl, bpe, monkeypatch):
@@ -132,12 +125,6 @@ def test_settings_without_effect_on_tokens_find_the_same_rows(cache, jsonl, bpe)
     table_of(config, bpe)
     for change in ({"max_lost_share": 0.9}, {"processes": 1}, {"cache": str(cache)}):
         assert table_of(replace(config, **change), bpe).cached, change
-
-
-def test_every_setting_counts_unless_it_is_known_to_have_no_effect():
-    settings = set(DataConfig.__dataclass_fields__)
-    assert settings >= cache_module.WITHOUT_EFFECT
-    assert {"max_length", "on_bad_row", "skip_ties", "turns"} <= settings - cache_module.WITHOUT_EFFECT
 
 
 # Whole or not at all
@@ -233,13 +220,6 @@ def test_bad_rows_leave_no_entry(cache, jsonl, bpe):
     assert list_entries(cache) == []
 
 
-def test_limits_hold_for_rows_from_the_cache(cache, jsonl, bpe):
-    config = DataConfig(jsonl(*ROWS, *[{"prompt": "x"}] * 10), on_bad_row="skip")
-    table_of(config, bpe)
-    with pytest.raises(UserError, match="10 of 50 rows were dropped"):
-        prepare(replace(config, max_lost_share=0.1), "demonstrations", bpe)
-
-
 # Chunks and processes
 
 
@@ -278,12 +258,6 @@ def test_a_format_that_begins_far_down_is_found(cache, jsonl, bpe, small_chunks)
         prepare(DataConfig(jsonl(*[{"note": "nothing"}] * 60, name="other.jsonl")), "demonstrations", bpe)
 
 
-def test_prompts_of_text_and_of_messages_are_not_mixed_whatever_the_chunk(cache, jsonl, bpe, small_chunks):
-    rows = [*ROWS, {"prompt": [{"role": "user", "content": "hi"}], "completion": "x"}]
-    with pytest.raises(UserError, match=r":41:prompt: is messages here and text above \(at .*:1\)"):
-        prepare(DataConfig(jsonl(*rows)), "demonstrations", bpe)
-
-
 def test_max_rows_stops_across_chunks_and_sources(cache, jsonl, bpe, small_chunks):
     paths = [jsonl(*ROWS, name="a.jsonl"), jsonl(*ROWS, name="b.jsonl")]
     rows, counts = prepare(DataConfig(paths, max_rows=45), "demonstrations", bpe)
@@ -292,20 +266,6 @@ def test_max_rows_stops_across_chunks_and_sources(cache, jsonl, bpe, small_chunk
 
 
 # The order of rows
-
-
-def test_h38_the_order_over_a_table_is_that_over_a_list_and_does_not_depend_on_what_was_read_before(
-    cache, jsonl, bpe, small_chunks
-):
-    config = DataConfig(jsonl(*ROWS))
-    rows = list(table_of(config, bpe))
-    whole = Stream(table_of(config, bpe), 7, seed=3, epochs=2.5)
-    steps = range(whole.steps())
-    expected = [[row.row_id for row in Stream(rows, 7, seed=3, epochs=2.5).rows_at(step)] for step in steps]
-    assert [[row.row_id for row in whole.rows_at(step)] for step in steps] == expected
-    for step in reversed(steps):  # each from a table and a stream of its own, as after a resume
-        resumed = Stream(table_of(config, bpe), 7, seed=3, epochs=2.5)
-        assert [row.row_id for row in resumed.rows_at(step)] == expected[step]
 
 
 # Listing and clearing
@@ -353,3 +313,10 @@ def test_a_start_hashes_a_large_file_once_for_key_and_lineage(cache, jsonl, bpe,
     assert first == {"data.train": hashed(Path(path))} and read.count(path) == 1
     jsonl(*ROWS, ROWS[0])
     assert input_hashes({"data": {"train": path}}) == {"data.train": hashed(Path(path))} != first
+
+
+def test_h09_columns_and_splits_of_a_source_prepare_anew(cache, jsonl, bpe):
+    path = jsonl({"prompt": "a", "completion": "b", "other": "c"})
+    plain = table_of(DataConfig([SourceConfig(path)]), bpe)
+    renamed = table_of(DataConfig([SourceConfig(path, columns={"completion": "other"})]), bpe)
+    assert plain.key != renamed.key and plain[0].ids != renamed[0].ids

@@ -86,13 +86,6 @@ def test_added_rows_and_sources_move_no_old_row(jsonl, bpe):
     assert token_sets(sides) == after and all({row.source for row in side} == {0, 1} for side in sides)
 
 
-def test_nothing_is_read_or_tokenized_twice(jsonl, bpe):
-    path = jsonl(*(rows_of("demonstrations", number) for number in range(40)))
-    whole, _ = prepare(DataConfig(path), "demonstrations", bpe)
-    train, held = both(DataConfig(path, evaluation_share=0.5), "demonstrations", bpe)
-    assert train.cached and held.cached and train.directory == held.directory == whole.directory
-
-
 def test_rows_that_were_lost_and_cut_are_told_once_of_the_training_rows(jsonl, bpe):
     rows = [{"prompt": f"p {number}", "completion": "sat " * (60 if number % 2 else 1)} for number in range(40)]
     config = DataConfig(
@@ -138,13 +131,6 @@ def test_an_empty_side_is_refused_with_the_way_out(jsonl, bpe):
 def test_conflicts_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DataConfig("a.jsonl", **settings)
-
-
-def test_both_parts_have_the_training_sources():
-    sources: list = [SourceConfig("a.jsonl", weight=2.0, loss_weight=3.0), SourceConfig("owner/set", weight=1.0)]
-    config = DataConfig(sources, evaluation_share=0.1, mixing="weights")
-    assert config.sources("evaluation") == config.sources("train") and config.loss_weights == [3.0, 1.0]
-    assert config.evaluates and DataConfig("a", evaluation="b").evaluates and not DataConfig("a").evaluates
 
 
 def test_labeled_rows_for_tasks(jsonl, bpe):

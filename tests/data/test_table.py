@@ -92,12 +92,6 @@ def test_every_kind_of_example_comes_back_equal(write, kind):
     assert table.column("documents").tolist() == [len(row.documents) for row in examples]
 
 
-def test_values_have_python_types_that_do_not_depend_on_the_table(write):
-    row = write([PAIR])[0]
-    assert {type(token) for token in row.ids} == {int} and {type(value) for value in row.mask} == {bool}
-    assert type(row.values["margin"]) is float and write([NO_PROMPT])[0].values == {}
-
-
 def test_the_first_example_of_each_data_row_is_known_across_batches(write):
     ids = ["a:1", "a:1", "a:2[0>1]", "a:2[0>2]", "a:2[0>2]", "b:1", "c:1", "c:1"]
     rows = [document([number + 1], [T], name) for number, name in enumerate(ids)]
@@ -134,11 +128,6 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order(write):
     names = ["x:1", "x:3", "x:0"]
     assert [row.row_id for row in longest_rows(write(rows[:2], rows[2:]), 3)] == names
     assert [row.row_id for row in longest_rows(rows, 3)] == names
-
-
-def test_an_empty_table_has_no_rows(write):
-    table = write([])
-    assert len(table) == 0 and list(table) == [] and lengths_of(table).tolist() == [] and not table
 
 
 def pages_mapped(table):

@@ -25,9 +25,8 @@ from alignment.data.rows.records import (
     Tally,
     replies_of,
 )
-from alignment.errors import UserError, raise_all, suggest
+from alignment.errors import UserError, list_problems, raise_all, suggest
 
-SHOWN_PROBLEMS = 20
 TIE = EqualResponses().reason
 NO_EFFECT = (
     "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
@@ -51,7 +50,6 @@ class RowFormat(NamedTuple):
 
 K_WAY = (
     RowFormat(("responses", "ranking"), rankings.parse_listed),
-    RowFormat(("responses", "ranks"), rankings.parse_ranked),
     RowFormat(("responses", "scores"), rankings.parse_scored),
     RowFormat(("generations", "ratings"), rankings.parse_scored),
     RowFormat(("completions",), rankings.parse_rated),
@@ -99,15 +97,6 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("question", "label"), rankings.parse_prm800k),
         RowFormat(("input", "label"), rankings.parse_tagged_steps),
     ),
-}
-
-
-ALIASES = {  # other names of a column, for advice
-    "prompt": ("question", "query", "instruction", "input", "problem"),
-    "response": ("answer", "output", "solution", "reply", "completion"),
-    "chosen": ("preferred", "better"),
-    "rejected": ("dispreferred", "worse"),
-    "text": ("content", "document"),
 }
 
 
@@ -225,14 +214,12 @@ def parse_rows(
     return parsed
 
 
-def raise_bad_rows(problems: Sequence[str], number: int | None = None) -> None:
-    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none; `number`: of all of them."""
-    if not problems:
-        return
-    number = len(problems) if number is None else number
-    head = f"{number} bad row{'s' if number > 1 else ''}; mend them, or set data.on_bad_row=skip to leave them out"
-    more = [f"... and {number - SHOWN_PROBLEMS} more"] if number > SHOWN_PROBLEMS else []
-    raise UserError("\n".join([head, *problems[:SHOWN_PROBLEMS], *more]))
+def raise_bad_rows(problems: Sequence[str]) -> None:
+    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
+    if problems:
+        bad = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
+        head = f"{bad}; mend them, or set data.on_bad_row=skip to leave them out"
+        raise UserError(f"{head}\n{list_problems(problems)}")
 
 
 def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
@@ -291,15 +278,10 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
         for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
             if present.issuperset(row_format.columns):
                 return row_format
-    if kind == "comparisons" and {"label", "kto_tag"} & set(found):
-        raise UserError(
-            f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
-            "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected, or train by dpo.loss=kto"
-        )
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
-        f"Name the file's columns with {_column_advice(kind, readable[0])}"
+        "Name the file's columns with data.columns.OURS=THEIRS"
     )
 
 
@@ -337,19 +319,6 @@ def choose_parser(
                 raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
             return parser, chain(held, chunks)
     return RecordParser(choose_row_format(source.source, seen, kind, columns), *ways), iter(held)
-
-
-def _column_advice(kind: Kind, row: Columns) -> str:
-    """Settings that name the columns of a row that matches no format of `kind`, for a message."""
-    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if lists and kind in ("demonstrations", "prompts"):
-        return f"data.columns.messages={lists[0]}"
-    wanted = {"text": ["text"], "demonstrations": ["prompt", "response"], "prompts": ["prompt"]}
-    return " ".join(
-        f"data.columns.{ours}={next((alias for alias in ALIASES[ours] if alias in row), 'COLUMN')}"
-        for ours in wanted.get(kind, ["prompt", "chosen", "rejected"])
-        if ours not in row
-    )
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:

@@ -2,8 +2,6 @@
 
 import glob
 import re
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +106,6 @@ def hub_source(source: str, split: str) -> HubName | None:
     return found["name"], found["config"], found["split"] or split
 
 
-@lru_cache(maxsize=2)  # once for its fingerprint, and once more to read it
-def _load_once(load_dataset: Callable[..., object], name: str, config: str | None, split: str) -> Any:
-    return load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
-
-
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another.
 
@@ -122,9 +115,8 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
     from datasets import load_dataset
 
     try:
-        if streaming:
-            return load_dataset(*([name] if config is None else [name, config]), split=split, streaming=True)
-        return _load_once(load_dataset, name, config, split)
+        options = {"streaming": True} if streaming else {}
+        return load_dataset(*([name] if config is None else [name, config]), split=split, **options)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
