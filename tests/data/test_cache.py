@@ -230,13 +230,6 @@ def test_several_processes_give_the_same_rows_in_the_same_order(cache, jsonl, bp
     assert not two.cached and list(one) == list(two) and one.tally == two.tally and one.tally.dropped
 
 
-def test_a_small_source_has_chunks_for_several_processes(cache, jsonl, bpe, monkeypatch, chunk_sizes):
-    monkeypatch.setattr(prepare_module, "LEAST_BYTES", 100)
-    monkeypatch.setattr(row_files, "FIRST_BYTES", 100)
-    table_of(DataConfig(jsonl(*ROWS * 4), processes=2), bpe)
-    assert sum(chunk_sizes) == 160 and 28 <= len(chunk_sizes) <= 33 and max(chunk_sizes) <= 6
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_all_bad_rows_of_all_chunks_and_sources_are_reported_in_order(cache, jsonl, bpe, small_chunks, processes):
     bad = {"prompt": "x", "completion": ""}

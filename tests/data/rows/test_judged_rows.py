@@ -5,7 +5,8 @@ import pytest
 from alignment.data.rows.formats import alpaca_prompt
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
 from alignment.data.rows.read import TIE, read_rows
-from alignment.data.rows.records import EXPANDED, Comparison, LabeledResponse, Ranking, Steps
+from alignment.data.rows.records import EXPANDED, Comparison, Ranking, Steps
+from alignment.data.rows.records import LabeledResponse as Label
 from alignment.errors import UserError
 
 HI = {"role": "user", "content": "hi"}
@@ -31,16 +32,16 @@ def same(record, expected):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"prompt": "p", "completion": "a", "label": True}, LabeledResponse("p", "a", True, "")),
-        ({"prompt": "p", "response": "a", "label": 0}, LabeledResponse("p", "a", False, "")),
-        ({"prompt": "p", "completion": "a", "label": "True"}, LabeledResponse("p", "a", True, "")),
-        ({"prompt": "p", "completion": "a", "kto_tag": "0"}, LabeledResponse("p", "a", False, "")),
-        ({"prompt": [HI], "completion": [HEY], "label": 1.0}, LabeledResponse([HI], "hey", True, "")),
-        ({"messages": [HI, HEY, HI, YO], "label": False}, LabeledResponse([HI, HEY, HI], "yo", False, "")),
-        ({"conversations": SHAREGPT, "kto_tag": True}, LabeledResponse([HI], "hey", True, "")),
+        ({"prompt": "p", "completion": "a", "label": True}, Label("p", "a", True, "")),
+        ({"prompt": "p", "response": "a", "label": 0}, Label("p", "a", False, "")),
+        ({"prompt": "p", "completion": "a", "label": "True"}, Label("p", "a", True, "")),
+        ({"prompt": "p", "completion": "a", "kto_tag": "0"}, Label("p", "a", False, "")),
+        ({"prompt": [HI], "completion": [HEY], "label": 1.0}, Label([HI], "hey", True, "")),
+        ({"messages": [HI, HEY, HI, YO], "label": False}, Label([HI, HEY, HI], "yo", False, "")),
+        ({"conversations": SHAREGPT, "kto_tag": True}, Label([HI], "hey", True, "")),
         (
             {"instruction": "Go.", "input": "", "output": "ok", "kto_tag": False},
-            LabeledResponse(alpaca_prompt("Go."), "ok", False, ""),
+            Label(alpaca_prompt("Go."), "ok", False, ""),
         ),
     ],
 )
@@ -51,10 +52,7 @@ def test_labels(jsonl, row, expected):
 def test_a_pair_is_two_labels_each_a_row_with_its_own_id(jsonl):
     path = jsonl({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "c", "rejected": "c"})
     rows, counts = read_rows(path, "labels")
-    assert rows == [
-        LabeledResponse("p", "a", True, f"{path}:1[chosen]"),
-        LabeledResponse("p", "b", False, f"{path}:1[rejected]"),
-    ]
+    assert rows == [Label("p", "a", True, f"{path}:1[chosen]"), Label("p", "b", False, f"{path}:1[rejected]")]
     assert (counts.rows, counts.kept, counts.noted, counts.dropped) == (3, 2, {EXPANDED: 1}, {TIE: 1})
     assert f"  noted 1: {EXPANDED} ({path}:1)" in counts.lines()
 

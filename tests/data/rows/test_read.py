@@ -10,9 +10,12 @@ from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.formats import alpaca_prompt
 from alignment.data.rows.read import TIE, read_rows
-from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.rows.records import Comparison as Pair
+from alignment.data.rows.records import Demonstration as Demo
+from alignment.data.rows.records import Prompt, Text
 from alignment.errors import UserError
 
+DEMO, PAIRS = "demonstrations", "comparisons"
 HI = {"role": "user", "content": "hi"}
 HEY = {"role": "assistant", "content": "hey"}
 YO = {"role": "assistant", "content": "yo"}
@@ -31,79 +34,55 @@ def read_one(path, kind, **options):
     ("kind", "row", "expected"),
     [
         ("text", {"text": " a b\n"}, Text(" a b\n", "")),
-        ("demonstrations", {"prompt": "hi ", "completion": " hey"}, Demonstration("hi ", " hey", "")),
-        ("demonstrations", {"prompt": "hi", "response": "hey"}, Demonstration("hi", "hey", "")),
-        ("demonstrations", {"prompt": [HI], "completion": [HEY]}, Demonstration([HI], "hey", "")),
-        ("demonstrations", {"messages": [HI, HEY]}, Demonstration([HI], "hey", "")),
-        ("demonstrations", {"messages": [HI, HEY], "prompt": "x", "completion": "y"}, Demonstration([HI], "hey", "")),
-        ("demonstrations", {"messages": None, "prompt": "x", "response": "y"}, Demonstration("x", "y", "")),
-        ("demonstrations", {"messages": [HI, HEY, HI, YO]}, Demonstration([HI, HEY, HI], "yo", "", [HI, HEY, HI, YO])),
-        ("demonstrations", {"conversations": SHAREGPT}, Demonstration([HI], "hey", "")),
+        (DEMO, {"prompt": "hi ", "completion": " hey"}, Demo("hi ", " hey", "")),
+        (DEMO, {"prompt": "hi", "response": "hey"}, Demo("hi", "hey", "")),
+        (DEMO, {"prompt": [HI], "completion": [HEY]}, Demo([HI], "hey", "")),
+        (DEMO, {"messages": [HI, HEY]}, Demo([HI], "hey", "")),
+        (DEMO, {"messages": [HI, HEY], "prompt": "x", "completion": "y"}, Demo([HI], "hey", "")),
+        (DEMO, {"messages": None, "prompt": "x", "response": "y"}, Demo("x", "y", "")),
+        (DEMO, {"messages": [HI, HEY, HI, YO]}, Demo([HI, HEY, HI], "yo", "", [HI, HEY, HI, YO])),
+        (DEMO, {"conversations": SHAREGPT}, Demo([HI], "hey", "")),
+        (DEMO, {"instruction": "Add.", "input": "1 2", "output": "3"}, Demo(alpaca_prompt("Add.", "1 2"), "3", "")),
+        (DEMO, {"instruction": "Go.", "input": "", "output": "ok"}, Demo(alpaca_prompt("Go."), "ok", "")),
+        (DEMO, {"instruction": "Go.", "output": "ok"}, Demo(alpaca_prompt("Go."), "ok", "")),
+        (DEMO, {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"}, Demo(DIALOGUE, " yes", "")),
+        (PAIRS, {"prompt": "hi", "chosen": "a", "rejected": "b"}, Pair("hi", "a", "b", None, "")),
+        (PAIRS, {"prompt": "hi", "chosen": "a", "rejected": "b", "margin": 2}, Pair("hi", "a", "b", 2.0, "")),
+        (PAIRS, {"prompt": [HI], "chosen": [HEY], "rejected": [YO]}, Pair([HI], "hey", "yo", None, "")),
+        (PAIRS, {"prompt": [HI], "chosen": "a", "rejected": "b"}, Pair([HI], "a", "b", None, "")),
+        (PAIRS, {"prompt": "hi", "chosen": [HEY], "rejected": [YO]}, Pair([HI], "hey", "yo", None, "")),
+        (PAIRS, {"chosen": [HI, HEY], "rejected": [HI, YO]}, Pair([HI], "hey", "yo", None, "")),
         (
-            "demonstrations",
-            {"instruction": "Add.", "input": "1 2", "output": "3"},
-            Demonstration(alpaca_prompt("Add.", "1 2"), "3", ""),
-        ),
-        (
-            "demonstrations",
-            {"instruction": "Go.", "input": "", "output": "ok"},
-            Demonstration(alpaca_prompt("Go."), "ok", ""),
-        ),
-        ("demonstrations", {"instruction": "Go.", "output": "ok"}, Demonstration(alpaca_prompt("Go."), "ok", "")),
-        (
-            "demonstrations",
-            {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"},
-            Demonstration(DIALOGUE, " yes", ""),
-        ),
-        ("comparisons", {"prompt": "hi", "chosen": "a", "rejected": "b"}, Comparison("hi", "a", "b", None, "")),
-        (
-            "comparisons",
-            {"prompt": "hi", "chosen": "a", "rejected": "b", "margin": 2},
-            Comparison("hi", "a", "b", 2.0, ""),
-        ),
-        ("comparisons", {"prompt": [HI], "chosen": [HEY], "rejected": [YO]}, Comparison([HI], "hey", "yo", None, "")),
-        ("comparisons", {"prompt": [HI], "chosen": "a", "rejected": "b"}, Comparison([HI], "a", "b", None, "")),
-        ("comparisons", {"prompt": "hi", "chosen": [HEY], "rejected": [YO]}, Comparison([HI], "hey", "yo", None, "")),
-        ("comparisons", {"chosen": [HI, HEY], "rejected": [HI, YO]}, Comparison([HI], "hey", "yo", None, "")),
-        (
-            "comparisons",  # the prompt stands in its column and in the dialogues
+            PAIRS,  # the prompt stands in its column and in the dialogues
             {"prompt": "hi", "chosen": [HI, HEY], "rejected": [HI, YO]},
-            Comparison([HI], "hey", "yo", None, ""),
+            Pair([HI], "hey", "yo", None, ""),
         ),
+        (PAIRS, {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"}, Pair(DIALOGUE, " yes", " no", None, "")),
         (
-            "comparisons",
-            {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"},
-            Comparison(DIALOGUE, " yes", " no", None, ""),
-        ),
-        (
-            "comparisons",
+            PAIRS,
             {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "yo"}},
-            Comparison([HI], "hey", "yo", None, ""),
+            Pair([HI], "hey", "yo", None, ""),
         ),
         (  # OpenAI's content as a list of text parts
-            "demonstrations",
+            DEMO,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("h", "i")]}, HEY]},
-            Demonstration([HI], "hey", ""),
+            Demo([HI], "hey", ""),
         ),
-        ("demonstrations", {"system": "Be kind.", "conversations": SHAREGPT}, Demonstration([BE_KIND, HI], "hey", "")),
-        ("demonstrations", {"system": " ", "tools": "[]", "messages": [HI, HEY]}, Demonstration([HI], "hey", "")),
+        (DEMO, {"system": "Be kind.", "conversations": SHAREGPT}, Demo([BE_KIND, HI], "hey", "")),
+        (DEMO, {"system": " ", "tools": "[]", "messages": [HI, HEY]}, Demo([HI], "hey", "")),
+        (DEMO, {"system": "Be kind.", "messages": [BE_KIND, HI, HEY]}, Demo([BE_KIND, HI], "hey", "")),
         (
-            "demonstrations",
-            {"system": "Be kind.", "messages": [BE_KIND, HI, HEY]},
-            Demonstration([BE_KIND, HI], "hey", ""),
-        ),
-        (
-            "demonstrations",
+            DEMO,
             {"system": "Be kind.", "messages": [HI, HEY, HI, YO]},
-            Demonstration([BE_KIND, HI, HEY, HI], "yo", "", [BE_KIND, HI, HEY, HI, YO]),
+            Demo([BE_KIND, HI, HEY, HI], "yo", "", [BE_KIND, HI, HEY, HI, YO]),
         ),
-        ("demonstrations", {"prompt": "hi", "completion": "hey", "label": True}, Demonstration("hi", "hey", "")),
-        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}, HI, YO]}, Demonstration([HI, HEY, HI], "yo", "")),
-        ("demonstrations", {"messages": [HI, HEY, HI, {**YO, "weight": 0}]}, Demonstration([HI], "hey", "")),
+        (DEMO, {"prompt": "hi", "completion": "hey", "label": True}, Demo("hi", "hey", "")),
+        (DEMO, {"messages": [HI, {**HEY, "weight": 0}, HI, YO]}, Demo([HI, HEY, HI], "yo", "")),
+        (DEMO, {"messages": [HI, HEY, HI, {**YO, "weight": 0}]}, Demo([HI], "hey", "")),
         (
-            "comparisons",
+            PAIRS,
             {"system": "Be kind.", "conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": YO},
-            Comparison([BE_KIND, HI], "hey", "yo", None, ""),
+            Pair([BE_KIND, HI], "hey", "yo", None, ""),
         ),
         ("prompts", {"system": "Be kind.", "messages": [HI]}, Prompt([BE_KIND, HI], {"system": "Be kind."}, "")),
         (
@@ -135,7 +114,7 @@ def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
         HI,
         {**YO, "weight": 0},
     ]
-    record = read_one(jsonl({"messages": dialogue}), "demonstrations")
+    record = read_one(jsonl({"messages": dialogue}), DEMO)
     assert (record.prompt, record.response) == ([HI, HEY, HI, YO, HI], "hey")
     assert record.messages == [HI, HEY, HI, YO, HI, HEY]
     assert record.trained == (True, False, True)
@@ -177,7 +156,7 @@ def write_parquet(path):
 )
 def test_every_file_format_gives_the_same_rows(tmp_path, name, write, places):
     write(tmp_path / name)
-    records, _ = read_rows(tmp_path / name, "comparisons")
+    records, _ = read_rows(tmp_path / name, PAIRS)
     assert [(r.prompt, r.chosen, r.rejected) for r in records] == [
         (r["prompt"], r["chosen"], r["rejected"]) for r in ROWS
     ]
@@ -217,10 +196,10 @@ def test_bad_row_is_named_by_file_line_and_key(jsonl, row, message):
     good = {"prompt": "x", "response": "y"}
     path = jsonl(good, good, good, good, good, row, good)
     with pytest.raises(UserError) as caught:
-        read_rows(path, "demonstrations")
+        read_rows(path, DEMO)
     assert str(caught.value).startswith("1 bad row;")
     assert f"{path}:6{message}" in str(caught.value)
-    records, counts = read_rows(path, "demonstrations", on_bad_row="skip")
+    records, counts = read_rows(path, DEMO, on_bad_row="skip")
     assert (len(records), counts.rows, counts.kept, counts.lost) == (6, 7, 6, 1)
     assert counts.first == {next(iter(counts.dropped)): [f"{path}:6"]}
 
@@ -255,7 +234,7 @@ def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
 )
 def test_bad_messages(jsonl, row, message):
     with pytest.raises(UserError, match=message):
-        read_rows(jsonl({"messages": [HI, HEY]}, row), "demonstrations")
+        read_rows(jsonl({"messages": [HI, HEY]}, row), DEMO)
 
 
 @pytest.mark.parametrize(
@@ -276,15 +255,15 @@ def test_bad_messages(jsonl, row, message):
 def test_bad_pairs(jsonl, row, message):
     path = jsonl({"prompt": "x", "chosen": "a", "rejected": "b"}, row)
     with pytest.raises(UserError, match=message):
-        read_rows(path, "comparisons")
+        read_rows(path, PAIRS)
 
 
 def test_ties_are_counted_or_told(jsonl):
     path = jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"})
-    records, counts = read_rows(path, "comparisons")
+    records, counts = read_rows(path, PAIRS)
     assert (len(records), counts.dropped) == (1, {TIE: 1})
     with pytest.raises(UserError, match=r"rows.jsonl:1: chosen and rejected are identical; .* data.skip_ties=true"):
-        read_rows(path, "comparisons", skip_ties=False)
+        read_rows(path, PAIRS, skip_ties=False)
 
 
 def test_columns_of_tools_and_history_are_renamed(jsonl):
@@ -292,18 +271,14 @@ def test_columns_of_tools_and_history_are_renamed(jsonl):
     path = jsonl(
         {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "functions": tools}
     )
-    assert read_one(path, "demonstrations", columns={"tools": "functions"}).tools == tools
+    assert read_one(path, DEMO, columns={"tools": "functions"}).tools == tools
     path = jsonl({"instruction": "i", "output": "o", "turns": [["q", "a"]]})
-    assert len(read_one(path, "demonstrations", columns={"history": "turns"}).messages) == 4
+    assert len(read_one(path, DEMO, columns={"history": "turns"}).messages) == 4
 
 
 def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     with pytest.raises(UserError) as caught:
-        read_rows(
-            jsonl({"question": "x", "answer": "y"}),
-            "demonstrations",
-            columns={"promt": "question", "response": "anser"},
-        )
+        read_rows(jsonl({"question": "x", "answer": "y"}), DEMO, columns={"promt": "question", "response": "anser"})
     assert "data.columns.promt: demonstrations have no such column; did you mean 'prompt'?" in str(caught.value)
     assert "data.columns.response=anser: no such column; did you mean 'answer'?" in str(caught.value)
 
@@ -371,7 +346,7 @@ def hub(monkeypatch):
     ],
 )
 def test_a_hub_source_may_name_its_config_and_split(hub, source, call, place):
-    records, _ = read_rows(source, "demonstrations")
+    records, _ = read_rows(source, DEMO)
     assert hub == [call] and records[0].row_id == place
 
 
@@ -385,7 +360,7 @@ def test_a_hub_source_may_name_its_config_and_split(hub, source, call, place):
 )
 def test_held_out_rows_of_a_hub_set_come_from_their_own_split(hub, bpe, settings):
     config = DataConfig(**{"train": "owner/set", "split": "train_sft", **settings})
-    train, held_out = (prepare(config, "demonstrations", bpe, part)[0] for part in ("train", "evaluation"))
+    train, held_out = (prepare(config, DEMO, bpe, part)[0] for part in ("train", "evaluation"))
     assert train[0].row_id == "owner/set[train_sft]:1" and held_out[0].row_id == "owner/set[test_sft]:1"
 
 
@@ -401,10 +376,10 @@ def test_held_out_rows_that_are_also_trained_on_are_told(jsonl, bpe):
         train=jsonl(*rows[:4], name="train.jsonl"),
         evaluation=jsonl({**rows[1], "completion": "other"}, rows[3], rows[5], name="held_out.jsonl"),
     )
-    held_out = prepare(config, "demonstrations", bpe, "evaluation")[1].lines()[-1]
+    held_out = prepare(config, DEMO, bpe, "evaluation")[1].lines()[-1]
     assert "held out 2: the prompt or text is also trained on" in held_out
     assert "held_out.jsonl:1, " in held_out and "held_out.jsonl:2)" in held_out
-    assert all("held out" not in line for line in prepare(config, "demonstrations", bpe, "train")[1].lines())
+    assert all("held out" not in line for line in prepare(config, DEMO, bpe, "train")[1].lines())
 
 
 def test_hub_failure_says_both_possibilities(monkeypatch):
@@ -421,47 +396,31 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        ("demonstrations", {"prompt": "hi", "completion": "bad", "label": False}, "label: false marks an undesirable"),
-        ("demonstrations", {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
-        ("demonstrations", {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
-        ("demonstrations", {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
-        ("demonstrations", {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
+        (DEMO, {"prompt": "hi", "completion": "bad", "label": False}, "label: false marks an undesirable"),
+        (DEMO, {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
+        (DEMO, {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
+        (DEMO, {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
+        (DEMO, {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
         (
             "labels",
             {"messages": [HI, {**HEY, "reasoning": "x"}], "label": 1},
             "messages: holds tool calls or reasoning",
         ),
         ("rankings", {"prompt": [HI], "chosen": [{**HEY, "reasoning": "x"}], "rejected": [YO]}, "chosen: holds tool"),
+        (DEMO, {"prompt": "a", "response": {**HEY, "reasoning": "x"}}, "response: holds tool calls or reas"),
         (
-            "demonstrations",
-            {"prompt": "a", "response": {**HEY, "reasoning": "x"}},
-            "response: holds tool calls or reas",
-        ),
-        (
-            "comparisons",
+            PAIRS,
             {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}'},
             "tools: must be a list of tool definitions",
         ),
         ("prompts", {"messages": [HI], "tools": [3]}, "tools: a tool definition must be an object that names"),
-        (
-            "demonstrations",
-            {"prompt": "hi", "completion": "a", "system": "Be kind."},
-            "system: a plain text prompt has",
-        ),
-        ("demonstrations", {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
-        ("demonstrations", {"instruction": "a", "output": "b", "history": [["c"]]}, "history: must be a list of pairs"),
-        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
-        (
-            "demonstrations",
-            {"messages": [{**HI, "weight": 1}, HEY]},
-            "messages: only the assistant's messages can count",
-        ),
-        (
-            "demonstrations",
-            {"messages": [HI, {**HEY, "weight": 0.5}]},
-            "messages: the weight of a message must be 0 or 1 .0.5.",
-        ),
-        ("demonstrations", {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
+        (DEMO, {"prompt": "hi", "completion": "a", "system": "Be kind."}, "system: a plain text prompt has"),
+        (DEMO, {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
+        (DEMO, {"instruction": "a", "output": "b", "history": [["c"]]}, "history: must be a list of pairs"),
+        (DEMO, {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
+        (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
+        (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
+        (DEMO, {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
         (
             "prompts",
             {"prompt": [{**HI, "content": [{"type": "image"}]}]},
@@ -478,7 +437,7 @@ def test_nothing_usable_is_an_error_even_when_skipping(jsonl):
     with pytest.raises(UserError, match="no row can be used"):
         read_rows(jsonl({"text": ""}), "text", on_bad_row="skip")
     with pytest.raises(UserError, match="no row can be used"):
-        read_rows(jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}), "comparisons")
+        read_rows(jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}), PAIRS)
 
 
 def test_unknown_kind():
@@ -488,6 +447,6 @@ def test_unknown_kind():
 
 def test_a_renamed_column_no_longer_stands_under_its_own_name(jsonl):
     path = jsonl({"messages": "hi", "response": "hey"})
-    assert read_one(path, "demonstrations", columns={"prompt": "messages"}) == Demonstration("hi", "hey", f"{path}:1")
+    assert read_one(path, DEMO, columns={"prompt": "messages"}) == Demo("hi", "hey", f"{path}:1")
     path = jsonl({"text": "hi", "topic": "x"})
     assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"topic": "x"}
