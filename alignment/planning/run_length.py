@@ -14,10 +14,10 @@ from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
 from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Demonstration, Record
+from alignment.data.stream import epoch_rows, mixing_shares, tables_of
 from alignment.data.table import totals_of
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError

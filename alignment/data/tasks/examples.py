@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from alignment.data.config import NO_STREAMING, DataConfig, Part
-from alignment.data.held_out import rows_of_part
-from alignment.data.prepare import require_enough
+from alignment.data.prepare import require_enough, rows_of_part
 from alignment.data.rows.read import overlap
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import FinetuneTask, LabeledRow, label_ids, label_names, read_labeled

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from alignment.data.config import SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
-from alignment.data.rows.read import parse_rows, raise_bad_rows, rows_left
+from alignment.data.rows.read import ParsedRows, parse_rows, read_sources
 from alignment.data.rows.records import Columns, Tally
 from alignment.errors import UserError, raise_all
 
@@ -62,24 +62,16 @@ def read_labeled(
     """
     if task not in READERS:
         raise UserError(f"unknown task {task!r}; known: {', '.join(READERS)}")
-    rows: list[LabeledRow] = []
-    problems: list[str] = []
-    counts = Tally()
-    for each in as_sources(source, split=split, columns=columns):
-        parsed = parse_rows(
+
+    def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
+        return parse_rows(
             read_raw(each.source, str(each.split)),
             lambda values, row_id: LabeledRow(*READERS[task](values), row_id),
             columns=each.columns or {},
-            max_rows=rows_left(max_rows, len(rows), each),
+            max_rows=left,
         )
-        rows += parsed.rows
-        problems += parsed.problems
-        counts = counts.merged_with(parsed.counts)
-    if on_bad_row == "error":
-        raise_bad_rows(problems)
-    if not rows:
-        raise UserError(f"{source}: no row can be used\n" + "\n".join(counts.lines()[1:]))
-    return rows, counts
+
+    return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
 
 
 Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
