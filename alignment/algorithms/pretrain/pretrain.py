@@ -106,6 +106,16 @@ class PretrainConfig(Settings):
             "and tokenizer_kind train a new tokenizer, which cannot fit the checkpoint in `policy`",
         ),
         Rule(
+            "sentinels",
+            lambda c: c.sentinels is not None and c.tokenizer_kind not in ("unigram", "bytes"),
+            "are tokens of a new tokenizer of kind unigram or bytes",
+        ),
+        Rule(
+            "chat_template",
+            lambda c: c.chat_template is not None and not (c.trains_tokenizer and c.tokenizer_kind == "bpe"),
+            "goes with a new tokenizer of kind bpe; another one keeps its own",
+        ),
+        Rule(
             "add_tokens",
             lambda c: c.add_tokens and c.policy is None,
             "goes with `policy`; a fresh model's tokens are those of its tokenizer",

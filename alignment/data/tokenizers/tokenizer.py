@@ -13,19 +13,10 @@ ANCHOR = "\n"  # a text put before another one, so that it is not the first
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, as far as the library calls it; `PreTrainedTokenizerBase` fits.
-
-    Attributes:
-        name_or_path: where it was loaded from, for messages.
-        chat_template: Jinja text, or one text per name, or None.
-
-    Its other attributes and methods are not declared.
-    """
+    """A tokenizer of transformers, as far as the library calls it; `PreTrainedTokenizerBase` fits."""
 
     name_or_path: str
-    chat_template: Any
-
-    # transformers makes these attributes at run time
+    chat_template: Any  # Jinja text, or one text per name, or None
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
@@ -116,7 +107,7 @@ def bos_id(tokenizer: Tokenizer) -> int | None:
 def adds_bos(tokenizer: Tokenizer) -> bool:
     """True where the tokenizer itself puts its BOS before a text (post-processor or `add_bos_token`)."""
     with_special = cast("list[int]", tokenizer("a", add_special_tokens=True)["input_ids"])
-    return with_special[:1] == [bos_id(tokenizer)]
+    return with_special[:1] == [tokenizer.bos_token_id]
 
 
 def control_strings(tokenizer: Tokenizer) -> list[str]:
