@@ -24,10 +24,10 @@ from alignment.data.text.dialogues import (
     replies_without_end,
     reply_pieces,
 )
-from alignment.data.text.ends import bos_adder, stop_strings, without_end
-from alignment.data.text.ends import document_end_id as document_end_id
-from alignment.data.text.ends import end_token_id as end_token_id
-from alignment.data.text.ends import stop_token_ids as stop_token_ids
+from alignment.data.text.special_tokens import bos_adder, stop_strings, without_end
+from alignment.data.text.special_tokens import document_end_id as document_end_id
+from alignment.data.text.special_tokens import end_token_id as end_token_id
+from alignment.data.text.special_tokens import stop_token_ids as stop_token_ids
 from alignment.data.text.templates import (
     ChatFormat,
     Dialogue,
