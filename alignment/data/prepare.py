@@ -2,7 +2,7 @@
 
 Every source of the config becomes a table of its own (table.py) in the cache (cache.py), chunk by chunk, so that memory
 does not grow with the source; several processes may take the chunks of one source. Texts for pretraining objectives:
-pretraining/prepare.py; labeled rows: tasks/prepare.py.
+pretraining/prepare.py; labeled rows: tasks.py.
 """
 
 import gc

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
-from alignment.algorithms.finetune import finetune
-from alignment.algorithms.finetune import predict as predict_module
+from alignment.algorithms.finetune import finetune, scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import (
     DoubleHeadsModel,
@@ -21,19 +20,20 @@ from alignment.algorithms.finetune.model import (
     label_config,
     start_classifier,
 )
-from alignment.algorithms.finetune.predict import predict
 from alignment.algorithms.finetune.scoring import (
     auxiliary_language_loss,
     best_answers,
     finetune_loss_fn,
+    predict,
     predict_examples,
     task_metrics,
 )
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.examples import (
+from alignment.data.tasks import (
     LabeledExamples,
+    LabeledRow,
     TaskBatch,
     TaskExample,
     TaskFormat,
@@ -41,7 +41,6 @@ from alignment.data.tasks.examples import (
     collate_tasks,
     encode_rows,
 )
-from alignment.data.tasks.rows import LabeledRow
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
@@ -467,8 +466,8 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
 
     spy(finetune, "task_metrics")
     spy(finetune, "prepare_labeled")
-    spy(predict_module, "encode_rows")
-    spy(predict_module, "best_answers")
+    spy(scoring, "encode_rows")
+    spy(scoring, "best_answers")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     data = replace(rows["question_answering"], max_rows=3, max_length=60)
     config = settings(
@@ -596,7 +595,7 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
         seen.append((examples, predict_examples(model, examples, *arguments)))
         return seen[-1][1]
 
-    monkeypatch.setattr(predict_module, "predict_examples", spy)
+    monkeypatch.setattr(scoring, "predict_examples", spy)
     assert len(predict(directory, [row])) == 1
     [(examples, (logits, _))] = seen
     plain = getattr(transformers, own_class).from_pretrained(directory).eval()

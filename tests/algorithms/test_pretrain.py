@@ -23,8 +23,8 @@ from alignment.algorithms.pretrain.objectives import (
 )
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
-from alignment.data.pretraining.next_sentence import tokenize_passages
+from alignment.data.pretraining.masked import tokenize_maskable, tokenize_passages
+from alignment.data.pretraining.prepare import tokenize_plain
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError

@@ -6,15 +6,13 @@ import torch
 
 from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import (
+from alignment.data.pretraining.masked import collate_masked, mask_tokens_of, tokenize_maskable
+from alignment.data.pretraining.prepare import (
     TOO_SHORT,
-    collate_masked,
     collate_seq2seq,
     infilling,
-    mask_tokens_of,
     prefix_modeling,
     span_corruption,
-    tokenize_maskable,
     tokenize_plain,
 )
 from alignment.data.rows.records import Text

@@ -23,8 +23,9 @@ from alignment.algorithms.finetune.scoring import finetune_loss_fn, predict_exam
 from alignment.algorithms.policies import save_output, tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.config import DataConfig, Part
-from alignment.data.tasks.examples import (
+from alignment.data.tasks import (
     FORMATS,
+    FinetuneTask,
     Format,
     LabeledExamples,
     TaskFormat,
@@ -32,7 +33,6 @@ from alignment.data.tasks.examples import (
     collate_tasks,
     prepare_labeled,
 )
-from alignment.data.tasks.rows import FinetuneTask
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
@@ -53,7 +53,7 @@ class FinetuneConfig(Settings):
 
     Attributes:
         task: classification, pair_classification, token_classification, question_answering or multiple_choice; for their
-            columns see `read_labeled` in data/tasks/rows.py.
+            columns see `read_labeled` in data/tasks.py.
         data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
         policy: checkpoint to start from, encoder, decoder or encoder-decoder; its head is replaced by a new one.

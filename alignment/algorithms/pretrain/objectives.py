@@ -14,15 +14,8 @@ from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import (
-    collate_masked,
-    collate_seq2seq,
-    infilling,
-    mask_tokens_of,
-    prefix_modeling,
-    span_corruption,
-)
-from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
+from alignment.data.pretraining.masked import SentencePairBatch, collate_masked, collate_sentence_pairs, mask_tokens_of
+from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefix_modeling, span_corruption
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
