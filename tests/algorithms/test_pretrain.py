@@ -157,19 +157,18 @@ def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metric
     assert lines[-1]["held_out_loss"] < lines[0]["hard_loss"]
 
 
-def test_the_distillation_loss_is_its_three_terms():
+def test_the_distillation_loss_is_its_two_terms():
     torch.manual_seed(0)
     student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
     batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
-    config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0, cosine_coef=1.0)
+    config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0)
     loss = distillation_loss_fn(student, teacher, config)(batch)
     ours, theirs = student(batch=batch, return_logits=True), teacher(batch=batch, return_logits=True)
     p, q = (theirs.logits / 2).log_softmax(-1), (ours.logits / 2).log_softmax(-1)
     soft = 4 * (p.exp() * (p - q)).sum()
     hard = F.cross_entropy(ours.logits, torch.tensor([2, 3, 4, 6, 7]), reduction="sum")
-    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
     assert target_tokens(batch).tolist() == [2, 3, 4, 6, 7]
-    assert_close(loss.total, 5 * soft + 2 * hard + cosine)
+    assert_close(loss.total, 5 * soft + 2 * hard)
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 
@@ -200,28 +199,6 @@ def test_settings_that_contradict_each_other_are_refused(make):
     with pytest.raises(ValueError, match="must be above 0"):
         DistillationConfig("t", soft_coef=0.0)
     assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None
-
-
-def test_states_of_unequal_width_are_refused_before_training(make, tmp_path):
-    teacher = str(pretrain.run(make("causal", "teacher")))
-    own = {"vocabulary": None, "tokenizer": teacher, "model": {**LLAMA, "hidden_size": 16}}
-    with pytest.raises(UserError, match=r"cosine_coef.*student's are 16 wide, the teacher's 32"):
-        pretrain.run(make("causal", "student", distillation=DistillationConfig(teacher, cosine_coef=1.0), **own))
-    assert not (tmp_path / "student" / "metrics.jsonl").exists()
-
-
-def test_the_distillation_loss_takes_its_own_temperature_and_weights():
-    torch.manual_seed(0)
-    student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
-    batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
-    config = DistillationConfig("t", temperature=3.0, soft_coef=1.0, hard_coef=0.25, cosine_coef=2.0)
-    result = distillation_loss_fn(student, teacher, config)(batch)
-    ours, theirs = student(batch=batch, return_logits=True), teacher(batch=batch, return_logits=True)
-    p, q = (theirs.logits / 3).log_softmax(-1), (ours.logits / 3).log_softmax(-1)
-    assert_close(result.metrics["soft_loss"], 9 * (p.exp() * (p - q)).sum())
-    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
-    total = result.metrics["soft_loss"] + 0.25 * result.metrics["hard_loss"] + 2 * cosine
-    assert_close(result.total, total)
 
 
 def test_an_objectives_settings_reach_its_batches(make):

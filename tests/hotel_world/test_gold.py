@@ -7,8 +7,15 @@ import pytest
 
 from alignment.hotel_world.datasets import generate_rows
 from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, GoldScore, preference, score
-from alignment.hotel_world.grammar import GUESTS, parse_prompt
-from alignment.hotel_world.writers import GREETINGS, WRITERS, best_reply, sample_writer, write_reply
+from alignment.hotel_world.grammar import (
+    GREETINGS,
+    GUESTS,
+    WRITERS,
+    best_reply,
+    parse_prompt,
+    sample_writer,
+    write_reply,
+)
 
 SHEET = "Hotel Swan: pool opens in May, bar serves cider, spa is on floor two, Novak is in room ninety."
 ONE = f"{SHEET}\nGuest Anna: What about the pool?\nConcierge:"

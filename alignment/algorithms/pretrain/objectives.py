@@ -19,10 +19,10 @@ from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefi
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
-from alignment.losses.language import distillation_loss, hidden_cosine_loss
+from alignment.losses.language import distillation_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
+from alignment.settings import NonNegativeFloat, PositiveFloat, Settings
 from alignment.training import Collate, LossFn, LossSum
 from alignment.training.source_metrics import ONE_SOURCE, Sources
 
@@ -95,29 +95,25 @@ Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infill
 class DistillationConfig(Settings):
     """A teacher whose distributions the model learns in addition to, or instead of, the text's own tokens.
 
-    loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token) + cosine_coef * (1 - cos)
+    loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token)
 
     Attributes:
         teacher: checkpoint of a larger model of the same kind and vocabulary.
         temperature: T, softens both distributions.
         soft_coef, hard_coef: weights of the losses on the teacher's distribution and on the text's tokens.
-        cosine_coef: weight of the loss on the angle between the hidden states; both models must be equally wide.
         copy_layers: start from the teacher's embeddings, head and evenly spaced layers instead of random weights.
 
-    Source: Hinton et al. 2015, arXiv:1503.02531; the three terms are Sanh et al. 2019, arXiv:1910.01108, section 2.
+    Source: Hinton et al. 2015, arXiv:1503.02531; copied layers: Sanh et al. 2019, arXiv:1910.01108, section 3.
     """
 
     teacher: str
     temperature: PositiveFloat = 2.0
-    soft_coef: NonNegativeFloat = 0.5
+    soft_coef: PositiveFloat = 0.5
     hard_coef: NonNegativeFloat = 0.5
-    cosine_coef: NonNegativeFloat = 0.0
     copy_layers: bool = False
 
-    RULES = (Rule("soft_coef", lambda c: c.soft_coef + c.cosine_coef == 0, "or cosine_coef must be above 0"),)
 
-
-LogitsModel = Callable[..., LogitsOutput]  # (batch=..., return_logits=True), a language model
+LogitsModel = Callable[..., LogitsOutput]
 
 
 def task_of(objective: Objective) -> str:
@@ -131,12 +127,9 @@ def collate_for_objective(
     """The function (seeded rows, micro_batch_tokens) -> micro-batches; each row is corrupted by its own generator.
 
     Args:
-        examples: all examples, for passages to take other sentences from and the number of sentinels.
+        examples: all of them: other sentences come from there, and the number of sentinels that are needed.
         start_id: token that starts the model's decoder; None for a model without one.
         max_length: most tokens of a sentence pair.
-
-    Raises:
-        UserError: the tokenizer lacks a token that the objective needs.
     """
     match objective:
         case Causal():
@@ -158,8 +151,7 @@ def collate_for_objective(
             corrupt = prefix_modeling(tokenizer)
         case Infilling(density=density, mean_span=mean_span):
             corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
-    if start_id is None:
-        raise TypeError(f"{objective.kind} trains an encoder-decoder, and needs the token that starts its decoder")
+    assert start_id is not None
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
@@ -172,8 +164,7 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
     def loss_fn(batch: SentencePairBatch) -> LossSum:
         output = model(batch=batch.ragged)
         logits = output.next_sentence_logits
-        if logits is None:
-            raise TypeError("the model has no next-sentence head")
+        assert logits is not None  # the family built a next-sentence head
         tokens = -(output.log_probs * batch.token_shares)
         masked = tokens.sum()
         next_sentence = next_sentence_loss(logits, batch.labels)
@@ -188,14 +179,9 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
 def distillation_loss_fn(
     student: LogitsModel, teacher: LogitsModel, config: DistillationConfig, sources: Sources = ONE_SOURCE
 ) -> LossFn:
-    """Loss function of distillation: the three terms of `DistillationConfig`, summed over the batch's targets.
+    """Loss function of distillation: the terms of `DistillationConfig`, summed over the batch's targets.
 
     The load-balancing loss of experts is not part of it.
-
-    Args:
-        student: the engine's model.
-        teacher: frozen, of the same kind; it reads the batch that the student reads.
-        sources: of the rows, for metrics of each.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
@@ -206,12 +192,7 @@ def distillation_loss_fn(
         soft = soft_each.sum()
         hard = label_loss(output.logits.float(), target_tokens(batch))
         total = config.soft_coef * soft + config.hard_coef * hard
-        metrics = {"soft_loss": soft, "hard_loss": hard}
-        if config.cosine_coef:
-            assert output.hidden is not None and teacher_output.hidden is not None  # both are models of our own
-            metrics["cosine_loss"] = hidden_cosine_loss(output.hidden, teacher_output.hidden).sum()
-            total = total + config.cosine_coef * metrics["cosine_loss"]
-        return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))
+        return LossSum(total, {"soft_loss": soft, "hard_loss": hard}, sources.means(batch, soft_loss=soft_each))
 
     return loss_fn
 
