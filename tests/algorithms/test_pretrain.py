@@ -157,18 +157,19 @@ def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metric
     assert lines[-1]["held_out_loss"] < lines[0]["hard_loss"]
 
 
-def test_the_distillation_loss_is_its_two_terms():
+def test_the_distillation_loss_is_its_three_terms():
     torch.manual_seed(0)
     student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
     batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
-    config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0)
+    config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0, cosine_coef=1.0)
     loss = distillation_loss_fn(student, teacher, config)(batch)
     ours, theirs = student(batch=batch, return_logits=True), teacher(batch=batch, return_logits=True)
     p, q = (theirs.logits / 2).log_softmax(-1), (ours.logits / 2).log_softmax(-1)
     soft = 4 * (p.exp() * (p - q)).sum()
     hard = F.cross_entropy(ours.logits, torch.tensor([2, 3, 4, 6, 7]), reduction="sum")
+    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
     assert target_tokens(batch).tolist() == [2, 3, 4, 6, 7]
-    assert_close(loss.total, 5 * soft + 2 * hard)
+    assert_close(loss.total, 5 * soft + 2 * hard + cosine)
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 

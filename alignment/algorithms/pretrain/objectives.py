@@ -19,10 +19,10 @@ from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefi
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
-from alignment.losses.language import distillation_loss
+from alignment.losses.language import distillation_loss, hidden_cosine_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.settings import NonNegativeFloat, PositiveFloat, Settings
+from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
 from alignment.training import Collate, LossFn, LossSum
 from alignment.training.source_metrics import ONE_SOURCE, Sources
 
@@ -95,22 +95,26 @@ Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infill
 class DistillationConfig(Settings):
     """A teacher whose distributions the model learns in addition to, or instead of, the text's own tokens.
 
-    loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token)
+    loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token) + cosine_coef * (1 - cos)
 
     Attributes:
         teacher: checkpoint of a larger model of the same kind and vocabulary.
         temperature: T, softens both distributions.
         soft_coef, hard_coef: weights of the losses on the teacher's distribution and on the text's tokens.
+        cosine_coef: weight of the loss on the angle between the hidden states; both models must be equally wide.
         copy_layers: start from the teacher's embeddings, head and evenly spaced layers instead of random weights.
 
-    Source: Hinton et al. 2015, arXiv:1503.02531; copied layers: Sanh et al. 2019, arXiv:1910.01108, section 3.
+    Source: Hinton et al. 2015, arXiv:1503.02531; the three terms are Sanh et al. 2019, arXiv:1910.01108, section 2.
     """
 
     teacher: str
     temperature: PositiveFloat = 2.0
-    soft_coef: PositiveFloat = 0.5
+    soft_coef: NonNegativeFloat = 0.5
     hard_coef: NonNegativeFloat = 0.5
+    cosine_coef: NonNegativeFloat = 0.0
     copy_layers: bool = False
+
+    RULES = (Rule("soft_coef", lambda c: c.soft_coef + c.cosine_coef == 0, "or cosine_coef must be above 0"),)
 
 
 LogitsModel = Callable[..., LogitsOutput]
@@ -192,7 +196,11 @@ def distillation_loss_fn(
         soft = soft_each.sum()
         hard = label_loss(output.logits.float(), target_tokens(batch))
         total = config.soft_coef * soft + config.hard_coef * hard
-        return LossSum(total, {"soft_loss": soft, "hard_loss": hard}, sources.means(batch, soft_loss=soft_each))
+        metrics = {"soft_loss": soft, "hard_loss": hard}
+        if config.cosine_coef:
+            metrics["cosine_loss"] = hidden_cosine_loss(output.hidden, teacher_output.hidden).sum()
+            total = total + config.cosine_coef * metrics["cosine_loss"]
+        return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))
 
     return loss_fn
 

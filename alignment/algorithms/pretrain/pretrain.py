@@ -268,6 +268,13 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
             f"distillation.teacher: {distillation.teacher} has {teacher.spec.vocabulary} tokens, the model "
             f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
         )
+    specs = [
+        getattr(model.spec, "decoder", model.spec) for model in (policy.model, teacher) if model.source == "native"
+    ]
+    if distillation.cosine_coef and (len(specs) < 2 or len({spec.output_width or spec.width for spec in specs}) > 1):
+        raise UserError(
+            "distillation.cosine_coef compares hidden states: it takes two models of our own families, equally wide; set 0"
+        )
     if distillation.copy_layers:
         init_from_teacher(policy.model, teacher)
     return policy, teacher
