@@ -45,7 +45,6 @@ NO_TEXT = "text of which the tokenizer makes no token"
 WORDS_CUT = "words beyond max_length: cut off with their labels"
 WORDS_LOST = "words without a token of their own: their labels are lost"
 QUESTION_CUT = "question longer than max_question: its end cut off"
-NO_ANSWER_HERE = "windows without the answer: labeled with the first token"
 ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
 
 
@@ -445,9 +444,6 @@ def _encode_questions(
 ) -> tuple[list[TaskExample], Tally]:
     """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
 
-    The first answer of a row is the label. A window that does not contain all of it, and every window of a question
-    without an answer, is labeled with its first token.
-
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
     template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
@@ -473,10 +469,7 @@ def _encode_questions(
             TaskExample((text,), labels, row.row_id, offsets=offsets, question=number)
             for text, labels, offsets in windows
         ]
-        without = sum(labels == [0, 0] for _, labels, _ in windows)
-        for _ in range(without):
-            counts.note_cut(NO_ANSWER_HERE, row.row_id)
-        if row.labels and without == len(windows):
+        if row.labels and all(labels == [0, 0] for _, labels, _ in windows):
             counts.note_cut(ANSWER_NOWHERE, row.row_id)
     return examples, counts
 

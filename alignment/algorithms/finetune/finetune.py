@@ -180,12 +180,7 @@ def run(config: FinetuneConfig) -> Path:
 
 
 def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
-    """The directory of the checkpoint that the model starts from, or the config of a fresh one.
-
-    Raises:
-        UserError: no such checkpoint, an adapter's directory; a decoder that runs as transformers' class, or an adapter
-            for an encoder that does.
-    """
+    """The directory of the checkpoint that the model starts from, or the config of a fresh one."""
     if config.policy is None:
         return dict(config.model or {})
     directory = find_directory(config.policy)
@@ -207,9 +202,6 @@ def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFo
 
     Args:
         model: config.json, for its family.
-
-    Raises:
-        UserError: a decoder's format or loss for a model that is no decoder.
     """
     name, decoder = model.get("model_type"), False
     if not is_external_type(dict(model)):  # else an encoder
@@ -239,9 +231,6 @@ def read_part(
 
     Args:
         names: id2label that the rows must keep to; None: made from the rows.
-
-    Raises:
-        UserError: as `prepare_labeled`; questions without an answer where `no_answer` is off.
     """
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:

@@ -1,8 +1,8 @@
 """From a classifier's logits to the loss, held-out metrics and predictions of each fine-tuning task."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +32,10 @@ from alignment.loading import best_device, find_directory, load_tokenizer
 from alignment.losses.classification import IGNORED, label_loss, span_loss
 from alignment.losses.language import mean_language_loss
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.outputs import ClassifierOutput, DoubleHeadsOutput
+from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.safetensors_files import read_config
-from alignment.ragged import Ragged, group_by_length
+from alignment.ragged import group_by_length
 from alignment.training import LossSum
-
-
-class Classifier(Protocol):
-    """A model with a classification head, and perhaps a language head."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
-    def __call__(self, *, batch: Ragged) -> ClassifierOutput | DoubleHeadsOutput: ...
 
 
 class Predictions(NamedTuple):
@@ -61,7 +54,7 @@ class Predictions(NamedTuple):
     log_probs: Tensor | None
 
 
-def predict_batch(model: Classifier, batch: TaskBatch, task: FinetuneTask) -> Predictions:
+def predict_batch(model: nn.Module, batch: TaskBatch, task: FinetuneTask) -> Predictions:
     """The logits of a batch's rows, and the loss of its labels.
 
     Source: answers: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
@@ -90,7 +83,7 @@ def _logits_by_row(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequ
     return logits.new_zeros(len(batch.labels), logits.shape[-1]).index_add(0, batch.rows, logits).unbind()
 
 
-def finetune_loss_fn(model: Classifier, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
+def finetune_loss_fn(model: nn.Module, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
     """The loss of the labels plus `language_coef` times the language-model loss of the same texts.
 
     L3 = L2 + lambda L1; L1 is the mean over a text's tokens, the mean over the texts of a row, and summed over rows
@@ -125,7 +118,7 @@ def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
 
 @torch.no_grad()
 def predict_examples(
-    model: Classifier, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
+    model: nn.Module, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
 ) -> tuple[list[Tensor], float]:
     """The logits of each example, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
     device = next(model.parameters()).device
@@ -240,11 +233,7 @@ def _with_label(form: TaskFormat, row: Sequence[object], row_id: str, label: str
 
 
 def task_format(source: str) -> TaskFormat:
-    """The form of the rows of a fine-tuned model.
-
-    Raises:
-        UserError: a model of another origin.
-    """
+    """The form of the rows of a fine-tuned model."""
     settings = (read_config(find_directory(source)).get("task_specific_params") or {}).get("finetune")
     if settings is None:
         raise UserError(f"{source}: config.json does not say how rows are read; `alignment finetune` writes it there")

@@ -47,11 +47,7 @@ class MaskTokens(NamedTuple):
 
 
 def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
-    """The mask tokens of a tokenizer.
-
-    Raises:
-        UserError: it has no mask token.
-    """
+    """The mask tokens of a tokenizer."""
     vocabulary = tokenizer.get_vocab()
     mask = next(
         (each for each in (tokenizer.mask_token_id, *map(vocabulary.get, MASK_NAMES)) if each is not None), None
@@ -164,11 +160,7 @@ class SentencePairBatch(RaggedBatch):
 
     @cached_property
     def token_shares(self) -> Tensor:
-        """One over the number of masked tokens in its pair, for each masked token, [M].
-
-        With these factors the summed masked loss is a sum of means over pairs, and B is its weight too: both losses of a
-        pair are one term of an update, and do not depend on how the batch is split.
-        """
+        """One over the number of masked tokens in its pair, for each masked token, [M]."""
         counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
         return 1.0 / counts[self.ragged.target_rows]
 

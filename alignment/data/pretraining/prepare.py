@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 TOO_SHORT = "text of a single token, too short for a source and a target"
-UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
 
 def tokenize_plain(
@@ -69,9 +68,9 @@ def prepare_text(
 
     Those of masked are of `maskable_example`, those of sentence_pairs of `passage_of`.
     """
-    tokenize = partial(_tokenize_and_note_unknown, TOKENIZE_TEXT[objective])
     # A second sentence may come from any other text, so that passages are made of all texts at once.
-    preparation = Preparation(f"text for {objective}", "text", tokenize, whole=objective == "sentence_pairs")
+    whole = objective == "sentence_pairs"
+    preparation = Preparation(f"text for {objective}", "text", TOKENIZE_TEXT[objective], whole=whole)
     if config.streaming and part == "train":
         from alignment.data.streaming import open_stream
 
@@ -79,26 +78,10 @@ def prepare_text(
     return prepare_with(preparation, config, tokenizer, part=part)
 
 
-def _tokenize_and_note_unknown(
-    tokenize: Tokenize, rows: list[Text], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[Any], Tally]:
-    examples, counts = tokenize(rows, tokenizer, max_length)
-    unknown = tokenizer.unk_token_id
-    if unknown is not None:
-        found = [each.row_id for each in examples if any(unknown in ids for ids in each.documents)]
-        for row_id in dict.fromkeys(found):
-            counts.note_cut(UNKNOWN, row_id)
-    return examples, counts
-
-
 def span_corruption(
     tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
 ) -> Corrupt:
-    """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it.
-
-    Raises:
-        UserError: the tokenizer has fewer sentinels than the longest example needs.
-    """
+    """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it."""
     sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
     lengths = np.unique(lengths_of(examples)).tolist()
     needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)

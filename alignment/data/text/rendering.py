@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -111,23 +110,19 @@ class _Process:
                 self.stop()
                 raise
             if not line:
-                code = self.stop(kill=False)
+                code = self.stop()
                 raise TemplateEnded(TOO_SLOW if code == -signal.SIGPROF else f"its process ended with code {code}")
             self.template = template
         return line
 
-    def stop(self, *, kill: bool = True) -> int:
-        """End the helper process, or wait for the end that it has come to, and return its exit code."""
+    def stop(self) -> int:
+        """End the helper process where it has not ended itself, and return its exit code."""
         process, self.process, self.template = self.process, None, None
         if process is None or self.owner != os.getpid():
             return 0
-        if kill:
-            process.kill()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):  # what was left to write has no reader any more
-                if pipe is not None:
-                    pipe.close()
-        return process.wait()
+        process.kill()
+        process.communicate()
+        return process.returncode
 
     def _start(self) -> None:
         start = f"import sys; sys.path[:] = {sys.path!r}; from alignment.data.text.rendering import serve; serve()"

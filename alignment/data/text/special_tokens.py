@@ -24,11 +24,7 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 
 
 def document_end_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a document of plain text: EOS.
-
-    Raises:
-        UserError: the tokenizer has none.
-    """
+    """The token that ends a document of plain text: EOS."""
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(

@@ -79,11 +79,7 @@ def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
 
 
 def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The tokenizer's template and its conventions.
-
-    Raises:
-        UserError: there is no template, it is a collection of named ones, or it is too long.
-    """
+    """The tokenizer's template and its conventions."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or not template:
         raise UserError(
@@ -130,11 +126,7 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
 def _probe_texts(
     chat: ChatFormat, messages: Messages, cuts: tuple[Cut, ...], special: Mapping[str, object]
 ) -> list[str]:
-    """The texts of a short dialogue; empty ones where the template fails on it.
-
-    Raises:
-        TemplateEnded: the template was ended for what it used, which no other probe will change.
-    """
+    """The texts of a short dialogue; empty ones where the template fails on it."""
     [answer] = render_tasks(chat.template, [RenderTask(chat.messages(messages), cuts)], special)
     if isinstance(answer, TemplateEnded):
         raise answer
@@ -217,11 +209,7 @@ def _texts(value: object) -> list[str]:
 
 
 def render_dialogues(tokenizer: Tokenizer, dialogues: Sequence[Dialogue]) -> list[list[str] | UserError]:
-    """The texts of each dialogue, or the reason why the template refuses it.
-
-    Raises:
-        UserError: there is no usable template.
-    """
+    """The texts of each dialogue, or the reason why the template refuses it."""
     chat = chat_format(tokenizer)
     tasks = [RenderTask(chat.messages(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
@@ -245,9 +233,6 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
     """Refuse a template that leaves out or rewrites what others than the assistant said, or the tool definitions.
 
     Trimmed blanks are fine, and so is a tool's answer written as a JSON string.
-
-    Raises:
-        UserError: naming the message or the tool.
     """
     for index, message in enumerate(dialogue.messages):
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
@@ -275,11 +260,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[Piece]:
-    """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text.
-
-    Raises:
-        UserError: the template cut an escaped string apart.
-    """
+    """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
     pieces = []
     for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
         typed = number % 2 == 1

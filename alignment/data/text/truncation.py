@@ -12,11 +12,7 @@ Value = TypeVar("Value")
 
 
 def text_budget(max_length: int, special_tokens: int, *, least: int = 2) -> int:
-    """Tokens of text that fit into `max_length` beside the special ones.
-
-    Raises:
-        UserError: fewer than `least`.
-    """
+    """Tokens of text that fit into `max_length` beside the special ones."""
     if max_length - special_tokens < least:
         raise UserError(f"data.max_length {max_length} leaves no room beside {special_tokens} special tokens; raise it")
     return max_length - special_tokens

@@ -60,11 +60,7 @@ def _load_directory(directory: Path) -> Tokenizer:
 
 
 def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None:
-    """The tokenizer of GPT-2's or BERT's own files; None: config.json names a model type that transformers reads.
-
-    Raises:
-        UserError: there are no such files.
-    """
+    """The tokenizer of GPT-2's or BERT's own files; None: config.json names a model type that transformers reads."""
     for vocabulary, merges in GPT2_FILES:
         if {vocabulary, merges} <= names:
             return _load_gpt2(directory / vocabulary, directory / merges)
@@ -131,9 +127,6 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
     Args:
         tokens: each is one token wherever a text has it, and is kept when ids become text.
         special_tokens: control tokens, which a chat template writes; such a string in a row's text stays ordinary text.
-
-    Raises:
-        UserError: naming every token that is blank, given twice or in the vocabulary already.
     """
     from transformers import AddedToken
 
@@ -148,11 +141,6 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
     for contents, is_special in ((tokens, False), (special_tokens, True)):
         tokenizer.add_tokens(
             [AddedToken(content, normalized=False, special=is_special) for content in contents], is_special
-        )
-    if taken := {tokenizer.convert_tokens_to_ids(token) for token in new} & set(known.values()):
-        raise UserError(
-            f"{tokenizer.name_or_path}: its ids have gaps, and {min(taken)} would be that of two tokens; add the tokens "
-            "with other ids in tokenizer.json"
         )
 
 

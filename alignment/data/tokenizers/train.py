@@ -89,9 +89,6 @@ def train_tokenizer(
         texts: read once, in order; bytes need none.
         vocabulary: tokens in all, special ones and sentinels among them; None for bytes and characters.
         options: further arguments of the kind's own function, such as `sentinels` or `lowercase`.
-
-    Raises:
-        UserError: a vocabulary that cannot be.
     """
     if (kind in SIZED) != (vocabulary is not None):
         raise UserError(f"{', '.join(SIZED)} need the size of their vocabulary, others have one of their own")
@@ -197,11 +194,7 @@ def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, 
 
 
 def _in_order(tokenizer: Backend) -> Any:
-    """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables.
-
-    The last digits of a score change with the order of summing, so scores are rounded and equal ones sorted by piece.
-    Characters that no likely piece holds get the lowest score and a step of 0.0001 each, in any order: here no step.
-    """
+    """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables."""
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     special, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
