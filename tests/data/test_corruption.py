@@ -53,19 +53,6 @@ def test_eighty_ten_ten_and_no_special_token_at_random():
     assert set(new[chosen][~masked & ~kept]) <= set(ORDINARY)
 
 
-def test_masking_alone_and_nothing_at_all_are_limits():
-    ids, maskable = encoded(50)
-    choice = corruption.choose(maskable, maskable, Masking(rate=1.0), generator(0))
-    everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
-    assert corruption.replace_chosen(
-        ids, choice, everything, generator(1), mask_id=MASK, random_ids=ORDINARY
-    ).tolist() == ([2, *[MASK] * 50, 3])
-    nothing = Masking(mask_share=0.0, random_share=0.0)
-    assert (
-        corruption.replace_chosen(ids, choice, nothing, generator(1), mask_id=MASK, random_ids=ORDINARY).tolist() == ids
-    )
-
-
 def test_words_are_the_runs_between_starts_and_special_tokens():
     maskable = [False, True, True, True, False, True, True, False]
     starts = [False, True, False, True, False, False, True, False]
@@ -124,19 +111,6 @@ def test_no_span_runs_over_a_special_token():
         choice = corruption.choose(maskable, maskable, Masking(rate=1.0, units="spans"), generator(seed))
         assert set(choice[1:3]).isdisjoint(choice[4:6])
         assert (choice != NOT_CHOSEN).tolist() == maskable
-
-
-@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
-def test_the_same_generator_gives_the_same_masks_and_another_one_others(units):
-    ids, maskable = encoded(200)
-    masking = Masking(units=units)
-
-    def masks(seed: int) -> list[int]:
-        chance = generator(seed)
-        choice = corruption.choose(maskable, maskable, masking, chance)
-        return corruption.replace_chosen(ids, choice, masking, chance, mask_id=MASK, random_ids=ORDINARY).tolist()
-
-    assert masks(5) == masks(5) != masks(6)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +204,3 @@ def test_of_a_pair_the_longer_text_is_truncated(first, second, room, expected):
     a, b = truncate_longest([range(first), range(second)], room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
-
-
-@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
-def test_special_tokens_add_nothing_to_what_is_chosen(units):
-    maskable = [False] * 30 + [True] * 20 + [False] * 50
-    masking = Masking(rate=0.2, units=units, longest_span=1)
-    for seed in range(20):
-        choice = corruption.choose(maskable, maskable, masking, generator(seed))
-        assert (choice != NOT_CHOSEN).sum() == 4
