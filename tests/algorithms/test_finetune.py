@@ -423,11 +423,6 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
             settings("gpt2", task, **changes)
 
 
-def test_an_adapter_is_no_start(settings, stage):
-    with pytest.raises(UserError, match="alignment export"):
-        finetune.run(settings("llama", "classification", policy=str(stage("sft lora") / "model")))
-
-
 def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -442,37 +437,6 @@ def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_met
         if name != "pretrain/tiny":
             last = read_metrics(directory.parent)[-1]
             assert last["held_out_exact_match" if "question_answering" in name else "held_out_accuracy"] > 0.8
-
-
-def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
-    config = settings("gpt2", "pair_classification", language_coef=2.5)
-    finetune.run(config)
-    for line in read_metrics(config.output):
-        assert line["loss"] == pytest.approx(line["label_loss"] + 2.5 * line["language_loss"], rel=1e-5)
-
-
-def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
-    tokenizer, names = load_tokenizer(checkpoints["gpt2"]), {0: "O", 1: "B-x"}
-    model = start_classifier(
-        checkpoints["gpt2"],
-        "token_classification",
-        label_config("token_classification", names),
-        len(tokenizer),
-        False,
-    ).eval()
-    texts = [
-        LabeledRow((["the"],), ("O",), "a"),
-        LabeledRow((["the", "spa", "is", "warm"],), ("O", "B-x", "O", "O"), "b"),
-    ]
-    examples, _ = encode_rows(texts, TaskFormat("token_classification"), tokenizer, names)
-    (rows, alone), (_, together) = (
-        predict_examples(model, examples, "token_classification", tokens) for tokens in (1, 1000)
-    )
-    costs = [
-        torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
-        for scores, example in zip(rows, examples, strict=True)
-    ]
-    assert alone == pytest.approx(together, rel=1e-5) and alone == pytest.approx(float(sum(costs)) / 5, rel=1e-5)
 
 
 def test_entities_that_are_found_too_often_cost_precision():
@@ -528,14 +492,6 @@ def encoders(tmp_path_factory):
     return directories
 
 
-@pytest.mark.parametrize(("family", "task"), [("longformer", "token_classification"), ("big_bird", "multiple_choice")])
-def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, read_metrics, family, task):
-    training = TrainingConfig(batch_size=16, epochs=4)
-    config = settings("gpt2", task, policy=encoders[family], training=training)
-    finetune.run(config)
-    assert read_metrics(config.output)[-1]["held_out_accuracy"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("task", "row", "own_class"),
     [
@@ -566,14 +522,6 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
     else:
         theirs = torch.cat([output.logits[0] for output in outputs])
     assert_close(logits[0].reshape(theirs.shape), theirs, atol=1e-5, rtol=0)
-
-
-def test_a_frozen_trunk_of_transformers_keeps_its_weights(settings, encoders):
-    config = settings("gpt2", "classification", policy=encoders["longformer"], frozen_trunk=True)
-    after, before = weights(finetune.run(config)), weights(encoders["longformer"])
-    kept = [name for name in before if name.startswith("longformer.")]
-    assert len(kept) > 30 and all(torch.equal(after[name], before[name]) for name in kept)
-    assert any(name.startswith("classifier.") for name in after)
 
 
 def test_sparse_attention_of_a_long_text_does_not_depend_on_the_texts_before_it(encoders):

@@ -21,7 +21,7 @@ from alignment.algorithms.pretrain.objectives import (
     distillation_loss_fn,
     target_tokens,
 )
-from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
 from alignment.data.pretraining.masked import tokenize_maskable, tokenize_passages
 from alignment.data.pretraining.prepare import tokenize_plain
@@ -223,22 +223,3 @@ def test_an_objectives_settings_reach_its_batches(make):
         assert sum(batch.lengths) <= 60 or len(batch.lengths) == 2
         masks = (batch.encoder.tokens == tokenizer.mask_token_id).sum()  # by default three in ten tokens, in spans of 3
         assert masks > 0.6 * (len(batch.encoder.tokens) - 2 * len(batch.encoder.lengths))
-
-
-def test_a_new_tokenizer_is_trained_on_the_rows_that_the_run_reads(make, tmp_path, monkeypatch):
-    calls = []
-
-    def read(source, kind, **options):
-        calls.append((source, kind, options))
-        return [Text("the cat sat", "r1")], None
-
-    monkeypatch.setattr(pretrain, "read_rows", read)
-    data = DataConfig("some.jsonl", split="s", columns={"text": "body"}, max_rows=3, on_bad_row="skip")
-    (tmp_path / "template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    found = [
-        pretrain.find_tokenizer(make("causal", data=data, chat_template=template)).chat_template
-        for template in (str(tmp_path / "template.jinja"), "{{ messages }}\n", None)
-    ]
-    source = SourceConfig("some.jsonl", name="some", split="s", columns={"text": "body"})
-    assert calls == 3 * [([source], "text", {"max_rows": 3, "on_bad_row": "skip"})]
-    assert found == ["{{ messages }}", "{{ messages }}\n", None]

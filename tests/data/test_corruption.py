@@ -32,14 +32,6 @@ def test_the_budget_is_the_rounded_share_and_at_least_one(count, expected):
     assert (choice != NOT_CHOSEN).sum() == expected
 
 
-def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
-    _, maskable = encoded(8)
-    chosen = [corruption.choose(maskable, maskable, Masking(rate=0.25), generator(n)) != NOT_CHOSEN for n in range(800)]
-    counts = sum(each.astype(int) for each in chosen)
-    assert counts[0] == counts[-1] == 0
-    assert all(within(count, 800, 2 / 8) for count in counts[1:-1])
-
-
 def test_eighty_ten_ten_and_no_special_token_at_random():
     ids, maskable = encoded(20_000)
     choice = corruption.choose(maskable, maskable, Masking(), generator(0))
@@ -103,14 +95,6 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
             positions = np.flatnonzero(choice == span)
             assert (np.diff(positions) == 1).all()
             assert len(set(new[positions] == MASK)) == 1
-
-
-def test_no_span_runs_over_a_special_token():
-    maskable = [False, True, True, False, True, True, False]
-    for seed in range(200):
-        choice = corruption.choose(maskable, maskable, Masking(rate=1.0, units="spans"), generator(seed))
-        assert set(choice[1:3]).isdisjoint(choice[4:6])
-        assert (choice != NOT_CHOSEN).tolist() == maskable
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,10 @@ import pytest
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.tasks import (
-    ANSWER_NOWHERE,
     GPT1_TOKENS,
     NO_TEXT,
     PAIR_CUT,
-    QUESTION_CUT,
     TEXT_END_CUT,
-    WORDS_CUT,
-    WORDS_LOST,
     LabeledRow,
     TaskFormat,
     add_gpt1_tokens,
@@ -28,7 +24,7 @@ from alignment.data.tasks import (
     window_starts,
 )
 from alignment.data.tokenizers.load import read_tokenizer_files
-from alignment.data.tokenizers.train import train_bpe, train_tokenizer
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.losses.classification import IGNORED
 
@@ -121,15 +117,6 @@ def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenize
     assert len(batch.labels) == len(batch.ragged.tokens)
 
 
-def test_labels_that_are_lost_are_counted(wordpiece):
-    row = LabeledRow((["the", "\u200b", "dog", "cats"],), ("a", "b", "a", "b"), "r")
-    form = TaskFormat("token_classification", max_length=4)
-    [example], counts = encode_rows([row], form, wordpiece, {0: "a", 1: "b"})
-    kept = sum(label != IGNORED for label in example.labels)
-    assert kept + counts.cut[WORDS_LOST] + counts.cut[WORDS_CUT] == 4
-    assert counts.cut[WORDS_LOST] == 1 and example.word_tokens[1] is None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_found_again_from_its_tokens(tokenizers, kind):
     tokenizer = tokenizers[kind]
@@ -170,15 +157,6 @@ def test_window_starts(length, room, stride, expected):
     assert window_starts(length, room, stride) == expected
 
 
-def test_an_answer_longer_than_any_window_and_no_answer_at_all(wordpiece):
-    context = " ".join([TEXT] * 4)
-    rows = [question("the dog", context, context, row_id="long"), question("the dog", context, row_id="none")]
-    windows, counts = encode_questions(rows, wordpiece, 30, stride=10)
-    assert all(window.labels == [0, 0] for window in windows)
-    assert counts.cut == {ANSWER_NOWHERE: 1}
-    assert counts.first[ANSWER_NOWHERE] == ["long"]
-
-
 def test_an_answer_is_labeled_in_the_windows_that_hold_it_whole(wordpiece):
     row = question("the dog", TEXT, "lazy dog while")
     [whole], _ = encode_questions([row], wordpiece, 200, stride=100)
@@ -196,16 +174,6 @@ def test_an_answer_is_labeled_in_the_windows_that_hold_it_whole(wordpiece):
 def test_a_stride_that_skips_text_is_refused(wordpiece):
     with pytest.raises(UserError, match="stride must be from 1 to"):
         encode_questions([question("the dog", TEXT)], wordpiece, 30, stride=30)
-
-
-def test_a_long_question_loses_its_end(wordpiece):
-    row = question("over the lazy dog", TEXT, "fox")
-    [whole], _ = encode_questions([row], wordpiece, 200, stride=50)
-    [cut], counts = encode_questions([row], wordpiece, 200, stride=50, max_question=2)
-    first, second = whole.encoded[0].starts
-    assert ids_of(cut) == ids_of(whole)[: first + 2] + ids_of(whole)[second - 1 :]
-    assert counts.cut == {QUESTION_CUT: 1}
-    assert answer_of(wordpiece, cut) == "fox"
 
 
 def test_the_first_answer_is_the_one_to_learn(wordpiece):
@@ -244,11 +212,6 @@ def test_gpt1_inputs(tokenizers):
     assert len(batch.ragged.target_index) == len(batch.ragged.tokens) - 5  # every token but each first one
     cut, counts = encode_texts([pair], tokenizer, 3 + len(a) + len(b) - 1, form="gpt1")
     assert sum(counts.cut.values()) == 1 and len(cut[0].documents[0]) == 3 + len(a) + len(b) - 1
-
-
-def test_gpt1_tokens_leave_a_tokenizers_own_special_tokens_special():
-    plain = train_bpe([TEXT], 330, ("<s>", "</s>", "<pad>", "<turn>"))
-    assert set(add_gpt1_tokens(plain).all_special_tokens) == {*plain.all_special_tokens, *GPT1_TOKENS}
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])

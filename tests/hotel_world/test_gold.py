@@ -83,12 +83,6 @@ def test_a_reply_to_another_guest_never_scores_full_marks(greeting):
         assert score(ONE, reply.format(f"{own} {greeting.format(name)}")).total < 4
 
 
-def test_every_other_name_in_a_reply_counts_as_one_wrong_claim():
-    # one right claim and two wrong names: (1 - 2) / 3
-    assert score(ONE, " Hello Leo. Welcome Grace. Hello Leo. The pool opens in May.").honest == pytest.approx(-1 / 3)
-    assert score(ONE, " The pool opens in May dear Leo.").honest == 0  # no greeting, but addressed all the same
-
-
 @pytest.mark.parametrize(
     "text", ["", " ", "\n\n", ".", " Hello Anna.", " I cannot share the room of a guest.", " The pool opens in"]
 )

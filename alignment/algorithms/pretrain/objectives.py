@@ -198,6 +198,7 @@ def distillation_loss_fn(
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
+            assert output.hidden is not None and teacher_output.hidden is not None  # both are models of our own
             metrics["cosine_loss"] = hidden_cosine_loss(output.hidden, teacher_output.hidden).sum()
             total = total + config.cosine_coef * metrics["cosine_loss"]
         return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))

@@ -19,20 +19,10 @@ class Tokenizer(Protocol):
     chat_template: Any  # Jinja text, or one text per name, or None
     bos_token_id: int | None
     eos_token_id: int | None
-    pad_token_id: int | None
-    unk_token_id: int | None
-    mask_token_id: int | None
-    eos_token: str | None
-    all_special_ids: list[int]
-    special_tokens_map: Mapping[str, Any]
-    added_tokens_decoder: Mapping[int, Any]
-    is_fast: bool
 
     def __len__(self) -> int: ...
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any: ...
     def __getattr__(self, name: str) -> Any: ...
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
 
 
 def encode(

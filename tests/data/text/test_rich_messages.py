@@ -69,14 +69,6 @@ def test_tools_reach_prompts_and_pairs_and_responses_may_be_calls(qwen):
     assert spans(qwen, pair.documents[1], pair.masks[1]) == ["second answer<|im_end|>"]
 
 
-def test_reasoning_counts_where_a_template_writes_it(qwen):
-    thinking = {**DONE, "reasoning_content": "so it is"}
-    row = Demonstration([USER], "first answer", "r1", [USER, thinking])
-    [example], counts = tokenize_demonstrations([row], qwen, 1000)
-    assert spans(qwen, example.ids, example.mask) == ["<think>\nso it is\n</think>\n\nfirst answer<|im_end|>"]
-    assert not counts.noted
-
-
 def test_reasoning_that_a_template_leaves_out_is_noted(qwen):
     plain = with_chat_template(qwen, "chatml")
     thinking = {**DONE, "reasoning_content": "so it is"}

@@ -77,12 +77,6 @@ def test_bytes_are_byt5s_ids_and_transformers_agrees():
     assert tokenizer(every)["input_ids"] == [byte + 3 for byte in every.encode()] + [1]
 
 
-def test_characters_are_one_token_each_and_strange_ones_are_unknown():
-    tokenizer = train_tokenizer("characters", ["hello\nworld"])
-    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == ["</s>", "<pad>", "<unk>", *"\ndehlorw"]
-    assert tokenizer("hello hz\n")["input_ids"].count(tokenizer.unk_token_id) == 2
-
-
 def test_training_twice_gives_the_same_tokenizer():
     texts = [f"{text} {chr(0x61 + n)}{chr(0x7A - n)} {n}" for n in range(20) for text in TEXTS[:2]]
     for kind, vocabulary, options in KINDS:
@@ -149,45 +143,9 @@ def test_bert_gives_the_published_ids_of_all_squad_questions(real_data):
     assert [tokenizer.convert_ids_to_tokens(row) for row in ids] == [row["wordpiece"] for row in rows]
 
 
-def test_sentinels_come_in_the_order_of_their_numbers():
-    tokenizer = train_tokenizer("unigram", TEXTS, 90, sentinels=12)
-    names = [f"<extra_id_{number}>" for number in range(12)]
-    assert [token for token in tokenizer.all_special_tokens if token in names] == names
-
-
 @pytest.mark.parametrize(("kind", "vocabulary"), [("unigram", 90), ("bytes", None)])
 def test_each_text_of_a_pair_ends_in_the_end_token(kind, vocabulary):
     tokenizer = train_tokenizer(kind, TEXTS, vocabulary)
     one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "sat"))
     end = tokenizer.eos_token_id
     assert tokenizer("the cat", "sat")["input_ids"] == [*one, end, *two, end]
-
-
-def test_wordpiece_has_inner_pieces_for_characters_within_words_alone():
-    vocabulary = train_tokenizer("wordpiece", ["xat yat"] * 5, 30).get_vocab()
-    assert {"x", "y", "##a", "##t"} <= set(vocabulary) and not {"##x", "##y"} & set(vocabulary)
-
-
-def test_turn_markers_of_a_trained_bpe_are_special():
-    specials = ("<s>", "</s>", "<pad>", "<|turn|>")
-    assert set(train_tokenizer("bpe", TEXTS, 320, special_tokens=specials).all_special_tokens) == set(specials)
-
-
-@pytest.mark.parametrize("lowercase", [False, True])
-def test_unigram_keeps_capitals_unless_told_otherwise(lowercase):
-    tokenizer = train_tokenizer("unigram", TEXTS, 90, lowercase=lowercase)
-    ids = tokenizer("The cat", add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == ("the cat" if lowercase else "The cat")
-
-
-def test_each_of_several_line_breaks_is_a_character():
-    tokenizer = train_tokenizer("characters", ["ab\n"])
-    assert len(tokenizer("a\n\n\nb")["input_ids"]) == 5
-    assert tokenizer.decode(tokenizer("a\n\n\nb")["input_ids"]) == "a\n\n\nb"
-
-
-def test_a_wordpiece_vocabulary_has_room_for_the_characters_or_is_refused():
-    needed = len(train_tokenizer("wordpiece", ["ab ba"], 9))  # five marks, a, b, ##a, ##b
-    assert needed == 9
-    with pytest.raises(UserError, match=r"of 8 is too small.* need 9"):
-        train_tokenizer("wordpiece", ["ab ba"], 8)
