@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from alignment.algorithms.finetune.predict import load_finetuned
+from alignment.algorithms.finetune.scoring import load_finetuned
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
