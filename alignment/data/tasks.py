@@ -129,7 +129,7 @@ def read_labeled(
             max_rows=left,
         )
 
-    return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
+    return read_sources(as_sources(source), read, max_rows, on_bad_row)
 
 
 Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
