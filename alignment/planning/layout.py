@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from alignment.config.load import find_packaged
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
-from alignment.training.backends.whole_weights import blocks_of, outermost
+from alignment.training.backends.base import blocks_of, outermost
 from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, measured_tflops
 
 Backend = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]

@@ -32,8 +32,8 @@ from alignment.planning.networks import Networks
 from alignment.planning.stages import DOCUMENTS, StageConfig, Workload
 from alignment.planning.starts import is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
-from alignment.training.backends.whole_weights import computing_types, whole_bytes
-from alignment.training.optimizers import hidden_matrices, optimizer_bytes
+from alignment.training.backends.base import computing_types, whole_bytes
+from alignment.training.optim import hidden_matrices, optimizer_bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from alignment.training import Engine, Run, TrainingConfig, fit
-from alignment.training.early_stopping import EarlyStopping
+from alignment.training.settings import EarlyStopping
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
 
 VALUES = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 0.5, 0.4]  # of the evaluations; best at the third, patience ends at the sixth

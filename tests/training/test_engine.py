@@ -17,8 +17,7 @@ from alignment.training import (
     ZeroWeightBatch,
     shard_rows,
 )
-from alignment.training.backends.base import checked_step
-from alignment.training.backends.replicated import buckets
+from alignment.training.backends.base import buckets, checked_step
 from tests.training.toys import (
     ToyBatch,
     collate_by,

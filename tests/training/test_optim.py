@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from alignment.training import OptimConfig, TrainingConfig, learning_rate_at
-from alignment.training.optimizers import build_optimizer, parameter_groups
+from alignment.training.optim import build_optimizer, parameter_groups
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import torch
 
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.examples import Example
-from alignment.training.source_metrics import Sources
-from alignment.training.terms import LossSum, averages, named_sums
+from alignment.training.terms import LossSum, Sources, averages
 from tests.examples import pair_example
 
 
@@ -20,7 +19,7 @@ def logged(*losses, weight):
     """What an update over several micro-batches logs."""
     sums = {}
     for loss in losses:
-        for key, value in named_sums(loss).items():
+        for key, value in loss.named_sums().items():
             sums[key] = sums.get(key, 0.0) + float(value)
     return {"loss": sum(float(loss.total.detach()) for loss in losses) / weight, **averages(sums, weight)}
 

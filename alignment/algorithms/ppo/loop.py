@@ -74,7 +74,6 @@ def learn_from_rollouts(
                 run.note(f"the run ends after iteration {step + 1}: {reason(held_out, training, result)}")
         report(run, state, config, metrics, rollout, step=step + 1, seconds=seconds)
         save_run_state(run, state.engines, training, step + 1, result.state() | state.saved())
-        result.delete_older()
         if step + 1 == run.total and (step + 1 < last or result.best is not None):
             result.write(step + 1)
 

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -29,13 +28,6 @@ from alignment.training.run.trackers import UPDATE_CALLBACK, Progress, Trackers,
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
-@dataclass
-class StopRequest:
-    """Number of the signal that asks this process to stop, or 0. It is handled at the end of an update."""
-
-    number: int = 0
-
-
 class Run:
     """Writes config.yaml, lineage.json, metrics.jsonl, samples.jsonl and tensorboard/, and shows the progress.
 
@@ -45,11 +37,11 @@ class Run:
         output: the directory.
         checkpoints: the directory of its checkpoints.
         identity: what a resume compares; empty on ranks above 0.
-        finished: whether the directory holds this run, finished; nothing is opened then, and nothing may be written.
+        finished: True where the directory holds this run, finished; nothing is opened then, and nothing may be written.
         total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
         began: time of the first update of this start, in seconds of `time.monotonic`.
         last_save: time of the last checkpoint and the seconds that it took; of the first update and 0 before it.
-        request: the signal that asks this process to stop.
+        requested: numbers of signals that asked this process to stop; handled at the end of an update.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
     """
@@ -84,7 +76,7 @@ class Run:
         self.total, self.stopped = 0, 0
         self.began, self.last_save = 0.0, (0.0, 0.0)
         self.random_start: list[str] = []
-        self.request = StopRequest()
+        self.requested: list[int] = []
         self._progress: Progress | None = None
         self._lineage: dict[str, Any] = {}
         self._trackers: Trackers | None = None
@@ -92,7 +84,7 @@ class Run:
         self._clock = time.perf_counter()
         training = config.get("training", {})
         trackers = training.get("trackers", [])
-        check_trackers(trackers, training.get("tracking"))
+        check_trackers(trackers)
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
@@ -127,25 +119,21 @@ class Run:
                 remove_directory(self.checkpoints)
         self._lineage = lineage_of(stage, config, self.identity)
         write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        self._write_lineage()
-
-    def _write_lineage(self) -> None:
-        if self.is_main:
-            write_json(self.output / "lineage.json", self._lineage)
+        write_json(self.output / "lineage.json", self._lineage)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and self.total:
+        if error is None and self.total and self.is_main:
             self._lineage["finished"] = self.total
-            self._write_lineage()
+            write_json(self.output / "lineage.json", self._lineage)
         self.close()
         if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
             self._print("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
-        elif error is None and self.request.number:
-            self._print(f"signal {self.request.number} came when the run was finished; its model is written")
-            signal.raise_signal(self.request.number)  # now with the effect that it has outside a run
+        elif error is None and self.requested:
+            self._print(f"signal {self.requested[0]} came when the run was finished; its model is written")
+            signal.raise_signal(self.requested[0])  # now with the effect that it has outside a run
 
     def close(self) -> None:
         """Restore the signal handlers, close the trackers and release the lock."""
@@ -160,12 +148,14 @@ class Run:
             SystemExit: 128 + the signal's number, after the update in which the signal came.
         """
         self.total = total
-        self.truncate(first)
+        if self.is_main:  # those updates are repeated
+            for name in LOGS:
+                truncate_lines(self.output / name, first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
         self.began = time.monotonic()
         self.last_save = (self.began, 0.0)
-        self.request = self._resources.enter_context(stop_requests())
+        self._resources.enter_context(_stop_requests(self.requested))
         try:
             for step in range(first, total):
                 yield step
@@ -206,14 +196,8 @@ class Run:
         """Write a remark to standard error and lineage.json, such as the number of dropped rows."""
         if self.is_main:
             self._lineage.setdefault("notes", []).append(text)
-            self._write_lineage()
+            write_json(self.output / "lineage.json", self._lineage)
             self._print(text)
-
-    def truncate(self, step: int) -> None:
-        """Delete what was logged after `step`, because those updates are repeated."""
-        if self.is_main:
-            for name in LOGS:
-                truncate_lines(self.output / name, step)
 
     def _append(self, name: str, line: Mapping[str, object]) -> None:
         path = self.output / name
@@ -242,16 +226,13 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     lines, problems = [], []
     *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # texts may contain other line separators
     for number, content in enumerate(whole, 1):
-        try:
-            text = content.decode("utf-8")
-            step = json.loads(text)["step"]
-            if type(step) is not int:
-                raise TypeError("its step is no whole number")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            why = "there is no step in it" if isinstance(error, LookupError) else str(error)
-            problems.append(f"{path}:{number}: not a line of a run's log ({why}); delete the line, or the file")
-        else:
+        text, step = content.decode("utf-8", errors="replace"), None
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            step = json.loads(content)["step"]
+        if type(step) is int:
             lines.append((step, f"{text}\n"))
+        else:
+            problems.append(f"{path}:{number}: not a line of a run's log, with a step; delete the line, or the file")
     return lines, problems
 
 
@@ -284,25 +265,25 @@ def lock(directory: Path) -> TextIO:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def _stop_requests(requested: list[int]) -> Iterator[None]:
     """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it.
 
     Outside the main thread, where Python cannot handle signals, they keep their usual effect.
     """
-    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
 
     def record(number: int, frame: FrameType | None) -> None:
-        request.number = number
-        for kind in kinds:
+        requested.append(number)
+        for kind in before:
             signal.signal(kind, signal.SIG_DFL)
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(kind, record) for kind in kinds]
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    for kind in before:
+        signal.signal(kind, record)
     try:
-        yield request
+        yield
     finally:
-        for kind, handler in zip(kinds, before, strict=True):
+        for kind, handler in before.items():
             signal.signal(kind, handler)
