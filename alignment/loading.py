@@ -43,11 +43,7 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         check_directory(path)
         return path
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
-        from alignment.config.load import packaged_writer
-
-        command = packaged_writer(str(path.parent)) if path.name == "model" else None
-        advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
-        raise UserError(f"{source}: no such model directory; {advice}")
+        raise UserError(f"{source}: {missing_directory(path)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -56,6 +52,15 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
+
+
+def missing_directory(path: Path) -> str:
+    """The problem with a path where no model is, and the way out."""
+    from alignment.config.load import packaged_writer
+
+    command = packaged_writer(str(path.parent)) if path.name == "model" else None
+    advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
+    return f"no such model directory; {advice}"
 
 
 def _hub_refusal(error: Exception) -> str:

@@ -29,8 +29,7 @@ from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
-from alignment.planning.stages import DOCUMENTS, StageConfig, Workload
-from alignment.planning.starts import is_encoder
+from alignment.planning.stages import DOCUMENTS, StageConfig, Workload, is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
 from alignment.training.backends.base import computing_types, whole_bytes
 from alignment.training.optim import hidden_matrices, optimizer_bytes

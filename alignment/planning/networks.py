@@ -25,8 +25,7 @@ from alignment.models.quantization import quantizable_layers
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.planning.stages import Network, Workload
-from alignment.planning.starts import Start, is_encoder
+from alignment.planning.stages import Network, Start, Workload, is_encoder
 from alignment.reward_model.ensemble import AdapterEnsemble
 
 Networks = dict[str, Any]  # role -> a model of one of our classes or around one of transformers'

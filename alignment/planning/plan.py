@@ -1,25 +1,33 @@
 """The plan of a run: what it holds on each device, how long it is, and whether it fits."""
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
+from alignment.config.yaml_source import read_yaml
 from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
-from alignment.planning.layout import GB, Device, Layout
+from alignment.planning.layout import Device, Layout, free_memory, layout_of
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
-from alignment.planning.run_length import Data, RunLength, run_length
+from alignment.planning.run_length import Data, RunLength, read_training_rows, run_length
 from alignment.planning.stages import StageConfig, Workload, workload_of
+from alignment.training.distributed import init_distributed, launched_rank
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
+CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class RoleCount:
     Attributes:
         parameters, trained: numbers of weights.
         adapters: frozen adapters of its checkpoint, below the one that trains.
-        base: the checkpoint that its shapes are those of, and the file in which they were found.
+        base: the checkpoint that its shapes are those of; `shapes_from` is the file in which they were found.
     """
 
     role: str
@@ -48,8 +56,6 @@ class Plan:
         tokens: of a micro-batch.
         roles: the networks.
         peaks: of the run's phases, per device.
-        reserve: bytes of a process beside its tensors.
-        fits: None where the device's memory is not known.
     """
 
     config: StageConfig
@@ -227,38 +233,72 @@ def _candidates(plan: Plan, near: Path | None) -> Iterator[tuple[str, StageConfi
     if tokens > row:
         tokens = row
         yield f"training.micro_batch_tokens={tokens}", config, layout, tokens
-    if getattr(config, "micro_rollout_batch_size", 0) > 8:
-        config = replace(config, micro_rollout_batch_size=8)  # type: ignore[call-arg]
-        yield "micro_rollout_batch_size=8", config, layout, tokens
-    whole = config, layout
-    if config.optim.name == "adamw" and layout.backend in ("single", "ddp"):
+    whole = config
+    alone = layout.backend in ("single", "ddp")
+    if config.optim.name == "adamw" and alone:
         config = replace(config, optim=replace(config.optim, name="adamw_8bit"))
         yield "optim.name=adamw_8bit", config, layout, tokens
-    if getattr(config, "adapter", None) is None and hasattr(config, "adapter"):
+    if config.adapter is None:
         config = replace(config, adapter=LoRASpec())
         yield "adapter.kind=lora", config, layout, tokens
-    if config.weights.quantize is None and layout.backend in ("single", "ddp"):
+    if config.weights.quantize is None and alone:
         config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
         yield "weights.quantize=nf4", config, layout, tokens
-    config, layout = whole
     for gpus in (2, 4, 8, 16):
         if plan.device.gpu and gpus > layout.gpus:
             layout = Layout("fsdp2", gpus, gpus)
-            yield (
-                f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)",
-                config,
-                layout,
-                tokens,
-            )
+            words = f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)"
+            yield words, whole, layout, tokens
     if layout.sharded and not layout.offload:
-        layout = replace(layout, offload=True)
-        yield "the same with CPU offload", config, layout, tokens
+        yield "the same with CPU offload", whole, replace(layout, offload=True), tokens
 
 
-def shortfall(plan: Plan) -> str:
-    """The message for a run that does not fit."""
-    assert plan.device.memory is not None
-    return (
-        f"{plan.needed / GB:.1f} GB are needed and {plan.device.memory / GB:.1f} GB are there: {plan.config.output} "
-        "does not fit; the changes listed above make it smaller"
-    )
+# `training.micro_batch_tokens: auto` at the start of a run
+
+
+def resolve_micro_batch(config: Config) -> Config:
+    """The config with a number in the place of `training.micro_batch_tokens: auto`; any other config as it is.
+
+    A run that is resumed keeps the number of its config.yaml. On several processes the smallest free memory decides,
+    and all of them take the same number; every process must call this.
+
+    Raises:
+        UserError: not even one row fits; on every process, with the same text.
+    """
+    if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
+        return config
+    tokens = _earlier_choice(config) or _choose(config)
+    if launched_rank() == 0:
+        print(f"training.micro_batch_tokens: auto: {tokens}", file=sys.stderr, flush=True)
+    return replace(config, training=replace(config.training, micro_batch_tokens=tokens))
+
+
+def _earlier_choice(config: StageConfig) -> int | None:
+    """The number with which the run in the config's directory began; None where there is nothing to resume."""
+    output = Path(config.output)
+    if not (config.training.resume and (output / "checkpoints").is_dir() and (output / "config.yaml").is_file()):
+        return None
+    tokens = read_yaml(output / "config.yaml").values["training"]["micro_batch_tokens"]
+    return tokens if isinstance(tokens, int) else None
+
+
+def _choose(config: StageConfig) -> int:
+    group = init_distributed()
+    gpu = group.device.type == "cuda"
+    # Processes of a CPU run share the memory of their machine.
+    own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
+    memory = int(min(values[0] for values in group.gather([own])))
+    # Rank 0 traces the model: the others would find the same, and may have less time.
+    tokens, refused = 0, ""
+    if group.is_main:
+        layout = layout_of(group.kind, group.size, os.environ)
+        # The need of a CPU plan is that of all its processes.
+        device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
+        try:
+            tokens = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
+        except UserError as error:
+            refused = str(error)
+    tokens, refused = group.broadcast_object((tokens, refused))
+    if refused:
+        raise UserError(refused)
+    return tokens

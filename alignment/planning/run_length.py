@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -16,11 +16,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
 from alignment.data.prepare import prepare, prepare_with
-from alignment.data.rows.read import read_rows
-from alignment.data.rows.records import Demonstration, Record
 from alignment.data.table import totals_of
-from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
@@ -29,40 +25,34 @@ from alignment.planning.stages import StageConfig, Workload
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.training.backends.base import computing_types, whole_bytes
 
-CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more
-RESPONSES = ("text", "response", "chosen", "rejected", "steps")  # one document each
-
 
 @dataclass(frozen=True)
 class Data:
     """The training rows, as far as they are known.
 
     Attributes:
-        rows: rows of one epoch; None where the data is not there.
-        examples: tokenized; None where the tokenizer is not there either.
-        characters: of a row, on average, its prompt once for each response; None where the data is not there.
+        rows: rows of one epoch; None where the data or the tokenizer is not there.
+        examples: tokenized.
     """
 
     rows: int | None = None
     examples: Sequence[Any] | None = None
-    characters: float | None = None
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """Attributes: rows (None: not known), updates (None: they depend on the rows), tokens and operations of the run.
+    """The length of a run; None for what depends on rows that are not known.
 
     Attributes:
-        counted: the source of the tokens: those of the data, its characters where the tokenizer is not there, or the most
-            that `data.max_length` allows.
+        counted: the tokens are those of the data, not the most that `data.max_length` allows.
         decoding_bytes: weights that one device reads to sample, at most: each token of a batch of responses reads all.
     """
 
     rows: int | None
-    steps: int | None
-    tokens: float | None
-    operations: float | None
-    counted: Literal["tokens", "characters", "max_length"]
+    steps: int | None = None
+    tokens: float | None = None
+    operations: float | None = None
+    counted: bool = False
     decoding_bytes: float = 0.0
 
 
@@ -72,16 +62,13 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
     Raises:
         UserError: bad rows, as the stage itself would find them.
     """
-    if stage.kind is None or config.data.streaming:
+    name = getattr(config, "tokenizer", None) or config.policy
+    files = [Path(source.source) for source in config.data.sources("train")]
+    here = name and Path(name).is_dir() and all(file.is_file() for file in files)
+    if stage.kind is None or config.data.streaming or not here:
         return Data()
-    sources = config.data.sources("train")
-    if not all(Path(source.source).is_file() for source in sources):
-        return Data()
-    if (tokenizer := _tokenizer(config)) is None:
-        read = [read_rows(x, stage.kind, max_rows=config.data.max_rows, on_bad_row="skip")[0] for x in sources]
-        sizes = list(map(len, read))
-        characters = _mean(config.data, sizes, [mean_characters(rows) for rows in read])
-        return Data(epoch_rows(config.data, sizes), characters=characters)
+    new = {key: getattr(config, key, ()) for key in ("add_tokens", "add_special_tokens")}
+    tokenizer = load_tokenizer(str(name), getattr(config, "chat_template", None), **new)
     if isinstance(config, RewardConfig):
         preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
         examples, _ = prepare_with(preparation, config.data, tokenizer, part="train")
@@ -90,48 +77,12 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
     return Data(epoch_rows(config.data, list(map(len, tables_of(examples)))), examples)
 
 
-def _tokenizer(config: StageConfig) -> Tokenizer | None:
-    """The run's tokenizer, where it is on this disk."""
-    name = getattr(config, "tokenizer", None) or config.policy
-    try:
-        if not name or not Path(name).is_dir():
-            return None
-        new = {key: getattr(config, key, ()) for key in ("add_tokens", "add_special_tokens")}
-        return load_tokenizer(name, getattr(config, "chat_template", None), **new)
-    except UserError:
-        return None
-
-
-def _mean(data: DataConfig, sizes: Sequence[int], means: Sequence[float]) -> float:
-    """The mean over the rows that a run sees, from the number of rows and the mean of each source."""
-    shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
-    return float(sum(share * mean for share, mean in zip(shares, means, strict=True)))
-
-
 def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
     """Tokens of a row, on average over the rows that a run sees."""
     totals = [totals_of(table) for table in tables_of(examples)]
-    return _mean(data, list(map(len, totals)), [float(each.mean()) for each in totals])
-
-
-def mean_characters(records: Sequence[Record]) -> float:
-    """Characters of a record, on average; its prompt counts once for each of its responses."""
-    total = 0
-    for record in records:
-        if isinstance(record, Demonstration) and record.messages is not None:
-            total += _characters(record.messages)
-            continue
-        responses = [_characters(getattr(record, name)) for name in RESPONSES if hasattr(record, name)]
-        responses += map(len, getattr(record, "responses", ()))
-        total += sum(responses) + max(1, len(responses)) * _characters(getattr(record, "prompt", ""))
-    return total / len(records)
-
-
-def _characters(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_characters, values))
+    sizes = list(map(len, totals))
+    shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
+    return float(sum(share * each.mean() for share, each in zip(shares, totals, strict=True)))
 
 
 def run_length(
@@ -144,19 +95,13 @@ def run_length(
         gpus: devices that share the rows of an update.
     """
     training = config.training
-    known = training.max_steps is not None or data.rows is not None
-    steps = training.steps(data.rows or 0) if known else None
-    counted: Literal["tokens", "characters", "max_length"] = "max_length"
+    if training.max_steps is None and data.rows is None:
+        return RunLength(None)
+    steps = training.steps(data.rows or 0)
     of_row = 1 if stage.responses else stage.documents  # documents that the data holds of a row
-    mean: float = config.data.max_length * of_row
-    if data.examples:
-        mean, counted = mean_tokens(config.data, data.examples), "tokens"
-    elif data.characters is not None:
-        mean, counted = min(data.characters / CHARACTERS, mean), "characters"
+    mean: float = mean_tokens(config.data, data.examples) if data.examples else config.data.max_length * of_row
     if stage.responses:
         mean = (mean + getattr(config, "max_new_tokens", 0)) * stage.responses
-    if steps is None:
-        return RunLength(data.rows, None, None, None, counted)
     length = max(1, round(mean / (stage.responses or of_row)))
     operations = 0.0
     for role, network in stage.networks.items():
@@ -164,7 +109,7 @@ def run_length(
         operations += forward * (network.forwards + network.updates * (2 + trained / total))
     tokens = steps * training.batch_size * mean
     decoding = steps * _decoding_bytes(config, stage, networks, gpus) if stage.responses else 0.0
-    return RunLength(data.rows, steps, tokens, tokens * operations, counted, decoding)
+    return RunLength(data.rows, steps, tokens, tokens * operations, bool(data.examples), decoding)
 
 
 def _decoding_bytes(config: StageConfig, stage: Workload, networks: Mapping[str, nn.Module], gpus: int) -> float:

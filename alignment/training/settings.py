@@ -144,12 +144,12 @@ class TrainingConfig(Settings):
         """`micro_batch_tokens` as a number.
 
         Raises:
-            ValueError: it is still auto: `alignment.planning.resolve.resolve_micro_batch` has not been called.
+            ValueError: it is still auto: `alignment.planning.plan.resolve_micro_batch` has not been called.
         """
         if self.micro_batch_tokens == "auto":
             raise ValueError(
                 "training.micro_batch_tokens is auto: the commands resolve it; from Python, pass the config through "
-                "alignment.planning.resolve.resolve_micro_batch first"
+                "alignment.planning.plan.resolve_micro_batch first"
             )
         return self.micro_batch_tokens
 

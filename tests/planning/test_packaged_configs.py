@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.commands.plan import PlanOptions, plan_config
+from alignment.commands.plan import plan_config
 from alignment.config.load import packaged_folder
 
 PROMISE = re.compile(r"^#\s+alignment plan (\S+)(.*)$", re.MULTILINE)
@@ -34,10 +34,8 @@ def test_the_run_fits_the_gpu_that_the_config_is_for(name, options):
     plan, _ = plan_config(
         name,
         [],
-        PlanOptions(
-            gpus=int(given["--gpus"]) if "--gpus" in given else None,
-            gpu_memory=float(given["--gpu-memory"]),
-            launch=given.get("--launch"),
-        ),
+        gpus=int(given["--gpus"]) if "--gpus" in given else None,
+        gpu_memory=float(given["--gpu-memory"]),
+        launch=given.get("--launch"),
     )
     assert plan.fits, f"{plan.needed / 1e9:.1f} GB in {plan.peak.phase}: {plan.peak.parts}"

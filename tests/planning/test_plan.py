@@ -18,15 +18,13 @@ from alignment.cli import main
 from alignment.commands.plan import stage_of
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.examples import Example
-from alignment.data.rows.records import Comparison, LabeledResponse, Prompt, Ranking, Steps, Text
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.layout import Device, Layout, read_layout
 from alignment.planning.networks import quantized_bytes
 from alignment.planning.plan import largest_that_fits, make_plan
-from alignment.planning.run_length import Data, mean_characters, mean_tokens, read_training_rows, run_length
-from alignment.planning.stages import workload_of
-from alignment.planning.starts import find_start, packaged_bases
+from alignment.planning.run_length import Data, mean_tokens, read_training_rows, run_length
+from alignment.planning.stages import find_start, packaged_bases, workload_of
 from alignment.training import OptimConfig, TrainingConfig
 from tests.examples import pair_example
 
@@ -318,22 +316,22 @@ def test_the_command_says_2_where_it_does_not_and_lists_what_helps(config_file, 
     assert changes[0]["needed_bytes"] < plan["needed_bytes"]
 
 
-def test_a_stage_is_found_by_name_or_keys_and_asked_for_otherwise(config_file, tmp_path):
-    from pathlib import Path
-
-    assert stage_of("ppo/tiny", Path("configs/ppo/tiny.yaml")) == "ppo"
-    (tmp_path / "a.yaml").write_text("policy: x\nreward_model: y\n")
-    assert stage_of("a.yaml", tmp_path / "a.yaml") == "ppo"
-    (tmp_path / "b.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\n")
-    (tmp_path / "c.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\nadvantages: rloo\n")
-    assert stage_of("c.yaml", tmp_path / "c.yaml") == "ppo"
-    assert stage_of("b.yaml", tmp_path / "b.yaml") == stage_of("online_dpo/tiny", Path("x.yaml")) == "online_dpo"
-    (tmp_path / "d.yaml").write_text("policy: x\nrewards: [{answer: gsm8k}]\nresponses_per_prompt: 4\nbeta: 0.1\n")
-    (tmp_path / "e.yaml").write_text("policy: x\nrewards: [{answer: gsm8k}]\nresponses_per_prompt: 4\n")
-    assert stage_of("d.yaml", tmp_path / "d.yaml") == "online_dpo"
-    assert stage_of("e.yaml", tmp_path / "e.yaml") == "ppo"
+@pytest.mark.parametrize(
+    ("keys", "stage"),
+    [
+        ("judge: gold", "online_dpo"), ("responses_per_prompt: 2\nbeta: 0.1", "online_dpo"), ("task: classification", "finetune"),
+        ("responses_per_prompt: 2\nadvantages: rloo", "ppo"), ("reward_model: y\nkl_coef: 0.1", "ppo"), ("", None),
+    ],
+)  # fmt: skip
+def test_a_stage_is_found_by_its_keys_and_asked_for_otherwise(tmp_path, keys, stage):
+    file = tmp_path / "a.yaml"
+    file.write_text(f"policy: x\n{keys}\n")
+    assert stage_of("ppo/tiny", file) == "ppo"
+    if stage is not None:
+        assert stage_of("a.yaml", file) == stage
+        return
     with pytest.raises(UserError, match="--stage sft"):
-        stage_of(config_file, Path(config_file))
+        stage_of("a.yaml", file)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -402,38 +400,6 @@ def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
         (6 * long + 2 * short) / 8
     )
     assert Data(8).examples is None
-
-
-def test_without_a_tokenizer_tokens_are_estimated_from_the_characters(base, tmp_path, capsys):
-    """Ten rows of 12 + 28 characters are about 10 tokens each, and not data.max_length."""
-    rows = [{"prompt": f"question {number:2d} ", "completion": "a" * 28} for number in range(10)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "policy": base, "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 1024}, "output": "out",
-        "training": {"batch_size": 5, "micro_batch_tokens": 1024, "epochs": 3},
-    }  # fmt: skip
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
-    assert main(["plan", str(tmp_path / "sft.yaml"), "--gpu-memory", "24", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["tokens"] == pytest.approx(3 * 10 * 40 / 4) and plan["counted"] == "characters"
-    assert main(["plan", str(tmp_path / "sft.yaml"), "--gpu-memory", "24"]) == 0
-    text = capsys.readouterr().out
-    assert "about 300 tokens" in text and "taken to be an RTX 4090" in text
-
-
-@pytest.mark.parametrize(
-    ("record", "characters"),
-    [
-        (Text("abcd", "1"), 4),
-        (Prompt("abc", {"answer": "long"}, "1"), 3),
-        (Comparison("abc", "de", "fgh", None, "1"), 2 * 3 + 2 + 3),
-        (Ranking("abc", ("d", "ef"), (0, 1), "1"), 2 * 3 + 1 + 2),
-        (Steps("abc", ("de", "f"), (True, False), "1"), 3 + 2 + 1),
-        (LabeledResponse([{"role": "user", "content": "abc"}], "de", True, "1"), len("user") + 3 + 2),
-    ],
-)
-def test_the_characters_of_a_row_are_those_of_its_documents(record, characters):
-    assert mean_characters([record]) == characters
 
 
 def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from alignment.cli import main
-from alignment.planning import resolve
+from alignment.planning import plan
 from alignment.training import TrainingConfig
 from tests.distributed.processes import run_ranks
 
@@ -24,7 +24,7 @@ def test_a_run_writes_its_choice_and_a_resume_keeps_it(checkpoints, world, tmp_p
     assert isinstance(chosen, int) and chosen > 0
     assert f"training.micro_batch_tokens: auto: {chosen}" in capsys.readouterr().err
 
-    monkeypatch.setattr(resolve, "_choose", lambda config: pytest.fail("a resume chose again"))
+    monkeypatch.setattr(plan, "_choose", lambda config: pytest.fail("a resume chose again"))
     assert main(["sft", str(file)]) == 0
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["micro_batch_tokens"]
     assert kept == chosen
