@@ -382,16 +382,16 @@ def plan(
     from alignment.commands import plan as planning
 
     options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
-    found, changes = planning.plan_config(config, overrides or [], **options)
+    found = planning.plan_config(config, overrides or [], **options)
     if as_json:
-        print(json.dumps(planning.as_json(found, changes, mfu), indent=2))
+        print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
-        print("\n".join(planning.plan_lines(found, changes, mfu)))
+        print("\n".join(planning.plan_lines(found, mfu)))
     if found.fits is False:
+        from alignment.planning.plan import SMALLER
+
         lacking = (found.needed - (found.device.memory or 0)) / 1e9
-        raise UserError(
-            f"{config} does not fit: {lacking:.1f} GB are missing; the changes listed above make it smaller"
-        )
+        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 @data.command("check")

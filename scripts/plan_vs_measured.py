@@ -156,7 +156,7 @@ def plan(name: str, inputs: Path) -> tuple[int, str]:
     from alignment.commands.plan import plan_config
 
     stage, file = write_config(name, inputs, inputs / f"{name.replace(' ', '_')}_planned")
-    found, _ = plan_config(str(file), [], stage=stage, tflops=1.0)
+    found = plan_config(str(file), [], stage=stage, tflops=1.0)
     return found.peak.total, found.peak.phase
 
 

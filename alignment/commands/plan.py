@@ -11,7 +11,7 @@ from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
-from alignment.planning.plan import Change, Plan, changes_that_help, make_plan
+from alignment.planning.plan import Plan, make_plan
 from alignment.planning.run_length import Data, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
@@ -29,8 +29,8 @@ def plan_config(
     launch: str | None = None,
     stage: str | None = None,
     tflops: float | None = None,
-) -> tuple[Plan, list[Change]]:
-    """The plan of a config, and the changes that would make it fit where it does not.
+) -> Plan:
+    """The plan of a config.
 
     Args:
         source: path of a YAML file, or a packaged name such as `sft/tiny`.
@@ -53,8 +53,7 @@ def plan_config(
     data = Data()
     with suppress(UserError):  # bad rows are the stage's to report
         data = read_training_rows(config, workload_of(config, file.parent))
-    plan = make_plan(config, layout, device, data=data, near=file.parent)
-    return plan, [] if plan.fits is not False else changes_that_help(plan, data=data, near=file.parent)
+    return make_plan(config, layout, device, data=data, near=file.parent)
 
 
 def stage_of(source: str, file: Path) -> str:
@@ -80,7 +79,7 @@ def stage_of(source: str, file: Path) -> str:
 # As text
 
 
-def plan_lines(plan: Plan, changes: Sequence[Change], mfu: float) -> Iterator[str]:
+def plan_lines(plan: Plan, mfu: float) -> Iterator[str]:
     """Lines of the plan for a terminal."""
     yield f"{'network':14s} {'parameters':>16s} {'trained':>16s}  base"
     for role in plan.roles:
@@ -92,12 +91,6 @@ def plan_lines(plan: Plan, changes: Sequence[Change], mfu: float) -> Iterator[st
     yield from _describe_memory(plan)
     yield ""
     yield from _describe_length(plan, mfu)
-    if changes:
-        yield ""
-        yield "What would make it fit, each line on top of those before:"
-    for change in changes:
-        verdict = "fits" if change.plan.fits else "does not fit"
-        yield f"  {change.settings:58s} {change.plan.needed / GB:9.2f} GB  {verdict}"
 
 
 def _describe_memory(plan: Plan) -> Iterator[str]:
@@ -151,7 +144,7 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
 # For machines
 
 
-def as_json(plan: Plan, changes: Sequence[Change], mfu: float) -> dict[str, Any]:
+def as_json(plan: Plan, mfu: float) -> dict[str, Any]:
     """The plan as plain values; bytes are whole numbers, per device."""
     return {
         "config": without_secrets(asdict(plan.config)),
@@ -167,8 +160,4 @@ def as_json(plan: Plan, changes: Sequence[Change], mfu: float) -> dict[str, Any]
         **asdict(plan.length),
         "mfu": mfu,
         "seconds": plan.seconds(mfu),
-        "changes": [
-            {"settings": change.settings, "needed_bytes": change.plan.needed, "fits": change.plan.fits}
-            for change in changes
-        ],
     }

@@ -424,10 +424,7 @@ def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:
 
 @contextmanager
 def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
-    """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel.
-
-    Fake CUDA tensors would need CUDA for their backward pass.
-    """
+    """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel."""
     sizes, applies = (language.CHUNK_ELEMENTS, language.KEPT_ELEMENTS), layer_contexts.varlen_applies
     before = [size["cpu"] for size in sizes]
     if gpu:

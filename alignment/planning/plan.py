@@ -3,18 +3,14 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.dpo import DPOConfig
-from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
 from alignment.config.yaml_source import read_yaml
 from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
-from alignment.models.weights_config import WeightsConfig
 from alignment.planning.layout import Device, Layout, free_memory, layout_of
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
@@ -26,6 +22,11 @@ DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
 CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
+
+SMALLER = (
+    "smaller, from what costs the run least: training.gradient_checkpointing=true, a smaller training.micro_batch_tokens, "
+    "optim.name=adamw_8bit, adapter.kind=lora, weights.quantize=nf4, more GPUs with --launch launch/fsdp2"
+)
 
 Config = TypeVar("Config")
 
@@ -153,7 +154,7 @@ def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, mo
     if least > memory:
         raise UserError(
             f"training.micro_batch_tokens: auto: not even one row of {row} tokens fits: {least / 1e9:.2f} GB are needed "
-            f"and {memory / 1e9:.2f} GB are free; `alignment plan` lists what makes the run smaller"
+            f"and {memory / 1e9:.2f} GB are free; {SMALLER}"
         )
     fits, fits_bytes, fails, fails_bytes = row, least, most, largest
     for _ in range(MOST_TRIALS):
@@ -183,74 +184,7 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
     room = device.room(layout.gpus)
     peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
-    if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
-        before = replace(config, reference_log_probs="compute", reference_cache=None)
-        stage = workload_of(before, near)
-        both = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
-        first = Tracer(before, stage, both, layout, gpu=device.gpu, updates=False)
-        longest = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
-        documents, _ = rows.take([[(longest, longest - 1)]] * CACHED_ROWS)
-        peaks = [first.forwards("reference log-probabilities", documents), *peaks]
     return Plan(config, layout, device, tokens, roles, peaks, length)
-
-
-# What would make it fit
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of settings, on top of those before it, and what the run needs then."""
-
-    settings: str
-    plan: Plan
-
-
-def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Change]:
-    """Changes of settings in the order of what they cost the run, each on top of those before, until it fits.
-
-    Those that leave what is trained as it is come first; an adapter and quantization follow, then more devices.
-    """
-    found: list[Change] = []
-    for settings, config, layout, tokens in _candidates(plan, near):
-        try:
-            tried = plan_at(config, layout, plan.device, tokens, data=data, near=near)
-        except (UserError, ValueError):  # a setting that does not go with this model
-            continue
-        found.append(Change(settings, tried))
-        if tried.fits:
-            break
-    return found
-
-
-def _candidates(plan: Plan, near: Path | None) -> Iterator[tuple[str, StageConfig, Layout, int]]:
-    """Settings in words, and the run with them and all those before."""
-    config, layout, tokens = plan.config, plan.layout, plan.tokens
-    if not config.training.gradient_checkpointing or config.training.keep_activations != "nothing":
-        training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
-        config = replace(config, training=training)
-        yield "training.gradient_checkpointing=true", config, layout, tokens
-    row, _ = token_range(config, workload_of(config, near), layout, plan.device, Data())
-    if tokens > row:
-        tokens = row
-        yield f"training.micro_batch_tokens={tokens}", config, layout, tokens
-    whole = config
-    alone = layout.backend in ("single", "ddp")
-    if config.optim.name == "adamw" and alone:
-        config = replace(config, optim=replace(config.optim, name="adamw_8bit"))
-        yield "optim.name=adamw_8bit", config, layout, tokens
-    if config.adapter is None:
-        config = replace(config, adapter=LoRASpec())
-        yield "adapter.kind=lora", config, layout, tokens
-    if config.weights.quantize is None and alone:
-        config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
-        yield "weights.quantize=nf4", config, layout, tokens
-    for gpus in (2, 4, 8, 16):
-        if plan.device.gpu and gpus > layout.gpus:
-            layout = Layout("fsdp2", gpus, gpus)
-            words = f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)"
-            yield words, whole, layout, tokens
-    if layout.sharded and not layout.offload:
-        yield "the same with CPU offload", whole, replace(layout, offload=True), tokens
 
 
 # `training.micro_batch_tokens: auto` at the start of a run

@@ -187,11 +187,7 @@ def _asked(config: DPOConfig | OnlineDPOConfig, networks: Mapping[str, Network])
 
 
 def _reward_model(config: RewardConfig, start: Start) -> Network:
-    """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base.
-
-    Raises:
-        UserError: what the run itself refuses, or an ensemble of adapters over a model of transformers' class.
-    """
+    """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base."""
     encoder, ensemble = is_encoder(start.config), config.ensemble
     if encoder and config.loss == "steps":
         raise UserError(f"{config.policy}: an encoder learns no scores of steps (loss=steps); start from a decoder")

@@ -57,8 +57,9 @@ class RowStream(Protocol):
         ...
 
 
+@runtime_checkable
 class Resumable(Protocol):
-    """An object with a state that later updates depend on."""
+    """An object with a state that later updates depend on, such as a stream that reaches its middle sooner with it."""
 
     def state(self) -> object:
         """The state that the next update needs, as JSON-like values; None: none."""
@@ -67,11 +68,6 @@ class Resumable(Protocol):
     def restore(self, state: object, /) -> None:
         """Go on from what `state` returned; None: from the start."""
         ...
-
-
-@runtime_checkable
-class ResumableStream(RowStream, Resumable, Protocol):
-    """A stream that reaches a batch in the middle sooner with a state: `data.streaming.StreamedOrder`."""
 
 
 def fit(
@@ -157,18 +153,12 @@ def go_on(
     """
     saved = load_run_state(run, engine, training)
     result.restore(saved)
-    parts: dict[str, Resumable | None] = {"stream": stream if isinstance(stream, ResumableStream) else None}
-    parts["updates"] = remembers
+    parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Resumable)}
     for name, part in parts.items():
-        if part is not None and saved is not None:
+        if saved is not None:
             part.restore(saved.get(name))
     note_endless_warmup(run, engine)
-
-    def state() -> dict[str, Any]:
-        states = {name: part.state() for name, part in parts.items() if part is not None}
-        return result.state() | {name: known for name, known in states.items() if known is not None}
-
-    return state
+    return lambda: result.state() | {name: each for name, part in parts.items() if (each := part.state()) is not None}
 
 
 def evaluate_model(

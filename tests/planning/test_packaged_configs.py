@@ -31,7 +31,7 @@ def test_every_stage_has_configs_that_say_which_gpu_they_are_for():
 @pytest.mark.parametrize(("name", "options"), [pytest.param(*each, id=each[0]) for each in promises()])
 def test_the_run_fits_the_gpu_that_the_config_is_for(name, options):
     given = dict(zip(options[::2], options[1::2], strict=True))
-    plan, _ = plan_config(
+    plan = plan_config(
         name,
         [],
         gpus=int(given["--gpus"]) if "--gpus" in given else None,

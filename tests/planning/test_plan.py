@@ -135,31 +135,6 @@ def test_dpo_with_an_adapter_has_no_second_model_and_without_one_it_has(base):
     assert roles(None) == ["policy", "reference"]
 
 
-def test_a_cached_reference_is_there_before_the_updates_and_simpo_has_none(base):
-    """Of a whole model the updates need more; beside an adapter a reference of its own is the most that there is."""
-
-    def plan(**changes):
-        training = TrainingConfig(batch_size=2, micro_batch_tokens=256, max_steps=1)
-        config = DPOConfig(base, DataConfig("nowhere.jsonl", max_length=64), "out", training=training, **changes)
-        return make_plan(config, Layout(), CPU)
-
-    whole = {name: plan(reference_log_probs=name) for name in ("compute", "cache")}
-    assert [role.role for role in whole["cache"].roles] == ["policy"]
-    first, update = whole["cache"].peaks
-    assert (first.phase, update.phase) == ("reference log-probabilities", "policy update") and whole[
-        "cache"
-    ].peak == update
-    assert 0 < first.parts["weights of reference"] <= first.parts["weights of policy"]  # frozen weights may be shorter
-    assert first.of_kind("gradients") == first.of_kind("optimizer") == 0 < first.of_kind("activations")
-    assert "weights of reference" not in update.parts
-    saved = whole["compute"].peak.total - whole["cache"].peak.total
-    assert saved >= first.parts["weights of reference"]
-    beside = plan(reference_log_probs="cache", adapter=LoRASpec(rank=RANK))
-    assert "weights of reference" not in beside.peaks[0].parts  # the policy with its adapter off
-    [update] = plan(loss="simpo").peaks
-    assert update.parts.keys() == whole["cache"].peaks[1].parts.keys()
-
-
 @pytest.mark.parametrize("adapter", [None, PromptSpec(tokens=4), PrefixSpec(tokens=4)])
 def test_known_pairs_are_traced_with_their_prompts_shared(base, adapter):
     """Prompts of 60 tokens and responses of 4: of the 2 * 64 tokens of a pair only 68 are computed."""
@@ -305,15 +280,12 @@ def test_the_command_says_0_where_the_run_fits(config_file, capsys):
     assert "weights of policy" in text and "3 updates of 4 rows" in text and "computed, not measured" in text
 
 
-def test_the_command_says_2_where_it_does_not_and_lists_what_helps(config_file, capsys):
+def test_the_command_says_2_where_it_does_not(config_file, capsys):
     assert main(["plan", config_file, "--stage", "sft", "--gpu-memory", "0.803", "--json"]) == 2
     out, error = capsys.readouterr()
-    assert error.count("\n") == 1 and "does not fit" in error
+    assert error.count("\n") == 1 and "does not fit" in error and "gradient_checkpointing=true" in error
     plan = json.loads(out)
     assert plan["fits"] is False and plan["needed_bytes"] > 803_000_000
-    changes = plan["changes"]
-    assert changes[0]["settings"] == "training.gradient_checkpointing=true"
-    assert changes[0]["needed_bytes"] < plan["needed_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -286,11 +286,7 @@ def _around_forwards(
 
 @torch.no_grad()
 def _read_partitions(model: nn.Module, settings: dict[str, object], process_group: ProcessGroup) -> None:
-    """Divide the unread parameters of a model among the ranks, as `deepspeed.zero.Init`, and read this rank's part of each.
-
-    They are never whole on any rank. DeepSpeed itself divides what has been read or drawn (adapters, new heads), with rank
-    0's values. Buffers are moved to the process's device, as DeepSpeed then leaves them where they are.
-    """
+    """Divide the unread parameters of a model among the ranks, as `deepspeed.zero.Init`, and read this rank's part of each."""
     import deepspeed
 
     waiting = _unread(model)

@@ -205,11 +205,7 @@ def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]
 
 
 def _device_mesh(process_group: ProcessGroup, settings: FSDPSettings) -> Any:
-    """The ranks as one line, or for hybrid sharding as nodes x ranks of a node: copies across nodes, shards within.
-
-    Raises:
-        UserError: the ranks are not equally many on each node.
-    """
+    """The ranks as one line, or for hybrid sharding as nodes x ranks of a node: copies across nodes, shards within."""
     kind, size, local = process_group.device.type, process_group.size, settings.ranks_per_node
     if not settings.hybrid:
         return init_device_mesh(kind, (size,))

@@ -266,10 +266,7 @@ def lock(directory: Path) -> TextIO:
 
 @contextmanager
 def _stop_requests(requested: list[int]) -> Iterator[None]:
-    """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it.
-
-    Outside the main thread, where Python cannot handle signals, they keep their usual effect.
-    """
+    """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
