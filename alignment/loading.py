@@ -97,11 +97,7 @@ class Checkpoint:
 
     @cached_property
     def base(self) -> Path:
-        """The directory of the weights.
-
-        Raises:
-            UserError: an adapter's base model is neither on disk nor on the Hub; the message names the adapter.
-        """
+        """The directory of the weights."""
         if not self.is_adapter:
             return self.directory
         try:
@@ -172,9 +168,6 @@ def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
     Args:
         source: directory or Hub name of the model; an adapter without a generation config uses its base model's.
         tokenizer: the model's tokenizer.
-
-    Raises:
-        UserError: generation_config.json is no JSON object, or its end tokens are no ids.
     """
     path = open_checkpoint(source).file(GENERATION_CONFIG)
     named = (read_generation_config(path.parent) or {}).get("eos_token_id")
@@ -231,9 +224,6 @@ def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: st
     Args:
         source, device: as for `load_model`.
         bases: gives its weights, which other networks may share.
-
-    Raises:
-        UserError: as for `load_model`.
     """
     checkpoint = open_checkpoint(source)
     model = bases.language_model(checkpoint.base).to(device)

@@ -39,9 +39,6 @@ def plan_config(
         launch: Accelerate's launch file.
         stage: of the config, where its name and keys do not tell.
         tflops: the device's peak rate; None: from a table, or measured.
-
-    Raises:
-        UserError: the config is wrong, its stage unknown, or a checkpoint of it cannot be traced to a config.json.
     """
     file = find_packaged(source, "configs")
     stage = (stage or stage_of(source, file)).replace("-", "_")
@@ -57,11 +54,7 @@ def plan_config(
 
 
 def stage_of(source: str, file: Path) -> str:
-    """The stage of a config: its folder's or file's name, or the only one that has all its keys.
-
-    Raises:
-        UserError: neither tells.
-    """
+    """The stage of a config: its folder's or file's name, or the only one that has all its keys."""
     for name in (source.split("/")[0], file.parent.name, file.stem):
         if name in PLANNED:
             return name

@@ -111,11 +111,7 @@ def _stored(start: Start, task: str, labels: Mapping[str, object], weights: Weig
 
 
 def empty_network(config: HFConfig, task: str, dtype: torch.dtype) -> Any:
-    """A model of an architecture on the meta device, in a type, in eval mode.
-
-    Raises:
-        UserError: the config is that of no architecture known here or to transformers.
-    """
+    """A model of an architecture on the meta device, in a type, in eval mode."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -104,9 +104,6 @@ def make_plan(
     Args:
         data: what is known of the training rows.
         near: folder of the user's config.
-
-    Raises:
-        UserError: nothing is known about a checkpoint that the config names, or not even one row fits, with `auto`.
     """
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
@@ -143,9 +140,6 @@ def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, mo
         memory: bytes.
         row: tokens of the longest row.
         most: tokens beyond which nothing is gained.
-
-    Raises:
-        UserError: not even one row fits.
     """
     largest = needed(most)
     if largest <= memory:
@@ -195,9 +189,6 @@ def resolve_micro_batch(config: Config) -> Config:
 
     A run that is resumed keeps the number of its config.yaml. On several processes the smallest free memory decides,
     and all of them take the same number; every process must call this.
-
-    Raises:
-        UserError: not even one row fits; on every process, with the same text.
     """
     if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
         return config

@@ -57,11 +57,7 @@ class RunLength:
 
 
 def read_training_rows(config: StageConfig, stage: Workload) -> Data:
-    """The training rows of a config, where files and tokenizer are on this disk.
-
-    Raises:
-        UserError: bad rows, as the stage itself would find them.
-    """
+    """The training rows of a config, where files and tokenizer are on this disk."""
     name = getattr(config, "tokenizer", None) or config.policy
     files = [Path(source.source) for source in config.data.sources("train")]
     here = name and Path(name).is_dir() and all(file.is_file() for file in files)

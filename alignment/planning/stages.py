@@ -120,9 +120,6 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
 
     Args:
         near: folder of the user's config, whose other configs may write a start that is not there yet.
-
-    Raises:
-        UserError: nothing is known about a checkpoint that the config names.
     """
     if isinstance(config, PretrainConfig):
         return _pretrain(config, near)
@@ -241,9 +238,6 @@ def find_start(source: str, near: Path | None = None) -> Start:
 
     Args:
         near: folder with further configs, one of which may write `source`; None: the packaged ones only.
-
-    Raises:
-        UserError: nothing is known about the name; the message says what would help.
     """
     path = Path(os.path.expanduser(source))
     if path.is_dir():

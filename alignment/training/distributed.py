@@ -233,11 +233,7 @@ def init_distributed() -> ProcessGroup:
 
 
 def check_fsdp_settings() -> None:
-    """Check that all settings of the launch file's `fsdp_config` have supported values.
-
-    Raises:
-        UserError: some have not; all of them are named.
-    """
+    """Check that all settings of the launch file's `fsdp_config` have supported values."""
     sent = _sent_settings()
     raise_all(
         f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
@@ -283,9 +279,6 @@ def compare_start(config: Mapping[str, object]) -> None:
     """Check that all ranks have the same config, launch settings, source of this library and versions of packages.
 
     A collective operation.
-
-    Raises:
-        UserError: every difference, with the rank; on every rank.
     """
     if launched_size() > 1:
         code = {key: value for key, value in code_version().items() if key != "commit"}
@@ -299,9 +292,6 @@ def compare_checkpoints(directories: Mapping[str, Path]) -> None:
 
     Args:
         directories: by the name that the config has for them.
-
-    Raises:
-        UserError: every difference, with the rank; on every rank.
     """
     if launched_size() > 1:
         named = {name: sorted(filter(Path.is_file, each.iterdir())) for name, each in directories.items()}
@@ -312,9 +302,6 @@ def compare_rows(name: str, rows: Sequence[object]) -> None:
     """Check that all ranks have read the same rows in the same order; a collective operation.
 
     Prepared rows on disk are compared by their key, a hash of all that they were made of; others by their `repr`.
-
-    Raises:
-        UserError: the ranks that differ from rank 0; on every rank.
     """
     if launched_size() > 1:
         key = getattr(rows, "key", None) or hashlib.sha256("".join(map(repr, rows)).encode()).hexdigest()
@@ -322,11 +309,7 @@ def compare_rows(name: str, rows: Sequence[object]) -> None:
 
 
 def compare_ranks(values: Mapping[str, object]) -> None:
-    """Check that all ranks have the same JSON-like values; a collective operation.
-
-    Raises:
-        UserError: every difference to rank 0, with the rank; on every rank.
-    """
+    """Check that all ranks have the same JSON-like values; a collective operation."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, values)
     raise_all(

@@ -95,9 +95,6 @@ class Engine:
         Args:
             model: float32 weights; frozen parameters may have any type.
             total_steps: updates of the whole run, over which the learning rate schedule is stretched.
-
-        Raises:
-            UserError: the launch configuration or gradient checkpointing does not support this model.
         """
         self.config, self.total_steps = config, total_steps
         self.step = 0
@@ -183,11 +180,7 @@ class Engine:
             self.average.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation.
-
-        Raises:
-            UserError: a file or tensor is missing or does not fit; it is named.
-        """
+        """Restore what `save` wrote; a collective operation."""
         self.backend.load(directory)
         if self.average is not None:
             self.average.load(directory)
@@ -238,11 +231,7 @@ class Engine:
 
 
 def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str) -> Backend:
-    """The backend that the launch configuration asked for.
-
-    Raises:
-        UserError: the optimizer cannot run on it.
-    """
+    """The backend that the launch configuration asked for."""
     check_optimizer(config, process_group.kind)
     if process_group.kind == "deepspeed":
         from alignment.training.backends.deepspeed import DeepSpeedBackend
@@ -256,11 +245,7 @@ def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessG
 
 
 def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -> None:
-    """Call a method of the model that changes how it runs.
-
-    Raises:
-        UserError: the model has no such method.
-    """
+    """Call a method of the model that changes how it runs."""
     if not hasattr(model, method):
         raise UserError(f"training.{setting}: {type(model).__name__} does not support it; set it to false")
     getattr(model, method)(*arguments)

@@ -147,9 +147,6 @@ def go_on(
 
     Returns:
         A function that gives their state for the next checkpoint.
-
-    Raises:
-        UserError: as `load_run_state`; the stream's files are others.
     """
     saved = load_run_state(run, engine, training)
     result.restore(saved)

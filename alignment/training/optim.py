@@ -346,9 +346,6 @@ def parameter_groups(
 
     Args:
         learning_rates: regular expression -> factor; see `OptimConfig`.
-
-    Raises:
-        UserError: a pattern decides the rate of no parameter.
     """
     trainable = trainable_parameters(model)
     scales = _learning_rate_scales(list(trainable), learning_rates or {})

@@ -81,9 +81,6 @@ class Result:
         Args:
             save: writes the engine's weights as the run's model; None: no model is written.
             evaluated: the run has an evaluation.
-
-        Raises:
-            UserError: the evaluation decides what is the result, and there is none.
         """
         metric = training.best_metric
         if metric is not None and not evaluated:
@@ -119,9 +116,6 @@ class Result:
 
         Returns:
             What to log of the best so far.
-
-        Raises:
-            UserError: the metric is not among the evaluation's.
         """
         if self.best is None:
             return {}

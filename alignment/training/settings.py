@@ -37,11 +37,7 @@ class EarlyStopping(Settings):
 
 
 def is_lower_better(metric: str) -> bool:
-    """True where a smaller value of a metric is better, by the words of its name; a source may follow after a /.
-
-    Raises:
-        ValueError: its name has no word that says so, or words of both directions.
-    """
+    """True where a smaller value of a metric is better, by the words of its name; a source may follow after a /."""
     words = set(metric.split("/")[0].split("_"))
     if bool(words & LOWER) == bool(words & HIGHER):
         raise ValueError(

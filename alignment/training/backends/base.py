@@ -127,11 +127,7 @@ class Backend:
         return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state into an existing directory; a collective operation.
-
-        Raises:
-            FloatingPointError: a weight is not finite.
-        """
+        """Write weights and optimizer state into an existing directory; a collective operation."""
         kept, rank = state_files.kept_tensors(self.unwrapped), self.process_group.rank
         bad = [name for names in self.process_group.gather_objects(state_files.not_finite(kept)) for name in names]
         if bad:
@@ -145,11 +141,7 @@ class Backend:
         state_files.write(state_files.OPTIMIZER, state, directory, rank=rank)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation.
-
-        Raises:
-            UserError: a file or tensor is missing or does not fit; it is named.
-        """
+        """Restore what `save` wrote; a collective operation."""
         state_files.read_into(state_files.WEIGHTS, state_files.kept_tensors(self.unwrapped), directory)
         parameters = trainable_parameters(self.unwrapped)
         saved: dict[str, dict[str, Tensor]] = {}
@@ -275,11 +267,7 @@ def buckets(tensors: list[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse new parameters that were computed from unread ones, which are NaN.
-
-    Raises:
-        UserError: naming them.
-    """
+    """Refuse new parameters that were computed from unread ones, which are NaN."""
     bad = [
         name
         for name, parameter in model.named_parameters()

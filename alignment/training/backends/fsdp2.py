@@ -142,9 +142,6 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSet
     An unread parameter is never whole on any rank: each reads the rows of its own shard from the file. What has been
     read or drawn (adapters, new heads, buffers) starts with rank 0's values. Quantized weights, which are frozen, stay
     whole on each rank: FSDP2 cannot cut their blocks.
-
-    Raises:
-        UserError: the mesh does not fit the number of processes, or a trained parameter is not a number.
     """
     stored = _move_unread_to_meta(model)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(process_group.device))

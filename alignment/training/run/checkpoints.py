@@ -68,9 +68,6 @@ def save_checkpoint(
         state: JSON-like, what the algorithm needs in addition to engines and random states.
         identity: JSON-like, compared on resume.
         drawn: whether training has used random numbers, different ones on each rank, as dropout does.
-
-    Raises:
-        UserError: the disk has not enough space. Nothing is deleted before the new checkpoint is complete.
     """
     named = engines_of(engines)
     process_group = process_group_of(engines)
@@ -158,9 +155,6 @@ def latest_checkpoint(root: Path) -> Path | None:
 
     Damaged checkpoints that are newer are named in a warning and renamed, so that they do not count when older ones are
     deleted. Left-overs of an interrupted save are removed.
-
-    Raises:
-        UserError: a file of the newest checkpoint was deleted, or every checkpoint is damaged.
     """
     for hidden in list(root.glob(".step-*")):
         remove_leftovers(root / hidden.name.split(".")[1])

@@ -63,10 +63,6 @@ class Run:
             parents: models that the run starts from.
             files: by dotted key, the files behind a setting that is no file's name; they are part of the identity.
             again: start from the beginning: checkpoints and logs of a run with these settings are deleted.
-
-        Raises:
-            UserError: the directory cannot be written or another run uses it; it holds the model, checkpoints or metrics
-                of a run with other settings or data; its logs are damaged; a tracker does not start.
         """
         self.output = Path(output)
         self.checkpoints = self.output / "checkpoints"
@@ -210,11 +206,7 @@ class Run:
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Keep the lines of a run's log up to `step`; an incomplete last line, left by a crash, is deleted too.
-
-    Raises:
-        UserError: a line that is no line of a log.
-    """
+    """Keep the lines of a run's log up to `step`; an incomplete last line, left by a crash, is deleted too."""
     lines, problems = read_log(path)
     raise_all(problems)
     if path.exists():
@@ -237,11 +229,7 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 def lock(directory: Path) -> TextIO:
-    """Lock the directory for this process; the system releases the lock when the process ends in any way.
-
-    Raises:
-        UserError: another process has locked it, or it cannot be written.
-    """
+    """Lock the directory for this process; the system releases the lock when the process ends in any way."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life

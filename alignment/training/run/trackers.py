@@ -29,11 +29,7 @@ class Trackers:
     """Sends each update's metrics to every tracker."""
 
     def __init__(self, output: Path, stage: str, names: Sequence[str], config: Mapping[str, Any]):
-        """Open TensorBoard's files and start the named trackers.
-
-        Raises:
-            UserError: a tracker does not start.
-        """
+        """Open TensorBoard's files and start the named trackers."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._others = [_open_tracker(name, output, stage, config) for name in names if name != "tensorboard"]
