@@ -236,8 +236,6 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     if problem:
         raise UserError(problem)
     if path is None:
-        if run.is_main and (lines := read_log(run.output / "metrics.jsonl")[0]):
-            run.note(f"{lines[-1][0]} updates of an earlier start are lost: there is no checkpoint to go on from")
         return None
     identity = process_group.broadcast_object(run.identity)
     state = restore_checkpoint(path, engines, identity)

@@ -88,13 +88,6 @@ def test_other_rows_on_rank_1_are_refused_before_the_first_update(tmp_path, sett
 
 
 @pytest.mark.distributed_slow
-def test_another_config_on_rank_1_is_refused_with_the_key(tmp_path, settings):
-    codes, errors, _ = run_two(tmp_path, "none", *settings, "optim.learning_rate=0.RANK5")
-    assert codes == [2, 2]
-    assert "rank 1 has not what rank 0 has: config.optim.learning_rate: 0.05 -> 0.15" in "".join(errors)
-
-
-@pytest.mark.distributed_slow
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_a_rank_that_fails_in_training_ends_the_other_with_a_sentence(tmp_path, settings, fault):
     codes, errors, seconds = run_two(tmp_path, fault, *settings)

@@ -212,18 +212,6 @@ def test_sharded_ppo_samples_block_by_block_where_whole_copies_do_not_fit(sharde
     assert sampling.parts["unsharded blocks and buckets"] == 4 * PARAMETERS // 2
 
 
-@pytest.mark.parametrize("settings", [{"value_model": "shared"}, {"advantages": "rloo", "responses_per_prompt": 4}])
-def test_ppo_without_a_value_network_of_its_own_keeps_and_updates_one_network(base, settings):
-    config = PPOConfig(
-        policy=base, reward_model=base, data=DataConfig("nowhere.jsonl", max_length=32), output="out", max_new_tokens=16,
-        training=TrainingConfig(batch_size=4, micro_batch_tokens=96, max_steps=3), **settings,
-    )  # fmt: skip
-    plan = make_plan(config, Layout(), GPU)
-    assert {role.role for role in plan.roles} == {"policy", "reference", "reward model"}
-    assert [peak.phase for peak in plan.peaks] == ["sampling", "scoring", "policy update"]
-    assert plan.length.tokens == 3 * 4 * (32 + 16) * config.responses_per_prompt
-
-
 def test_launch_files_say_how_the_model_lies_on_the_devices():
     assert read_layout(None, None) == Layout("single", 1)
     assert read_layout(None, 4) == Layout("ddp", 4)
@@ -372,21 +360,3 @@ def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
         (6 * long + 2 * short) / 8
     )
     assert Data(8).examples is None
-
-
-def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):
-    """2 updates of 4 prompts with 2 responses in batches of 4: 2 * 2 * 16 passes over the weights, 4 bytes each."""
-    config = PPOConfig(
-        policy=base,
-        reward_model=base,
-        data=DataConfig("nowhere.jsonl", max_length=64),
-        output="out",
-        max_new_tokens=16,
-        responses_per_prompt=2,
-        micro_rollout_batch_size=4,
-        training=TrainingConfig(batch_size=4, micro_batch_tokens=512, max_steps=2),
-    )
-    plan = make_plan(config, Layout(), replace(GPU, bandwidth=1e12))
-    assert plan.length.decoding_bytes == 2 * 2 * 16 * 4 * PARAMETERS
-    slower = replace(plan, device=replace(plan.device, bandwidth=0.5e12))
-    assert slower.seconds(0.5) - plan.seconds(0.5) == pytest.approx(plan.length.decoding_bytes / 0.5e12)

@@ -46,14 +46,6 @@ def test_the_best_and_the_patience_by_hand():
     assert (best.value, best.step) == (2.3, 3)
 
 
-def test_higher_is_better_for_an_accuracy_and_what_is_not_finite_is_never_best():
-    best = BestEvaluation("held_out_accuracy")
-    assert [best.add(step, value) for step, value in enumerate([float("nan"), 0.5, 0.4, 0.6, float("inf")])] == [
-        False, True, False, True, False,
-    ]  # fmt: skip
-    assert (best.value, best.step) == (0.6, 3)
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -125,12 +117,6 @@ def test_a_run_ends_at_a_plateau_and_its_model_has_the_best_weights(tmp_path, ca
     assert logged[-1]["best_step"] == 3 and logged[-1]["best_held_out_loss"] == 1.0
     assert equal(written(tmp_path / "run"), after(3))
     assert "model/ holds step 3, the best by held_out_loss (1); the run ended at step 6" in capsys.readouterr().err
-
-
-def test_keep_best_alone_runs_to_the_end(tmp_path):
-    train(tmp_path / "run", keep_best="held_out_loss", values=[3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 1.1, 1.2])
-    assert lines(tmp_path / "run")[-1]["step"] == 8
-    assert equal(written(tmp_path / "run"), after(3))
 
 
 def test_the_best_survives_rotation_and_only_one_is_kept_at_the_end(tmp_path):

@@ -5,7 +5,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from alignment.data.batches import collate
@@ -24,13 +23,12 @@ from alignment.training.optim import (
     trainable_parameters,
 )
 from tests.distributed.worker import documents, next_token
-from tests.training.toys import equal, weights
+from tests.training.toys import equal
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 HERE = ["adamw", pytest.param("adamw_8bit", marks=needs_bitsandbytes), "adafactor", "muon", "sgd"]
-RATES = {"adamw": 0.1, "adamw_8bit": 0.1, "adafactor": 0.1, "muon": 0.1, "sgd": 0.1}
 LLAMA = {
     "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -39,35 +37,6 @@ LLAMA = {
 
 def config_of(name: str, rate: float, **settings: Any) -> OptimConfig:
     return OptimConfig(rate, name=name, **settings)  # pyright: ignore[reportArgumentType]
-
-
-class Quadratic(nn.Module):
-    """0.5 |W - optimum|^2 for a matrix of a block, large enough for 8-bit state, and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(64, 65)])
-        self.optimum = [torch.randn(parameter.shape, generator=generator) for parameter in self.blocks.parameters()]
-
-    def forward(self) -> Tensor:
-        parts = zip(self.blocks.parameters(), self.optimum, strict=True)
-        return torch.stack([0.5 * (value - best).pow(2).sum() for value, best in parts]).sum()
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_a_quadratic_is_brought_to_its_optimum(name):
-    torch.manual_seed(0)
-    model = Quadratic()
-    optimizer = build_optimizer(model, config_of(name, RATES[name]))
-    start, rate = float(model().detach()), RATES[name]
-    for step in range(300):
-        loss = model()
-        loss.backward()
-        checked_step(optimizer, 0.0, rate * (1 - step / 300), loss.detach().reshape(1), 1)
-    for value, best in zip(model.blocks.parameters(), model.optimum, strict=True):
-        assert float((value - best).abs().max()) < 0.02, name
-    assert float(model().detach()) < 1e-4 * start
 
 
 def language_engine(name: str, seed: int = 0, **settings: Any) -> Engine:
@@ -107,16 +76,6 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path, name):
     assert types_of_state(engine) == types_of_state(other)
     assert train(engine, 4) == train(other, 4)
     assert equal(engine, other)
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_state_that_is_lost_changes_what_follows(tmp_path, name):
-    # otherwise the test before this one would pass without any state
-    engine, other = language_engine(name), language_engine(name)
-    train(engine, 3)
-    other.backend.unwrapped.load_state_dict(weights(engine))
-    other.step = engine.step
-    assert train(engine, 3) != train(other, 3)
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -253,26 +212,6 @@ def test_each_group_steps_with_its_own_rate():
         assert torch.allclose(before[name] - value, torch.full_like(value, 4e-2 if name[0] == "b" else 1e-2), atol=1e-6)
 
 
-def test_frozen_parameters_do_not_count_for_a_pattern():
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    model["b"].requires_grad_(False)
-    with pytest.raises(UserError, match="found in the name of no trainable parameter"):
-        parameter_groups(model, 0.0, {r"^b\.": 4.0})
-
-
-@needs_bitsandbytes
-def test_eight_bit_state_is_stored_in_eight_bits(tmp_path):
-    engine = language_engine("adamw_8bit")
-    train(engine, 1)
-    backend: Any = engine.backend
-    backend.save(tmp_path)
-    stored = load_file(tmp_path / "optimizer.safetensors")
-    assert {tensor.dtype for key, tensor in stored.items() if key.endswith("state1") and tensor.numel() >= 4096} == {
-        torch.uint8
-    }
-    assert not any("qmap" in key for key in stored)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "why"),
     [
@@ -286,14 +225,6 @@ def test_eight_bit_state_is_stored_in_eight_bits(tmp_path):
 def test_an_optimizer_that_a_backend_cannot_run_is_refused_with_the_reason(name, kind, why):
     with pytest.raises(UserError, match=f"optim.name {name} does not run under {kind}: .*{why}"):
         check_optimizer(config_of(name, 1e-3), kind)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("sgd", "deepspeed"), ("adamw_8bit", "deepspeed"), ("adamw", "deepspeed"), ("muon", "fsdp2"), ("sgd", "ddp")],
-)
-def test_the_others_are_let_through(name, kind):
-    check_optimizer(config_of(name, 1e-3), kind)
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):

@@ -101,7 +101,3 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_package(tmp_path):
     for name in missing:
         with pytest.raises(UserError, match=f"{name} is not installed: pip install {name}"):
             train(tmp_path, [name])
-
-
-def test_every_tracker_that_accelerate_knows_is_tested_here():
-    assert {str(name) for name in accelerate.tracking.LOGGER_TYPE_TO_CLASS} <= {*MODULES, "tensorboard"}
