@@ -11,8 +11,7 @@ from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
-from alignment.planning.plan import Plan, make_plan
-from alignment.planning.run_length import Data, read_training_rows
+from alignment.planning.plan import Data, Plan, make_plan, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
@@ -78,8 +77,6 @@ def plan_lines(plan: Plan, mfu: float) -> Iterator[str]:
     for role in plan.roles:
         on_top = f" + {role.adapters} frozen adapter{'s' if role.adapters > 1 else ''}" if role.adapters else ""
         yield f"{role.role:14s} {role.parameters:16,d} {role.trained:16,d}  {role.base}{on_top}"
-    for found in sorted({role.shapes_from for role in plan.roles}):
-        yield f"shapes from {found}; no weights were read"
     yield ""
     yield from _describe_memory(plan)
     yield ""

@@ -49,14 +49,12 @@ class Start:
         dtype: type of the base's weights.
         base: identity of the base model; checkpoints with the same one can share its weights.
         adapters: settings of the adapters that the checkpoint has on the base, in order; empty for a whole model.
-        shapes_from: the place where the config was found.
     """
 
     config: HFConfig
     dtype: torch.dtype
     base: str
     adapters: tuple[AdapterSpec, ...] = ()
-    shapes_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
     if config.policy is None:
         values = {"model": config.model, "vocabulary": config.vocabulary, "tokenizer_kind": config.tokenizer_kind}
         fresh = fresh_config({**values, "tokenizer": config.tokenizer})
-        start = Start(fresh, torch.float32, "fresh", shapes_from="the config's `model`")
+        start = Start(fresh, torch.float32, "fresh")
     else:
         start = find_start(config.policy, near)
     networks = {"policy": Network(start, task, updates=1, adapter=config.adapter)}
@@ -216,7 +214,7 @@ def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
 def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
     if config.policy is None:
         fresh = dict(config.model or {})
-        start = Start(fresh, config_dtype(fresh), "fresh", shapes_from="the config's `model`")
+        start = Start(fresh, config_dtype(fresh), "fresh")
     else:
         start = find_start(config.policy, near)
     choice = config.task == "multiple_choice"
@@ -245,23 +243,22 @@ def find_start(source: str, near: Path | None = None) -> Start:
             below = find_start(read_base(path), near)
             return replace(below, adapters=_on_top(below.adapters, read_spec(path)))
         config = read_config(path)
-        return Start(config, config_dtype(config), str(path.resolve()), shapes_from=str(path / CONFIG))
+        return Start(config, config_dtype(config), str(path.resolve()))
     if (writer := _config_that_writes(path, near)) is not None:
         return _start_of_run(source, writer, near)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
         raise UserError(f"{source}: {missing_directory(path)}, and no config writes it")
     cached = try_to_load_from_cache(source, CONFIG)
     if isinstance(cached, str):
-        config, found = read_config(Path(cached).parent), cached
+        config = read_config(Path(cached).parent)
     elif source in (bases := packaged_bases()):
-        file, config = bases[source]
-        found = f"configs/bases/{file}"
+        _, config = bases[source]
     else:
         raise UserError(
             f"{source}: its config.json is neither in the Hub's cache nor packaged ({suggest(source, bases)}); download it "
             f"(`hf download {source} config.json`), or give a directory that holds it"
         )
-    return Start(config, config_dtype(config), source, shapes_from=found)
+    return Start(config, config_dtype(config), source)
 
 
 def config_dtype(config: HFConfig) -> torch.dtype:
@@ -307,7 +304,7 @@ def _start_of_run(source: str, file: Path, near: Path | None) -> Start:
     """The checkpoint that the run of a config file will write: its own start, trained whole or with its adapter on top."""
     values: dict[str, Any] = fill(read_yaml(file).values, {"configs": str(packaged_folder("configs")), "data": ""})
     if values.get("policy") is None:
-        return Start(fresh_config(values), torch.float32, source, shapes_from=str(file))
+        return Start(fresh_config(values), torch.float32, source)
     below = find_start(values["policy"], near)
     if values.get("adapter") is None:
         return replace(below, base=source, adapters=(), dtype=torch.float32)  # all weights were trained

@@ -136,38 +136,7 @@ class ProcessGroup:
             dist.barrier()
 
 
-@dataclass(frozen=True)
-class FSDPSettings:
-    """The settings of the launch file's `fsdp_config` that FSDP2 has.
-
-    Attributes:
-        reshard_after_forward: a block's weights are sharded again after its forward.
-        cpu_offload: shards, gradients and optimizer state lie in host memory, and the optimizer runs there.
-        hybrid: weights are sharded within a node and replicated across nodes.
-        forward_prefetch: the next block's weights are gathered while a block runs.
-        ranks_per_node: processes that the launcher started on each node.
-    """
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    hybrid: bool = False
-    forward_prefetch: bool = False
-    ranks_per_node: int = 1
-
-
-def fsdp_settings() -> FSDPSettings:
-    """FSDP2's settings in the launch file."""
-    sent = _sent_settings()
-    return FSDPSettings(
-        reshard_after_forward=sent["RESHARD_AFTER_FORWARD"] == "true",
-        cpu_offload=sent["OFFLOAD_PARAMS"] == "true",
-        hybrid=sent["SHARDING_STRATEGY"] in ("hybrid_shard", "4"),
-        forward_prefetch=sent["FORWARD_PREFETCH"] == "true",
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())),
-    )
-
-
-def _sent_settings() -> dict[str, str]:
+def fsdp_settings() -> dict[str, str]:
     """Each setting of FSDP_SETTINGS as the launch file sent it, in lower case, or its default."""
     return {name: os.environ.get(f"FSDP_{name}", accepted[0]).lower() for name, (accepted, _) in FSDP_SETTINGS.items()}
 
@@ -222,7 +191,11 @@ def init_distributed() -> ProcessGroup:
 
     deepspeed, fsdp = _launched_with("DEEPSPEED"), _launched_with("FSDP")
     if fsdp:
-        check_fsdp_settings()
+        raise_all(
+            f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
+            for name, (accepted, way_out) in FSDP_SETTINGS.items()
+            if fsdp_settings()[name] not in accepted
+        )
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = [InitProcessGroupKwargs(backend=_backend(on_cpu, deepspeed), timeout=TIMEOUT)]
     # Accelerate's own mixed precision stays off: the backends set the precision, alike for all of them.
@@ -230,16 +203,6 @@ def init_distributed() -> ProcessGroup:
     atexit.register(_destroy_process_group)
     kind = "deepspeed" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
     return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
-
-
-def check_fsdp_settings() -> None:
-    """Check that all settings of the launch file's `fsdp_config` have supported values."""
-    sent = _sent_settings()
-    raise_all(
-        f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
-        for name, (accepted, way_out) in FSDP_SETTINGS.items()
-        if sent[name] not in accepted
-    )
 
 
 def _destroy_process_group() -> None:
@@ -269,7 +232,7 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
     if on_cpu:
         return "gloo" if deepspeed else None
     # Offloaded shards are summed and gathered in host memory.
-    return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings().cpu_offload else None
+    return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings()["OFFLOAD_PARAMS"] == "true" else None
 
 
 # Agreement of ranks

@@ -3,7 +3,6 @@
 PPO has a loop of its own, and shares `load_run_state` and `save_run_state`. The bounds of healthy training are here too.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +15,11 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.ragged import Batch
 from alignment.training.engine import Engine
-from alignment.training.optim import endless_warmup
 from alignment.training.result import Result
 from alignment.training.run.checkpoints import (
     Engines,
     check_disk_space,
     checkpoints,
-    engines_of,
     generator_states,
     latest_checkpoint,
     process_group_of,
@@ -30,7 +27,7 @@ from alignment.training.run.checkpoints import (
     save_checkpoint,
     unchanged_random_state,
 )
-from alignment.training.run.directory import Run, read_log
+from alignment.training.run.directory import Run
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import Collate, LossFn, Term, averages, shard_rows
 
@@ -38,9 +35,6 @@ from alignment.training.terms import Collate, LossFn, Term, averages, shard_rows
 MOST_SECONDS = 600.0  # between two saves
 LEAST_SECONDS = 10.0
 SAVE_FACTOR = 50  # times as long as the last save took
-# Of a loss that has exploded; see `divergence`.
-LEAST_UPDATES = 5  # at the end of the run
-FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
 # Of what a stage logs of its own samples, beyond which the run goes wrong: of alarms while it runs, of a diagnosis after.
 ENTROPY_LEFT = 0.3  # of the first entropy: a third of the nats per token leaves one way to say each thing
 DISTINCT_LEFT = 0.5  # of the first share of distinct responses
@@ -128,10 +122,6 @@ def fit(
         save_run_state(run, engine, training, step + 1, state())
         if step + 1 == run.total and result.best is not None:
             result.write()
-    if run.is_main:
-        logged = [json.loads(line).get("loss") for _, line in read_log(run.output / "metrics.jsonl")[0]]
-        if problem := divergence([loss for loss in logged if isinstance(loss, float)]):
-            run.note(problem)
 
 
 def go_on(
@@ -154,7 +144,6 @@ def go_on(
     for name, part in parts.items():
         if saved is not None:
             part.restore(saved.get(name))
-    note_endless_warmup(run, engine)
     return lambda: result.state() | {name: each for name, part in parts.items() if (each := part.state()) is not None}
 
 
@@ -191,33 +180,9 @@ def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) 
     return {f"held_out_{key}": value for key, value in means.items()}
 
 
-def note_endless_warmup(run: Run, engines: Engines) -> None:
-    """Note in the run that a learning rate will not reach its peak."""
-    for problem in {endless_warmup(engine.config, engine.total_steps) for engine in engines_of(engines).values()} - {
-        ""
-    }:
-        run.note(problem)
-
-
 def is_due(step: int, every: int, total: int) -> bool:
     """True where something done every `every` steps and after the last one is due; `every` 0: only after the last."""
     return step == total or (every > 0 and step % every == 0)
-
-
-def divergence(losses: Sequence[float]) -> str:
-    """A warning for a run whose loss has exploded, '' for any other.
-
-    The first loss belongs to the starting model, before the first step. The loss has exploded if the last tenth of the
-    updates, at least five, all have more than three times that loss, and more than 0.5 above it. A hard batch among
-    easy ones does not meet this, nor does a model that has learned nothing or has become slightly worse.
-    """
-    last = losses[1:][-max(LEAST_UPDATES, len(losses) // 10) :]
-    if len(last) < LEAST_UPDATES or min(last) <= max(FACTOR * losses[0], losses[0] + MARGIN):
-        return ""
-    return (
-        f"the loss has exploded: {losses[0]:.4g} before the first update, {sum(last) / len(last):.4g} over the last "
-        f"{len(last)}; the model is worse than the one that the run began with. Lower optim.learning_rate"
-    )
 
 
 def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:

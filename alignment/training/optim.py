@@ -33,8 +33,7 @@ OPTIMIZER_SETTINGS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps"),
     "adamw_8bit": ("betas", "eps"),
     "paged_adamw_8bit": ("betas", "eps"),
-    "adafactor": ("beta2_decay", "clip_threshold"),
-    "muon": ("momentum", "adjust_lr_fn", "betas", "eps"),
+    "muon": ("momentum", "betas", "eps"),
     "sgd": ("momentum",),
 }
 SCHEDULE_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -54,18 +53,13 @@ class OptimConfig(Settings):
         learning_rate: peak, reached after the warm-up.
         name: adamw (fused). adamw_8bit: its two moments in 8 bits each, by bitsandbytes; paged_adamw_8bit: they move
             between GPU and CPU memory as needed, CUDA only. adafactor: the second moment as one value per row and
-            column, no first moment. muon: orthogonalized momentum for the matrices of the blocks, AdamW for the rest
-            (embeddings, output and score heads, vectors, LoRA). sgd: with momentum.
+            column, no first moment. muon: orthogonalized momentum for the matrices of the blocks, its rate scaled so that
+            those of AdamW can be kept, and AdamW for the rest (embeddings, heads, vectors, LoRA). sgd: with momentum.
         weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed. Decoupled
             from the gradient, except with sgd, where it is added to the gradient.
         betas: decay rates of AdamW's two moments.
         eps: AdamW's addition to the denominator.
         momentum: of muon and sgd, in [0, 1); null: 0.95 for muon, 0.9 for sgd.
-        adjust_lr_fn: how muon scales its rate by a matrix's shape. match_rms_adamw: 0.2 sqrt(max(rows, columns)), with
-            which the rate and weight decay of AdamW can be kept; original: sqrt(max(1, rows / columns)), which is used
-            with rates such as 0.02.
-        beta2_decay: of adafactor; the second moment's decay rate in update t is 1 - t ** beta2_decay, in [-1, 0).
-        clip_threshold: of adafactor; a tensor's update is scaled down to this root mean square, before the rate.
         learning_rates: regular expression -> factor of the learning rate for the parameters in whose names it is found;
             where several are, the first one counts. {lora_B: 16} is LoRA+.
         schedule: after the warm-up. wsd: the peak, and a decay at the end; inverse_sqrt: peak / sqrt(update).
@@ -94,9 +88,6 @@ class OptimConfig(Settings):
     max_grad_norm: NonNegativeFloat = 1.0
     name: OptimizerName = "adamw"
     momentum: Decay | None = None
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    beta2_decay: Annotated[float, Interval(ge=-1, lt=0)] = -0.8
-    clip_threshold: PositiveFloat = 1.0
     learning_rates: dict[str, PositiveFloat] = field(default_factory=dict)
     decay_ratio: Annotated[float, Interval(gt=0, le=1)] = 0.1
     decay_type: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
@@ -164,18 +155,6 @@ def _foreign(config: OptimConfig, key: str, settings: Mapping[str, tuple[str, ..
 
 
 # The schedule
-
-
-def endless_warmup(config: OptimConfig, total_steps: int) -> str:
-    """A warning for a warm-up that does not end before the run; '' for any other."""
-    warmup = warmup_updates(config, total_steps)
-    if warmup < total_steps:
-        return ""
-    reached = learning_rate_at(total_steps, config, total_steps) / config.learning_rate
-    return (
-        f"the warm-up ({warmup} updates) is as long as the run ({total_steps}) or longer: the learning rate ends at "
-        f"{reached:.0%} of its peak; lower warmup_steps, or give warmup_ratio, a fraction of the run, in its place"
-    )
 
 
 def warmup_updates(config: OptimConfig, total_steps: int) -> int:
@@ -273,7 +252,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """The optimizer of `config.name` over the trainable parameters.
 
     Adafactor is transformers', without relative steps and without scaling by the parameter: an update is the rate of the
-    schedule times a tensor whose root mean square is at most `clip_threshold`. torch's own multiplies the rate by the root
+    schedule times a tensor whose root mean square is at most 1. torch's own multiplies the rate by the root
     mean square of the parameter, so that `learning_rate` would not be the rate.
 
     Raises:
@@ -298,8 +277,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     elif config.name == "sgd":
         options = {"momentum": config.momentum_or_default}
     elif config.name == "adafactor":
-        options = {"decay_rate": config.beta2_decay, "clip_threshold": config.clip_threshold}
-        options |= {"scale_parameter": False, "relative_step": False}
+        options = {"scale_parameter": False, "relative_step": False}
     module, _, name = CLASSES[config.name].partition(":")
     return getattr(import_module(module), name)(groups, lr=config.learning_rate, **options)
 
@@ -323,7 +301,7 @@ def _muon(model: nn.Module, groups: list[Group], config: OptimConfig) -> MuonWit
 
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(
-            part(True), lr=config.learning_rate, momentum=config.momentum_or_default, adjust_lr_fn=config.adjust_lr_fn
+            part(True), lr=config.learning_rate, momentum=config.momentum_or_default, adjust_lr_fn="match_rms_adamw"
         )
     ]
     if rest := part(False):

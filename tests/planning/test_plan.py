@@ -22,8 +22,7 @@ from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.layout import Device, Layout, read_layout
 from alignment.planning.networks import quantized_bytes
-from alignment.planning.plan import largest_that_fits, make_plan
-from alignment.planning.run_length import Data, mean_tokens, read_training_rows, run_length
+from alignment.planning.plan import Data, largest_that_fits, make_plan, mean_tokens, read_training_rows, run_length
 from alignment.planning.stages import find_start, packaged_bases, workload_of
 from alignment.training import OptimConfig, TrainingConfig
 from tests.examples import pair_example

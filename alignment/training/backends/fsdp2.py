@@ -1,5 +1,6 @@
 """FSDP2: torch's fully_shard, one group of parameters per block; each rank reads its shards straight from the files."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -32,7 +33,7 @@ from alignment.training.backends.base import (
     whole_parameters,
 )
 from alignment.training.backends.state_files import local_rows
-from alignment.training.distributed import FSDPSettings, ProcessGroup, fsdp_settings
+from alignment.training.distributed import ProcessGroup, fsdp_settings, launched_size
 from alignment.training.optim import OptimConfig, build_optimizer
 
 
@@ -46,9 +47,8 @@ class FSDP2Backend(Backend):
         device = process_group.device
         self.model = self.unwrapped = autocast_forward(model, device, precision, keep_casts=False)
         self.autocast, self._precision = autocast_context(device, precision, keep_casts=False), precision
-        settings = fsdp_settings()
-        self._reshard_after_forward = settings.reshard_after_forward
-        shard_model(model, process_group, settings, precision)
+        self._reshard_after_forward = fsdp_settings()["RESHARD_AFTER_FORWARD"] == "true"
+        shard_model(model, process_group, precision)
         self.optimizer = build_optimizer(model, config)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -136,7 +136,7 @@ def without_gathering(modules: list[FSDPModule]) -> Iterator[None]:
 # Sharding
 
 
-def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings, precision: str) -> None:
+def shard_model(model: nn.Module, process_group: ProcessGroup, precision: str) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest.
 
     An unread parameter is never whole on any rank: each reads the rows of its own shard from the file. What has been
@@ -149,35 +149,38 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSet
         if not tensor.is_meta:
             broadcast(tensor.detach(), src=0)
     check_finite(model)
-    _wrap_blocks(model, process_group, settings, precision)
-    _read_shards(model, stored, torch.device("cpu") if settings.cpu_offload else process_group.device)
+    _wrap_blocks(model, process_group, precision)
+    offloaded = fsdp_settings()["OFFLOAD_PARAMS"] == "true"
+    _read_shards(model, stored, torch.device("cpu") if offloaded else process_group.device)
 
 
-def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings, precision: str) -> None:
+def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) -> None:
     """Make each block, and what is outside of blocks, a group of parameters that is gathered and sharded together.
 
     In bf16 the float32 shards of a block's linear layers are gathered in bfloat16, in half the bytes: under autocast these
     layers compute with weights rounded in the same way, so no number changes. They are a group of their own then, beside
     the block's norms, which compute in float32. Gradients are reduced in float32.
     """
-    on_gpu = process_group.device.type == "cuda"
+    settings, on_gpu = fsdp_settings(), process_group.device.type == "cuda"
     options: dict[str, Any] = {
-        "mesh": _device_mesh(process_group, settings),
-        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if settings.cpu_offload else OffloadPolicy(),
+        "mesh": _device_mesh(process_group, hybrid=settings["SHARDING_STRATEGY"] in ("hybrid_shard", "4")),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu)
+        if settings["OFFLOAD_PARAMS"] == "true"
+        else OffloadPolicy(),
         "ignored_params": {parameter for parameter in model.parameters() if not parameter.is_floating_point()},
     }
     types = computing_types(model, precision)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     blocks: list[Any] = []
     for block in reversed(blocks_of(model)):  # from the inside out, as fully_shard requires
-        reshard = {"reshard_after_forward": settings.reshard_after_forward}
+        reshard = {"reshard_after_forward": settings["RESHARD_AFTER_FORWARD"] == "true"}
         if layers := _bfloat16_layers(block, types):
             fully_shard(layers, mp_policy=policy, **reshard, **options)
             blocks.append(layers[0])
         fully_shard(block, **reshard, **options)
         blocks.append(block)
     fully_shard(model, **options)
-    if settings.forward_prefetch:
+    if settings["FORWARD_PREFETCH"] == "true":
         ordered: list[Any] = [module for module in model.modules() if module in blocks]
         for block, after in pairwise(ordered):
             block.set_modules_to_forward_prefetch([after])
@@ -201,10 +204,11 @@ def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]
     ]
 
 
-def _device_mesh(process_group: ProcessGroup, settings: FSDPSettings) -> Any:
+def _device_mesh(process_group: ProcessGroup, *, hybrid: bool) -> Any:
     """The ranks as one line, or for hybrid sharding as nodes x ranks of a node: copies across nodes, shards within."""
-    kind, size, local = process_group.device.type, process_group.size, settings.ranks_per_node
-    if not settings.hybrid:
+    kind, size = process_group.device.type, process_group.size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size()))
+    if not hybrid:
         return init_device_mesh(kind, (size,))
     if size % local:
         raise UserError(
