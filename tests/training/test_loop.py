@@ -231,11 +231,6 @@ def test_a_directory_in_use_is_refused_with_its_holder(tmp_path):
         pass
 
 
-def test_an_unknown_tracker_is_refused_by_name(tmp_path):
-    with pytest.raises(UserError, match="unknown tracker 'wandbb'"):
-        Run(tmp_path, {"training": {"trackers": ["wandbb"]}}, stage="toy")
-
-
 ENDLESS = """
 import sys, time
 from tests.training.toys import *
@@ -343,17 +338,6 @@ def test_a_signal_after_the_last_update_is_handed_on_when_the_run_is_finished(tm
         done.append("written")
     assert caught.value.code == 143 and done == ["written"]
     assert "its model is written" in capsys.readouterr().err
-
-
-def test_a_signal_before_the_first_update_ends_the_run_at_once_and_says_that_nothing_was_trained(
-    tmp_path, as_command, capsys
-):
-    with pytest.raises(SystemExit) as caught, Run(tmp_path, {}, stage="toy"):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("loading went on")
-    assert caught.value.code == 143
-    assert "nothing was trained" in capsys.readouterr().err and not (tmp_path / "metrics.jsonl").exists()
-    fitted(tmp_path, None)
 
 
 def test_an_error_in_the_last_evaluation_does_not_lose_the_model(tmp_path):

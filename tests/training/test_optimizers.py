@@ -233,13 +233,6 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
 
 
 @needs_bitsandbytes
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_paged_state_without_a_gpu_is_refused():
-    with pytest.raises(UserError, match="there is no GPU: choose adamw_8bit"):
-        check_optimizer(config_of("paged_adamw_8bit", 1e-3), "single")
-
-
-@needs_bitsandbytes
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_paged_state_resumes_paged(tmp_path):

@@ -101,3 +101,5 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_package(tmp_path):
     for name in missing:
         with pytest.raises(UserError, match=f"{name} is not installed: pip install {name}"):
             train(tmp_path, [name])
+    with pytest.raises(UserError, match="unknown tracker 'wandbb'"):
+        train(tmp_path, ["wandbb"])
