@@ -365,22 +365,24 @@ def plan(
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU, GB of 10^9 bytes.")] = None,
     launch: Launch = None,
     stage: Annotated[str | None, typer.Option(help="Of the config, where its name and keys do not tell.")] = None,
-    mfu: Annotated[float, typer.Option(help="Share of the device's peak rate that training reaches.")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the device's peak rate that is reached.")] = 0.4,
     tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
-    from alignment.planning.plan import shortfall
 
-    options = planning.PlanOptions(gpus, gpu_memory, launch, stage, mfu, tflops)
-    found, changes = planning.plan_config(config, overrides or [], options)
+    options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
+    found = planning.plan_config(config, overrides or [], **options)
     if as_json:
-        print(json.dumps(planning.as_json(found, changes, mfu), indent=2))
+        print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
-        print("\n".join(planning.plan_lines(found, changes, mfu)))
+        print("\n".join(planning.plan_lines(found, mfu)))
     if found.fits is False:
-        raise UserError(shortfall(found))
+        from alignment.planning.plan import SMALLER
+
+        lacking = (found.needed - (found.device.memory or 0)) / 1e9
+        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 @data.command("check")
