@@ -152,10 +152,10 @@ def write_config(name: str, inputs: Path, output: Path) -> tuple[str, Path]:
 
 def plan(name: str, inputs: Path) -> tuple[int, str]:
     """Bytes and name of the largest phase of the plan."""
-    from alignment.commands.plan import PlanOptions, plan_config
+    from alignment.commands.plan import plan_config
 
     stage, file = write_config(name, inputs, inputs / f"{name.replace(' ', '_')}_planned")
-    found, _ = plan_config(str(file), [], PlanOptions(stage=stage, tflops=1.0))
+    found = plan_config(str(file), [], stage=stage, tflops=1.0)
     return found.peak.total, found.peak.phase
 
 

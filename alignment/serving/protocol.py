@@ -15,8 +15,7 @@ from annotated_types import Interval
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
-from alignment.data.rows.fields import BadRow
-from alignment.data.rows.messages import messages_field
+from alignment.data.rows.fields import BadRow, messages_field
 from alignment.data.rows.records import Messages
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, suggest

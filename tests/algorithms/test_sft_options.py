@@ -13,7 +13,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
-from alignment.training.early_stopping import EarlyStopping
+from alignment.training.settings import EarlyStopping
 
 OPTIONS = {
     "loss_on": {"loss_on": "all"},
@@ -126,8 +126,8 @@ def test_the_prompt_of_a_sample_is_all_before_the_last_response():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"z_loss": -1.0}, "z_loss must be 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
+        ({"z_loss": -1.0}, "z_loss must be at least 0"),
         ({"neftune_alpha": 0.0}, "neftune_alpha must be above 0"),
         ({"neftune_alpha": float("nan")}, "neftune_alpha must be above 0"),
     ],
