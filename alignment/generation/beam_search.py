@@ -150,9 +150,8 @@ def _search_group(
         )
     kept = min(max(2, 1 + len(stops)), vocabulary) * beams  # so many that at least K of them do not end
 
-    found = _Beams.none(count, beams, steps, device)
-    live = torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
-    running, finished = _Beams.none(count, beams, steps, device), found
+    found, running = (_Beams.none(count, beams, steps, device) for _ in range(2))
+    finished, live = found, torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
     running.scores[:, 0] = 0.0  # one beam is alive at first: the others would find the same
     rows = live.repeat_interleave(beams)
     cache.reorder(rows)
@@ -177,8 +176,7 @@ def _search_group(
         done |= _settled(running, finished, step + 1, config)
         # Counting the unfinished prompts synchronizes with a GPU, so there it is done every 8 steps.
         if device.type == "cpu" or step % 8 == 7:
-            going = (~done).nonzero().squeeze(1)
-            if len(going) == 0:
+            if not len(going := (~done).nonzero().squeeze(1)):
                 break
             if len(going) <= 0.75 * len(done):
                 found.put(live, finished)

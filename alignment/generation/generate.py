@@ -50,7 +50,7 @@ def generate(
     The checkpoint's generation_config.json is ignored: settings that are left out are off.
 
     Args:
-        model: a language model or an encoder-decoder from `load_model`; in eval mode while it generates.
+        model: a language model or an encoder-decoder from `load_model`.
         tokenizer: the tokenizer from `load_tokenizer`.
         prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
             encoder-decoder takes texts, encoded with their special tokens.
@@ -77,6 +77,18 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
+    return _generate(model, tokenizer, prompts, config, batch_size, stop)
+
+
+def _generate(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    config: SamplingConfig | BeamConfig,
+    batch_size: int,
+    stop: Sequence[str],
+) -> Generation:
+    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))

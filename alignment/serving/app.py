@@ -328,13 +328,13 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         route("/health", health),
         route("/v1/models", models),
         route("/v1/models/{name:path}", model),
-        route("/v1/chat/completions", partial(complete, "chat", served, thread), "POST"),
-        route("/v1/completions", partial(complete, "completions", served, thread), "POST"),
+        route("/v1/chat/completions", partial(answer_completion, "chat", served, thread), "POST"),
+        route("/v1/completions", partial(answer_completion, "completions", served, thread), "POST"),
     ]
     return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
 
 
-async def complete(kind: Kind, served: ServedModel, thread: ModelThread, request: "Request") -> "ASGIApp":
+async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread, request: "Request") -> "ASGIApp":
     """The answer to a POST of a completion, whole or as a stream."""
     from starlette.responses import StreamingResponse
 
