@@ -112,7 +112,7 @@ def _replace_logits(rows: TokenRows, head: nn.Module, args: tuple[Tensor, ...], 
 
 
 def token_rows(model: nn.Module) -> TokenRows | None:
-    """The trained rows of a model's embedding; None where there are none."""
+    """The trained rows of a model's embedding."""
     return cast(TokenRows | None, getattr(model, "token_rows", None))
 
 
@@ -141,7 +141,6 @@ def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
 
 
 def _embedding_in_file(model: AnyModel) -> str:
-    """The name of the token embedding in a Hugging Face file."""
     ours = next(name for name, module in model.named_modules() if module is _embedding(model))
     if isinstance(model, ExternalModel):
         return ours.removeprefix(INNER)
@@ -169,7 +168,7 @@ def _put(model: nn.Module, name: str, module: object) -> None:
 
 
 def _locations(model: AnyModel) -> dict[str, HFLocation]:
-    """The location in a Hugging Face file of each weight of the model without its adapter, by our names."""
+    """Our name of each weight of the model without its adapter -> its location in a Hugging Face file."""
     if isinstance(model, NativeModel):
         return hf_locations(model)
     names = [plain_name(name).removeprefix(INNER) for name in model.state_dict() if COPY not in name and name != ROWS]
@@ -177,7 +176,6 @@ def _locations(model: AnyModel) -> dict[str, HFLocation]:
 
 
 def _train_module(model: AnyModel, name: str) -> None:
-    """Put a copy that is trained in place of a module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 

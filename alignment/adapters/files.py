@@ -55,11 +55,7 @@ def read_revision(directory: Path) -> str | None:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """The content of a directory's adapter_config.json.
-
-    Raises:
-        UserError: the file cannot be read, or asks to run code.
-    """
+    """The content of a directory's adapter_config.json; UserError where it asks to run code."""
     check_directory(Path(directory))
     config = read_json_object(Path(directory) / CONFIG)
     if "auto_map" in config:
@@ -81,11 +77,7 @@ def write_members(directory: Path, count: int) -> None:
 
 
 def read_members(directory: Path) -> list[Path] | None:
-    """The folders of an ensemble's members; None where the directory is no ensemble of adapters.
-
-    Raises:
-        UserError: the list is damaged, or a folder is missing.
-    """
+    """The folders of an ensemble's members; None where the directory is no ensemble of adapters."""
     path = directory / MEMBERS
     if not path.is_file():
         return None
@@ -101,11 +93,7 @@ def read_members(directory: Path) -> list[Path] | None:
 
 
 def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
-    """A spec from JSON values, checked as a run's config is.
-
-    Raises:
-        UserError: a key is unknown or a value is impossible.
-    """
+    """A spec from JSON values, checked as a run's config is."""
     from alignment.config.load import build
     from alignment.config.yaml_source import SourcedYaml
 

@@ -94,11 +94,7 @@ def file_layers(model: nn.Module) -> list[FileLayer]:
 
 
 def matching_layers(model: nn.Module, wanted: Names, key: str = "layers") -> list[str]:
-    """Our names of the linear layers that a config names.
-
-    Args:
-        wanted: as in `LowRankSpec`.
-        key: the key of `adapter` with the names, for messages.
+    """Our names of the linear layers that a config names, as in `LowRankSpec`; `key` is its key, for messages.
 
     Raises:
         UserError: no layer matches, or the pattern takes too long.
@@ -123,11 +119,7 @@ def names_in_file(model: nn.Module) -> dict[str, str]:
 
 
 def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
-    """Our names that a pattern, or one of a list, matches; a pattern that matches none is tried on the names of the file.
-
-    Raises:
-        UserError: the patterns take too long.
-    """
+    """Our names that a pattern, or one of a list, matches; a pattern that matches none is tried on the names of the file."""
     found: set[str] = set()
     start = "" if isinstance(patterns, str) else r"(?:^|\.)"
     for text in (patterns,) if isinstance(patterns, str) else patterns:

@@ -95,11 +95,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
 
     Args:
         model: may have a frozen LoRA of another name, below the new one.
-        spec: rank, layers and the rest.
         name: of the new adapter in peft's layers: `default` is trained, `start` is loaded and frozen.
-
-    Raises:
-        UserError: no layer matches, or a pattern takes too long; or DoRA on a LoRA, which no file can hold.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -194,7 +190,6 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
 
 
 def _matrix(layers: nn.ModuleDict, name: str) -> Tensor:
-    """A or B of one LoRA of a layer."""
     return cast(nn.Linear, layers[name]).weight
 
 
@@ -208,11 +203,7 @@ def can_stack(start: AdapterSpec, new: AdapterSpec) -> bool:
 
 @torch.no_grad()
 def keep_as_start(model: Model) -> Model:
-    """Freeze the model's LoRA and make room for a new one on it; return the model. Switching adapters off leaves it on.
-
-    Args:
-        model: a model with one LoRA, as `load_adapter` leaves it.
-    """
+    """Freeze the model's LoRA and make room for a new one on it; return the model. Switching adapters off leaves it on."""
     spec = spec_of(model, lora_updates(model, model.state_dict()))
     del model.peft_config  # peft would warn of several adapters; they are told apart by name in the layers
     with torch.random.fork_rng(devices=[]):  # its random start is overwritten: the new adapter's must not depend on it
@@ -230,12 +221,7 @@ def keep_as_start(model: Model) -> Model:
 
 
 def lora_updates(model: nn.Module, state: State) -> dict[str, LowRankUpdate]:
-    """The update of every layer by our names, all LoRAs of a layer as one of the sum of their ranks.
-
-    Args:
-        model: a model with LoRA or DoRA.
-        state: the weights of its adapter by our names; whole ones where the model is sharded.
-    """
+    """The update of every layer by our names, all LoRAs of a layer as one of the sum of their ranks."""
     return {name: _update(name, layer, state) for name, layer in lora_layers(model).items()}
 
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
-from alignment.models.shared_weights import SharedWeights, refuse_trained, share_weights
+from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weight_bytes import held_bytes, total_bytes
 from alignment.models.weights_config import WeightsConfig
 from tests.adapters.conftest import disturb
@@ -122,13 +122,6 @@ def test_training_one_network_changes_no_other_and_no_base_weight(spec, director
     assert all(torch.equal(parameter, base[name]) for name, parameter in now.named_parameters())
 
 
-def test_without_sharing_each_network_has_weights_of_its_own(directory):
-    bases = SharedWeights().unshared()
-    one, other = bases.language_model(directory), bases.language_model(directory)
-    assert not held_bytes(one).keys() & held_bytes(other).keys()
-    assert not any(parameter.requires_grad for parameter in one.parameters())
-
-
 def test_a_network_that_trains_a_shared_weight_is_refused_by_name(directory):
     bases = SharedWeights()
     policy, reward = attach(bases.language_model(directory), LoRASpec(rank=2)), bases.scalar_model(directory, "zero")
@@ -146,14 +139,6 @@ def test_a_lower_type_is_shared_too_and_heads_stay_float32(directory):
     assert policy.trunk.blocks[0].attention.query.weight.dtype == torch.bfloat16
     assert value.head.weight.dtype == torch.float32 == policy.trunk.norm.weight.dtype
     assert outputs(value).dtype == torch.float32 and outputs(value).abs().max() > 0
-
-
-def test_a_copy_of_the_modules_shares_buffers_and_keeps_ties(directory):
-    model = load_language_model(directory)
-    model.register_buffer("mean", torch.ones(2))
-    copy = share_weights(model)
-    assert copy.mean is model.mean and copy is not model and copy.trunk.blocks[0] is not model.trunk.blocks[0]
-    assert (copy.head.weight is copy.trunk.embed.weight) == (model.head.weight is model.trunk.embed.weight)
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

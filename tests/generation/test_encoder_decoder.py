@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
-from alignment.generation.generate import source_ids, start_token_of, target_text
+from alignment.generation.generate import source_ids, start_token_of
 from alignment.generation.sampling import sampling_log_probs
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
 from tests.generation.stand_in import StandIn
@@ -106,10 +106,6 @@ def words():
 def test_sources_have_their_special_tokens(words):
     assert source_ids(words, ["w7 w8", "w9 <extra_id_0> w4"]) == [[7, 8, 1], [9, 3, 4, 1]]
     assert source_ids(words, []) == []
-
-
-def test_targets_are_shown_without_special_tokens(words):
-    assert target_text(words, [7, 3, 8, 1]) == target_text(words, [0, 7, 8]) == "w7 w8"
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
