@@ -77,7 +77,7 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
-    return _generate(model, tokenizer, prompts, config, batch_size, stop)
+    return _generate(model, tokenizer, prompts, config, batch_size=batch_size, stop=stop)
 
 
 def _generate(
@@ -85,6 +85,7 @@ def _generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,
+    *,
     batch_size: int,
     stop: Sequence[str],
 ) -> Generation:
