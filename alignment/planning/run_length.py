@@ -26,7 +26,7 @@ from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
 from alignment.planning.networks import parameter_count
 from alignment.planning.stages import StageConfig, Workload
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 from alignment.training.backends.whole_weights import computing_types, whole_bytes
 
 CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more

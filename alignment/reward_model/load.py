@@ -21,8 +21,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
 from alignment.reward_model.calibration import read_calibration
 from alignment.reward_model.canaries import check_canaries, read_canaries
-from alignment.reward_model.ensemble import AdapterEnsemble
-from alignment.reward_model.model import Combine, Network, RewardModel
+from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel
 
 Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 
@@ -161,13 +160,7 @@ def _load_reward_base(source: str, directory: Path, load: Load) -> Any:
 def _with_files(model: Network, source: str, directory: Path, combine: Combine, std_coef: float) -> RewardModel:
     """The model with its tokenizer and the files beside the weights, its canaries checked."""
     saved = read_canaries(directory)
-    loaded = RewardModel(
-        model,
-        load_tokenizer(source),
-        read_calibration(directory),
-        combine,
-        std_coef,
-        loss=None if saved is None else saved[0].loss,
-    )
+    loss = None if saved is None else saved.loss
+    loaded = RewardModel(model, load_tokenizer(source), read_calibration(directory), combine, std_coef, loss)
     check_canaries(loaded, directory, source)
     return loaded

@@ -66,10 +66,8 @@ def full_data(name: str = "PPO") -> ReportData:
             "pairs": {"chosen_log_prob_change": -1.625, "rejected_log_prob_change": -4.75, "margin": 3.125},
         },
     }
-    path = [
-        {"kl": 0.1, "score": 0.5, "gold_score": 2.0}, {"kl": 3.0, "score": 1.5, "gold_score": 2.5},
-        {"kl": math.nan, "score": 2.0, "gold_score": None},
-    ]  # fmt: skip
+    points = [(0.1, 0.5, 2.0), (3.0, 1.5, 2.5), (math.nan, 2.0, None)]
+    path = [dict(zip(("kl", "score", "gold_score"), point, strict=True)) for point in points]
     return ReportData(
         title="A title & more",
         summary="What happened.",
@@ -77,8 +75,7 @@ def full_data(name: str = "PPO") -> ReportData:
             [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
         ],
         results={"baseline": "SFT", "judge": "gold", "models": models},
-        paths={name: path},
-        stages={"ppo": rows, "empty": []},
+        stages={"ppo": rows, "empty": [], name: path},
         samples=[
             {
                 "prompt": f"Where is breakfast? {ATTACK}",
@@ -122,10 +119,9 @@ def test_page_is_well_formed_and_holds_its_numbers(html):
     ):
         assert expected in words, expected
     assert "user: Hello" in words
-    assert (
-        page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
-    )  # win rates; gold parts; pairs; proxy and gold; loss, KL, learning rate
-    assert 'id="training"' in html and ">empty<" not in html
+    # win rates; gold parts; pairs; proxy and gold over KL; loss, KL, learning rate (of one stage each)
+    assert page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
+    assert 'id="training-1"' in html and "empty" not in words
 
 
 def test_text_is_escaped_and_nothing_can_run(html):
