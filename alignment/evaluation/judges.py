@@ -50,12 +50,6 @@ class JudgeResult:
     inconsistent_interval: tuple[float, float]
     position_bias_interval: tuple[float, float]
 
-    @property
-    def follows_position(self) -> bool:
-        """True where the judge prefers a position, first or second: no bias, 0.5, lies outside the interval."""
-        low, high = self.position_bias_interval
-        return not low <= TIE <= high
-
 
 def compare(
     prompts: Sequence["Prompt"],
@@ -68,16 +62,13 @@ def compare(
     """Judge each pair of responses in both orders.
 
     Args:
-        prompts: the prompts of the responses.
-        ours, baseline: one response to each prompt from each side.
+        prompts, ours, baseline: the prompts, and one response to each from each side.
         judge: called once with all pairs in both orders.
         max_failed_share: largest share of failed items; above it the others are no fair sample.
 
     Raises:
         UserError: the judge failed on more than `max_failed_share` of the items, or on all.
     """
-    if not len(prompts) == len(ours) == len(baseline):
-        raise ValueError(f"{len(prompts)} prompts, {len(ours)} responses of ours, {len(baseline)} of the baseline")
     verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
     if len(verdicts) != 2 * len(prompts):
         raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
@@ -111,8 +102,6 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
         score: called once with all distinct (prompt, response) pairs.
         tie_margin: largest difference of scores that is still a tie, >= 0.
     """
-    if tie_margin < 0:
-        raise ValueError(f"tie_margin must be 0 or above, got {tie_margin}")
 
     def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         responses = {
@@ -122,20 +111,15 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
         }
         scores = score(list(responses.values()), [response for _, response in responses])
         known = {key: float(value) for key, value in zip(responses, scores, strict=True)}
+        leads = [
+            known[id(prompt), a] - known[id(prompt), b] for prompt, a, b in zip(prompts, first, second, strict=True)
+        ]
         return [
-            _verdict(known[id(prompt), a] - known[id(prompt), b], tie_margin)
-            for prompt, a, b in zip(prompts, first, second, strict=True)
+            None if math.isnan(lead) else TIE if abs(lead) <= tie_margin else WIN if lead > 0 else LOSS
+            for lead in leads
         ]
 
     return judge
-
-
-def _verdict(lead: float, tie_margin: float) -> Verdict:
-    if math.isnan(lead):
-        return None
-    if abs(lead) <= tie_margin:
-        return TIE
-    return WIN if lead > 0 else LOSS
 
 
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
