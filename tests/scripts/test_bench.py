@@ -37,7 +37,14 @@ def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
     checkpoint = bench.make_checkpoint(tmp_path / "model", rows, "nano")
     seen = {}
     monkeypatch.setattr(bench, "BATCH", 8)
-    settings = {"kind": "sft", "checkpoint": str(checkpoint), "rows": str(rows), "steps": 3, "precision": "fp32", "own": {}}
+    settings = {
+        "kind": "sft",
+        "checkpoint": str(checkpoint),
+        "rows": str(rows),
+        "steps": 3,
+        "precision": "fp32",
+        "own": {},
+    }
     for impl, run in (("alignment", bench.run_ours), ("trl", bench.run_trl)):
         clock = run(settings, tmp_path / impl)
         seen[impl] = clock.tokens, clock.rows
