@@ -3,9 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from alignment.analysis import forward_operations
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbor by its bare name
 import ablate  # noqa: E402
-from ablate_rows import ROWS, vanilla  # noqa: E402
+from ablate import ROWS, vanilla  # noqa: E402
 
 WORDS = ("to be or not to be, that is the question: whether 'tis nobler in the mind to suffer " * 30).strip()
 SMALL = ablate.Settings(steps=2, seeds=1, width=64, layers=2, batch=2, tokens=16)
@@ -29,33 +27,7 @@ def corpus():
     return ablate.corpus_of(WORDS, SMALL.tokens)
 
 
-def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """A specification as dotted names and plain values; blocks, all alike, as one and their number."""
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
-        assert len(set(value)) == 1
-        return {path: len(value), **flat(value[0], path)}
-    if not is_dataclass(value):
-        return {path: value}
-    found: dict[str, Any] = {f"{path}!": type(value).__name__}
-    for each in fields(value):
-        found |= flat(getattr(value, each.name), f"{path}.{each.name}".lstrip("."))
-    return found
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_row_differs_from_the_baseline_in_its_part_alone(row):
-    base, changed = flat(BASE), flat(row.change(BASE))
-    differing = {
-        path.rstrip("!") for path in base.keys() | changed.keys() if base.get(path, ...) != changed.get(path, ...)
-    }
-    named = set(row.parts)
-    # A part exchanged whole differs in fields of its own: blocks.feedforward stands for blocks.feedforward.width.
-    whole = {part for part in named if part in differing and any(path.startswith(f"{part}.") for path in differing)}
-    inside = {path for path in differing if any(path.startswith(f"{part}.") for part in whole if part != "blocks")}
-    assert differing - inside == named
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("row", ROWS)
 def test_a_row_trains(row, corpus):
     result = ablate.measure(row, corpus, SMALL)
     values = (result.steps_per_second, result.early_loss, result.final_loss)
@@ -82,7 +54,7 @@ def test_baselines_operations_are_torchs_but_for_the_half_no_token_sees():
 
 
 def parameters(name: str) -> int:
-    return sum(each.numel() for each in ablate.build(ROWS[name].change(BASE), seed=0).parameters())
+    return sum(each.numel() for each in ablate.build(ROWS[name][1](BASE), seed=0).parameters())
 
 
 @pytest.mark.parametrize("name", ["glu", "reglu", "geglu", "swiglu", "liglu", "deeper", "shallower"])
