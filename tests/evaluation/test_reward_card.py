@@ -296,38 +296,3 @@ def test_bad_rows_of_all_sources_come_at_once(stage, tmp_path):
     config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=sources), str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"(?s)one\.jsonl:1.*two\.jsonl:1"):
         reward_accuracy.run(config)
-
-
-def test_settings_that_do_not_go_together_are_refused(checkpoints, world):
-    prompts = DataConfig(train=world["prompts_eval"])
-    for settings, problem in (
-        ({"judge": "reward_model"}, "^judge_model must be a directory"),
-        ({"judge": "gold", "judge_model": "x"}, "says nothing with judge=gold"),
-        ({"judge": "gold", "samples": 1}, "samples must be at least 2"),
-        ({"judge": "gold", "temperature": 0.0}, "temperature must be above 0"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            BestOfNConfig(checkpoints["llama"], prompts, **settings)
-    with pytest.raises(ValueError, match="bins must be at least 1"):
-        RewardEvalConfig("x", prompts, "out", bins=0)
-
-
-@pytest.mark.real_data
-@pytest.mark.slow
-def test_the_card_of_the_four_subsets_of_hh_rlhf(stage, data_folder, tmp_path):
-    names = ["harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"]
-    sources = [
-        SourceConfig(str(data_folder / "hh_rlhf" / f"{name}.jsonl.gz"), name=name, max_rows=150) for name in names
-    ]
-    data = DataConfig(train=sources, max_length=256, on_bad_row="skip", max_cut_share=1.0)
-    reward_accuracy.run(RewardEvalConfig(str(stage("reward") / "model"), data, str(tmp_path)))
-    card = json.loads((tmp_path / "card.json").read_text())
-    assert card["sources"] == names
-    assert sum(card["accuracy"][name]["accuracy"]["n"] for name in names) == card["accuracy"]["all"]["accuracy"]["n"]
-    assert card["accuracy"]["all"]["accuracy"]["n"] > 500
-    for name in names:  # a model of another world knows nothing of these rows
-        rate = card["accuracy"][name]["accuracy"]
-        assert 0.3 < rate["rate"] < 0.7
-        assert card["length"][name]["low"] < card["length"][name]["high"]
-    assert card["robustness"]["forms"]["alone"]["order_changes"] == 0
-    assert all(name in (tmp_path / "card.html").read_text() for name in names)
