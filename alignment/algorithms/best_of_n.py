@@ -35,8 +35,7 @@ from alignment.models.protocols import GenerativeModel
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import Combine, load_reward_model
 from alignment.rewards.build import build_rewards, prepare_rewards, response_scorer
-from alignment.rewards.combine import Rewards
-from alignment.rewards.samples import TextReward
+from alignment.rewards.combine import Rewards, TextReward
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
 from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards, names_of
 from alignment.settings import (
@@ -262,10 +261,7 @@ def load_rewards(
         check_judged(prompts, judge, tokenizer, config, spec.reward_model)
         scorers[name] = response_scorer(judge, tokenizer, config.micro_batch_tokens)
         scaled += [name] if judge.calibration.fitted else []
-    sources = len(config.data.source_names)
-    return build_rewards(
-        config.specs, texts, scorers, tokenizer=tokenizer, sources=sources, scaled=scaled, reduce=lambda sums: sums
-    )
+    return build_rewards(config.specs, texts, scorers, tokenizer=tokenizer, scaled=scaled, reduce=lambda sums: sums)
 
 
 @torch.no_grad()
@@ -285,9 +281,7 @@ def sample_and_score(
             policy, [list(row.ids) for row in some], config.sampling, stop_ids,
             rows=range(start * n, start * n + len(some)), batch_size=config.batch_size,
         )  # fmt: skip
-        numbers = rewards.give(some, sampled.token_ids, sampled.ended)
-        rewards.check_shares(numbers)
-        for name, values in numbers.items():
+        for name, values in rewards.give(some, sampled.token_ids, sampled.ended).items():
             given[name].append(values)
         pairs = zip(sampled.token_ids, sampled.ended, strict=True)
         found.texts.extend(response_text(tokenizer, ids, end) for ids, end in pairs)

@@ -21,8 +21,7 @@ from alignment.models.model import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
 from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards, response_scorer
-from alignment.rewards.combine import Rewards, ScoreFunction, Scores
-from alignment.rewards.samples import TextReward
+from alignment.rewards.combine import Rewards, ScoreFunction, Scores, TextReward
 from alignment.rewards.specs import RewardSpec, names_of
 from alignment.training import TrainingConfig
 from alignment.training.distributed import ProcessGroup
@@ -134,7 +133,6 @@ def score_function(
     return build_rewards(
         config.rewards, texts, scorers,
         tokenizer=tokenizer,
-        sources=len(config.data.source_names),
         scaled=[name for name, judge in judges.items() if judge.calibration.fitted],
         reduce=group.sum,
     )  # fmt: skip
@@ -150,7 +148,7 @@ def save_statistics(score: ScoreFunction) -> dict[str, object]:
     return {"rewards": score.state()} if isinstance(score, Rewards) else {}
 
 
-def load_statistics(score: ScoreFunction, saved: dict[str, dict[str, list[float]]] | None) -> None:
+def load_statistics(score: ScoreFunction, saved: dict[str, list[float]] | None) -> None:
     """Take the statistics of the rewards from the entry `rewards` of a checkpoint.
 
     Raises:

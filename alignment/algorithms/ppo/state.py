@@ -16,8 +16,7 @@ from alignment.errors import UserError
 from alignment.generation import Responses, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
-from alignment.rewards.combine import ScoreFunction
-from alignment.rewards.normalize import mean_and_deviation, no_deviation
+from alignment.rewards.combine import ScoreFunction, mean_and_deviation, no_deviation
 from alignment.training import Engine
 from alignment.training.distributed import ProcessGroup
 
