@@ -361,8 +361,8 @@ def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[P
     else:
         judge = load_reward_model(own.judge_model, weights.dtype, best_device(), quantize=weights.quantize)
         gold = score_responses(judge, prompts, responses, max_length)
-    by_prompt = [[values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold)]
-    curve = best_of_n_curve(*by_prompt, powers_of_two(n), seed=own.seed)
+    picked, true = ([values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold))
+    curve = best_of_n_curve(picked, true, powers_of_two(n), seed=own.seed)
     judged = {"policy": own.policy, "judge": own.judge_model or "gold"}
     return {**judged, "ended_share": sum(found.ended) / len(responses), "curve": curve}
 

@@ -133,10 +133,12 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
     merged: list[Verdict] = []
     inconsistent = 0
     for ours_first, other_first in zip(first, second, strict=True):
-        judged = ours_first is not None and other_first is not None
-        agree = judged and ours_first == 1 - other_first
-        inconsistent += judged and not agree
-        merged.append((ours_first if agree else TIE) if judged else None)
+        if ours_first is None or other_first is None:
+            merged.append(None)
+            continue
+        agree = ours_first == 1 - other_first
+        inconsistent += not agree
+        merged.append(ours_first if agree else TIE)
     return Merged(merged, inconsistent, merged.count(None))
 
 

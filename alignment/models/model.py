@@ -189,7 +189,7 @@ def check_row_lengths(
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """The model in eval mode within the block, and in its own mode again after it."""
     was_training = model.training
     model.eval()

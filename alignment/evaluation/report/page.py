@@ -199,17 +199,17 @@ def overoptimization_charts(paths: Mapping[str, Log], colors: Colors) -> list[Ch
     charts = []
     for metric, (title, note) in OVEROPTIMIZATION.items():
         points = {policy: _points(log, "kl", metric) for policy, log in paths.items()}
-        curves = [Curve(policy, *known, colors[policy]) for policy, known in points.items() if known]
+        curves = [Curve(policy, *known, colors[policy]) for policy, known in points.items() if known[0]]
         if curves:
             svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title, noisy=True)
             charts.append(Chart(title, note, svg))
     return charts
 
 
-def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], ...]:
-    """Columns of the lines in which both metrics are finite numbers; () where there is none."""
-    points = [(line.get(x), line.get(y)) for line in log]
-    return tuple(zip(*(point for point in points if all(map(is_finite_number, point))), strict=True))
+def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Columns of the lines in which both metrics are finite numbers."""
+    points = [(line[x], line[y]) for line in log if is_finite_number(line.get(x)) and is_finite_number(line.get(y))]
+    return tuple(one for one, _ in points), tuple(other for _, other in points)
 
 
 # Training
@@ -251,7 +251,7 @@ def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Char
             own, held_out = ("training", "held out") if len(metrics) < 2 else (label, f"{label}, held out")
             columns += [(metric, own), (HELD_OUT + metric, held_out)]
         points = [(label, _points(log, "step", name), color) for color, (name, label) in enumerate(columns)]
-        curves = tuple(Curve(label, *known, color) for label, known, color in points if known)
+        curves = tuple(Curve(label, *known, color) for label, known, color in points if known[0])
         if curves:
             charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
     return charts
