@@ -83,12 +83,7 @@ def attention_maps(
 def encoder_decoder_attention_maps(
     model: Seq2SeqModel | ExternalModel, source: Sequence[int], target: Sequence[int]
 ) -> EncoderDecoderMaps:
-    """Attention weights of an encoder-decoder on one source and one target, without dropout.
-
-    Args:
-        source: tokens the encoder reads.
-        target: tokens the decoder reads, its start token first.
-    """
+    """Attention weights of an encoder-decoder that reads `source` and has written `target` (start token first), without dropout."""
     if isinstance(model, ExternalModel):
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])

@@ -59,15 +59,10 @@ def compare(
     *,
     max_failed_share: float = 0.1,
 ) -> JudgeResult:
-    """Judge each pair of responses in both orders.
-
-    Args:
-        prompts, ours, baseline: the prompts, and one response to each from each side.
-        judge: called once with all pairs in both orders.
-        max_failed_share: largest share of failed items; above it the others are no fair sample.
+    """Judge each pair of responses in both orders, the judge being called once with all of them.
 
     Raises:
-        UserError: the judge failed on more than `max_failed_share` of the items, or on all.
+        UserError: the judge failed on more than `max_failed_share` of the items, or on all; the others are no fair sample.
     """
     verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
     if len(verdicts) != 2 * len(prompts):
@@ -129,10 +124,7 @@ longer_judge: Judge = score_judge(lambda _, responses: [len(response) for respon
 def write_annotation_form(
     path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]
 ) -> None:
-    """Write every pair that `compare` judges, in both orders, for people or another program to fill in the verdicts.
-
-    One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict` (null). No row reveals which side is ours.
-    """
+    """Write every pair that `compare` judges, in both orders and on a line each, for people or another program to fill in."""
     rows = [
         {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
         for one, other in ((ours, baseline), (baseline, ours))

@@ -102,14 +102,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 def add_log_probs(
     model: GenerativeModel, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
 ) -> Tensor:
-    """`totals` plus the log-probability of each document's masked tokens, in place.
-
-    Args:
-        model: in eval mode.
-        documents: token ids.
-        masks: True where a token counts.
-        totals: nats, [n] float64 on the CPU.
-    """
+    """`totals` [n], nats, plus the log-probability of each document's masked tokens, in place; the model is in eval mode."""
     device = next(model.parameters()).device
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
@@ -140,11 +133,7 @@ class PairLogProbs:
 
 
 def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
-    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
-
-    Raises:
-        UserError: there is no pair.
-    """
+    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU."""
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
     zeros = torch.zeros(len(pairs), dtype=torch.float64)
@@ -156,11 +145,7 @@ def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> PairLogProbs:
-    """The means of two models' log-probabilities on the same pairs.
-
-    Args:
-        policy, reference: as from `pair_log_probs`, [n, 2].
-    """
+    """The means of two models' log-probabilities on the same pairs, [n, 2] each, as from `pair_log_probs`."""
     change = policy - reference
     margin = change[:, 0] - change[:, 1]
     right = (margin > 0).double() + (margin == 0).double() / 2

@@ -122,9 +122,7 @@ class RewardEvalConfig(Settings):
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, and that of always preferring the longer response; and its card.
-
-    Ties count half. Writes `results.json`, and the card as `card.json` and `card.html`; the page loads nothing else.
+    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card.
 
     Raises:
         UserError: bad rows, a checkpoint without a score head, or a process reward model.
@@ -197,11 +195,7 @@ class EncodedRow(NamedTuple):
 
 
 def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
-    """Name and rows of each source of `data.train`: comparisons, or rankings where it has K responses per prompt.
-
-    Raises:
-        UserError: bad rows of all sources at once (with on_bad_row=error); settings of a mixture; no such source.
-    """
+    """Name and rows of each source of `data.train`, comparisons or rankings; bad rows of all sources come at once."""
     refuse_mixture(data)
     found: list[tuple[str, list[Preference]]] = []
     tally, problems, count = Tally(), [], 0
@@ -301,11 +295,7 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
 
 
 def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: float) -> Figures:
-    """Accuracy, reliability and length, of all rows and of each source.
-
-    Args:
-        gain: of the normalized scores; probabilities of preferences come from scores before it, as in training.
-    """
+    """Accuracy, reliability (of scores before normalization by `gain`, as in training) and length, of all rows and of each source."""
     by_source: dict[str, list[ScoredGroup]] = {}
     for group in groups:
         by_source.setdefault(group.source, []).append(group)
@@ -323,11 +313,7 @@ def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: floa
 
 
 def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
-    """The prompts, with policy and judge known to be of the right kind; nothing large is loaded.
-
-    Raises:
-        UserError: bad prompts, prompts that the judge cannot judge, a policy that is no decoder, a missing directory.
-    """
+    """The prompts, with policy and judge known to be of the right kind; nothing large is loaded."""
     if architecture_of(config.policy) != "decoder":
         raise UserError(f"{config.policy}: best_of_n.policy must be a decoder, which samples responses to prompts")
     if config.judge_model is not None:

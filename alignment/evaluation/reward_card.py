@@ -233,13 +233,7 @@ def best_of_n_curve(
 
 
 def score_changes(base: Tensor, other: Tensor, pairs: Sequence[tuple[int, int]]) -> Figures:
-    """Largest and mean change of scores, and the share of pairs that change their order.
-
-    Args:
-        base: scores, [n].
-        other: of the same texts in another way, [n].
-        pairs: indices of two texts each.
-    """
+    """Largest and mean change of scores [n] of the same texts, and the share of pairs of texts (indices) that change order."""
     change = (other.double() - base.double()).abs()
     deviation = float(base.double().std(correction=0))
     first, second = np.array(pairs, int).reshape(-1, 2).T

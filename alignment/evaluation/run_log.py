@@ -140,11 +140,7 @@ class StageRecord:
 
 
 def read_log_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
-
-    Raises:
-        UserError: broken lines before the last, with file:line.
-    """
+    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out."""
     rows = list(json_line_rows(path)) if path.exists() else []
     if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
         rows.pop()
@@ -153,11 +149,7 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_stage_record(directory: Path) -> StageRecord:
-    """Settings, parents and the hash of the whole lineage of a run.
-
-    Raises:
-        UserError: there is no lineage.json, so it is not a run's directory.
-    """
+    """Settings, parents and the hash of the whole lineage of a run."""
     directory = Path(directory)
     if not (directory / "lineage.json").is_file():
         inside = sorted(str(path.parent) for path in directory.glob("*/lineage.json"))

@@ -310,11 +310,7 @@ Scores = dict[tuple[int, str], float]  # (index of the prompt, response) -> the 
 def proxy_scores(
     config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], sides: Sequence[tuple[str, Generation]]
 ) -> Scores:
-    """The reward model's score of every distinct response: of the sampled ids where its tokenizer is the policy's.
-
-    Args:
-        sides: (policy, one response to each prompt), each.
-    """
+    """The score of every distinct response of each (policy, responses): of the sampled ids where the tokenizers are the same."""
     model.model.to(best_device())
     distinct: dict[tuple[int, str], Scored] = {}
     for source, own in sides:
@@ -407,11 +403,7 @@ def _judge(config: WinRateConfig, scores: Scores | None, prompts: list[Prompt]) 
 
 
 def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> None:
-    """Write every comparison as a form for people, and end there.
-
-    Raises:
-        FormWritten: always.
-    """
+    """Write every comparison as a form for people, and end there by raising `FormWritten`."""
     others = [text for name, own in responses.items() if name != config.baseline for text in own.texts]
     contests = len(responses) - 1
     note_form(Path(config.output), path)

@@ -143,13 +143,7 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
 
 
 def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
-    """Share of items on which two judges agree, in [0, 1]; half where just one of them calls a tie.
-
-    Items that either failed on are left out.
-
-    Raises:
-        UserError: no item has two verdicts.
-    """
+    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise_all(["agreement needs at least one item that both have judged, and there is none"])
@@ -157,13 +151,7 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
 
 
 def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Difference of two accuracies on the same items, with its 95 % interval.
-
-    Args:
-        right, baseline: 1.0 for each right answer, else 0.0.
-
-    Source: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
-    """
+    """Difference of two accuracies on the same items (1.0 for each right answer, else 0.0), with its 95 % interval."""
     leads = [ours - theirs for ours, theirs in zip(right, baseline, strict=True)]
     low, high = paired_interval(leads.count(1.0), leads.count(-1.0), len(leads))
     return {"difference": sum(leads) / len(leads), "low": 2 * low - 1, "high": 2 * high - 1}

@@ -66,11 +66,7 @@ def canary_ids(reward_model: RewardModel, texts: tuple[tuple[str, str], ...] = T
 
 
 def read_canaries(directory: Path) -> Canaries | None:
-    """The canaries of a saved reward model; None where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The canaries of a saved reward model; None where there is no file."""
     path = directory / CANARIES
     if not path.is_file():
         return None

@@ -66,17 +66,7 @@ def load_frozen_reward_model(
     combine: Combine = "mean",
     std_coef: float = 1.0,
 ) -> RewardModel:
-    """Load a reward model that does not train in eval mode, with its tokenizer; its head is float32.
-
-    Args:
-        source: directory or Hub name.
-        bases: gives its weights, which other networks may share.
-        device: device of the weights.
-        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
-
-    Raises:
-        UserError: as for `load_reward_model`.
-    """
+    """Load a reward model that does not train in eval mode; `bases` gives its weights, which other networks may share."""
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
         model: Any = _ensemble(members, bases, device)
@@ -95,11 +85,7 @@ def load_reward_network(
     *,
     quantize: Quantization | None = None,
 ) -> Any:
-    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer.
-
-    Raises:
-        UserError: something in the directory is missing, unknown or unsafe, or there is no trained score head.
-    """
+    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer."""
     require_bitsandbytes(quantize)
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
@@ -112,11 +98,7 @@ def load_reward_network(
 
 
 def member_count(directory: Path) -> int:
-    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built.
-
-    Raises:
-        UserError: a file of the directory is missing or damaged.
-    """
+    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built."""
     if (members := read_members(directory)) is not None:
         return len(members)
     return score_rows(directory) if is_adapter(directory) else score_outputs(read_config(directory))

@@ -145,20 +145,9 @@ class RewardModel:
         mean = members.mean(-1) if members.shape[-1] > 1 else members.squeeze(-1)
         return mean if self.combine == "mean" else mean - self.std_coef * members.std(-1, correction=0)
 
-    def score_ids(
-        self,
-        documents: Sequence[Sequence[int]],
-        micro_batch_tokens: int = 16_384,
-        segments: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Score token ids as they are, [n].
-
-        Args:
-            documents: token ids of each document.
-            micro_batch_tokens: tokens per forward.
-            segments: sentence of each token, 0 or 1, for encoders.
-        """
-        return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens, segments)))
+    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Score token ids as they are, [n]."""
+        return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens)))
 
     def score_steps(
         self, prompt: str | Messages, steps: Sequence[str], separator: str = "\n", *, document: str | None = None
@@ -220,16 +209,9 @@ class RewardModel:
         prompt, response = text
         return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 
-    def members_of_ids(
-        self,
-        documents: Sequence[Sequence[int]],
-        micro_batch_tokens: int = 16_384,
-        segments: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Raw scores by each member, before any calibration, [n, k]; arguments as for `score_ids`."""
-        own = [[0] * len(ids) for ids in documents] if segments is None else segments
-        texts = [Encoded(ids, parts) for ids, parts in zip(documents, own, strict=True)]
-        return score_encoded(self.model, texts, micro_batch_tokens)
+    def members_of_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Raw scores of token ids by each member, before any calibration, [n, k]."""
+        return score_encoded(self.model, [Encoded(ids, [0] * len(ids)) for ids in documents], micro_batch_tokens)
 
 
 @torch.no_grad()
@@ -263,12 +245,7 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
 
 
 def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | None = None) -> Tensor:
-    """The scores in a model's output by each member, [B, k].
-
-    Args:
-        output: of a decoder, a number per token; of an encoder, one per text.
-        read_at: index of the token that a decoder's score is read at, [B]; None: the output is of these tokens alone.
-    """
+    """The scores in a model's output by each member, [B, k]; of a decoder at the tokens `read_at` [B], None: at all it has."""
     if isinstance(output, ClassifierOutput):
         return output.logits
     members = output.values[:, None] if output.members is None else output.members

@@ -63,11 +63,7 @@ def render(path: Path, template: str, *, templates: Path = TEMPLATES, **content:
 
 
 def format_cell(value: object) -> str:
-    """A table cell: numbers with three significant digits, rates with their interval, a dash for nothing.
-
-    Args:
-        value: text, a number, or a mapping with rate, low and high.
-    """
+    """A table cell: numbers with three significant digits, rates (rate, low, high) with their interval, a dash for nothing."""
     if value is None or value == "":
         return "–"
     if isinstance(value, Mapping):

@@ -309,12 +309,7 @@ def write_run_report(directory: Path) -> Path:
 
 
 def source_table(directory: Path, log: list[dict[str, Any]]) -> list[dict[str, object]]:
-    """One row for each data source: rows, share drawn, and the last value of each metric; none where a run has one source.
-
-    Args:
-        directory: of a run; its sources.json says what was read.
-        log: lines of its metrics.jsonl.
-    """
+    """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
     path = directory / "sources.json"
     table = []
     for source in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
