@@ -1,6 +1,6 @@
 """Speed of training beside trl, on the same weights, rows, machine and run; JSON lines on standard output.
 
-    python scripts/bench.py [--only sft reward dpo] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N] [--table]
+    python scripts/bench.py [--only sft reward dpo] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N]
 
 Runs in processes of their own take turns: ours, trl as it comes, and trl at each setting that could make it faster (packing,
 rows grouped by length, reference log-probabilities computed beforehand, as ours can too). Both read the same rows from the
@@ -34,10 +34,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "micro": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
     "gpt2": {  # GPT-2 small; its vocabulary is what the rows give of 50,257
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocabulary": 8192,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0
     },
     "1b": {  # for a GPU
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32
     },
 }  # fmt: skip
 
@@ -71,7 +71,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours and trl's")
-    parser.add_argument("--table", action="store_true", help="print the figures as a table at the end")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # in a process of its own: the settings of one run, as JSON
     options = parser.parse_args()
     if options.run:
@@ -83,7 +82,6 @@ def main() -> None:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
-    results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ALIGNMENT_CACHE"] = str(folder / "cache")
@@ -96,9 +94,7 @@ def main() -> None:
         for size in options.sizes:
             checkpoint = make_checkpoint(folder / size, text, size)
             for kind in options.only:
-                results += bench_trainers(kind, size, checkpoint, rows[kind], options, rate)
-    if options.table:
-        print_table(results)
+                bench_trainers(kind, size, checkpoint, rows[kind], options, rate)
 
 
 def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
@@ -126,7 +122,7 @@ def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
 
 def bench_trainers(
     kind: str, size: str, checkpoint: Path, rows: Path, options: argparse.Namespace, rate: float
-) -> list[dict[str, Any]]:
+) -> None:
     """Runs of ours and of trl by turns, in processes of their own; a line of figures for each."""
     runs: dict[str, dict[str, Any]] = {"alignment": {}, "trl": {}}
     runs |= {f"trl {name}": settings for name, settings in BEST[kind].items()}
@@ -141,7 +137,7 @@ def bench_trainers(
             measured = in_process({**common, "impl": impl, "precision": options.precision, "own": own})
             if number:
                 figures[name].append(measured)
-    weights, lines = matrix_weights(checkpoint), []
+    weights = matrix_weights(checkpoint)
     for name, measured in figures.items():
         row: dict[str, Any] = {"bench": kind, "impl": name, "size": size, "rows": options.rows}
         row |= {"threads": torch.get_num_threads(), "precision": options.precision, "rounds": len(measured)}
@@ -154,9 +150,7 @@ def bench_trainers(
         if name.startswith("trl"):  # beside our own run with the same idea, where there is one
             ours = name.replace("trl", "alignment", 1)
             row["ratios"] = ratios(figures.get(ours, figures["alignment"]), measured)
-        lines.append(row)
         print(json.dumps(row), flush=True)
-    return lines
 
 
 def ratios(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, float]:
@@ -199,22 +193,6 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
             demonstration = {"prompt": row.prompt, "completion": row.chosen}
             file.write(json.dumps(demonstration if kind == "sft" else pair) + "\n")
     return target
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """The trainers' figures as a Markdown table."""
-    print("\n| stage | model | rows | | tokens/s | rows/s | MFU | first update | peak memory |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        ratio = row.get("ratios", {})
-        cells = [
-            f"{row[key]:,.{digits}f}{unit}" + (f" ({ratio[key]:.2f}x)" if key in ratio else "")
-            for key, digits, unit in (
-                ("tokens_per_second", 0, ""), ("rows_per_second", 1, ""), ("mfu", 2, ""),
-                ("first_step_seconds", 1, " s"), ("peak_mb", 0, " MB"),
-            )
-        ]  # fmt: skip
-        print(f"| {row['bench']} | {row['size']} | {row['rows']} | {row['impl']} | {' | '.join(cells)} |")
 
 
 class Clock:
@@ -265,7 +243,7 @@ def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
         module.run(
             config(
                 policy=settings["checkpoint"], data=DataConfig(train=settings["rows"], max_length=MAX_LENGTH),
-                output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5), **settings["own"],
+                output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5), **settings["own"]
             )
         )  # fmt: skip
     return clock

@@ -1,6 +1,6 @@
 """Speed and memory of PPO iterations, ours and `trl.experimental.ppo`'s, on the same networks, prompts, machine and run.
 
-    python scripts/bench_ppo.py [--sizes nano micro] [--ends none log-normal] [--rounds N] [--environment DIR] [--table]
+    python scripts/bench_ppo.py [--sizes nano micro] [--ends none log-normal] [--rounds N] [--environment DIR]
 
 trl 1.12 is the last release with PPO. It gets a virtual environment of its own, made in --environment where it is missing,
 with the torch and transformers of this one. Ours and trl's runs take turns in processes of their own: after one that is not
@@ -82,11 +82,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2, help="counted ones in each run, after one that is not")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environment", type=Path, default=ROOT / "runs" / "bench" / f"trl-{TRL}", help="trl's own")
-    parser.add_argument("--table", action="store_true", help="print the figures as a table at the end")
     options = parser.parse_args()
     pythons = {"alignment": Path(sys.executable), "trl": make_environment(options.environment)}
     rate = matrix_rate("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = write_world(folder / "world", sizes=RowCounts(pretrain=800))["pretrain"]
@@ -103,10 +101,7 @@ def main() -> None:
                     row["mfu"] = round(work / row["seconds"] / rate, 3)
                     if impl == "trl":
                         row["ratios"] = ratios(figures["alignment"], figures["trl"])
-                    rows.append(row)
                     print(json.dumps(row), flush=True)
-    if options.table:
-        print_table(rows)
 
 
 def make_environment(directory: Path) -> Path:
@@ -213,19 +208,6 @@ def ratios(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict
     found = {key: statistics.median(b[key] / a[key] for a, b in pairs) for key in KEYS[:-1]}
     found["peak_mb"] = statistics.median(a["peak_mb"] / b["peak_mb"] for a, b in pairs)
     return {key: round(value, 3) for key, value in found.items()}
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """The figures as a Markdown table."""
-    print("\n| model | ends | | iteration | sampling | scoring | updates | MFU | peak memory | ratio |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        parts = " | ".join(f"{row[key]:.2f} s" for key in ("seconds", "sampling", "scoring", "update"))
-        ratio = f"{row['ratios']['seconds']:.2f}x" if "ratios" in row else ""
-        print(
-            f"| {row['size']} | {row['ends']} | {row['impl']} | {parts} | {row['mfu']:.2f} | {row['peak_mb']:,.0f} MB "
-            f"| {ratio} |"
-        )
 
 
 class Phases:

@@ -32,8 +32,7 @@ from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.adapters import peft_files as adapter_files
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
-from alignment.cli import terminate
-from alignment.cli import explain
+from alignment.cli import explain, terminate
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe

@@ -125,11 +125,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
 
 
 def target_ids(
-    model: GenerativeModel,
-    tokenizer: Tokenizer,
-    documents: Sequence[list[int]],
-    targets: Sequence[str],
-    start: int,
+    model: GenerativeModel, tokenizer: Tokenizer, documents: Sequence[list[int]], targets: Sequence[str], start: int
 ) -> list[list[int]]:
     """Token ids that the decoder reads for each source, its start token first."""
     if not targets:

@@ -52,21 +52,6 @@ def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
     assert seen["trl"][1] == [8.0] * 3
 
 
-def test_a_table_row_for_each_side(capsys):
-    figures = {
-        "tokens_per_second": 1234.0,
-        "rows_per_second": 5.0,
-        "mfu": 0.3,
-        "first_step_seconds": 2.0,
-        "peak_mb": 900.0,
-    }
-    ours = {"bench": "dpo", "size": "nano", "rows": "hh", "impl": "alignment", **figures}
-    bench.print_table([ours, {**ours, "impl": "trl", "ratios": dict.fromkeys(figures, 4.5)}])
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[2] == "| dpo | nano | hh | alignment | 1,234 | 5.0 | 0.30 | 2.0 s | 900 MB |"
-    assert "1,234 (4.50x)" in lines[3]
-
-
 @pytest.mark.real_data
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_hh_rows_are_short_and_of_the_kind(kind, tmp_path):

@@ -115,12 +115,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
 
 
 def bar_chart(
-    label: str,
-    bars: Sequence[Bar],
-    *,
-    limits: tuple[float, float],
-    percent: bool = False,
-    line_at: float | None = None,
+    label: str, bars: Sequence[Bar], *, limits: tuple[float, float], percent: bool = False, line_at: float | None = None
 ) -> Markup:
     """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
     with mpl.rc_context(STYLE):
