@@ -32,8 +32,7 @@ from alignment import files
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
-from alignment.cli import terminate
-from alignment.cli import explain
+from alignment.cli import explain, terminate
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
