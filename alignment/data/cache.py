@@ -2,7 +2,6 @@
 
     DIRECTORY/entries/KEY/     manifest.json and the files that it lists
     DIRECTORY/locks/KEY        locked while one process looks for the entry or makes it
-    DIRECTORY/hashes/          hashes of large source files (fingerprint.py)
 
 The system releases a lock when its process ends, however it ends. Entries are renamed into place when they are complete.
 """
@@ -205,7 +204,7 @@ def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Li
     A run that has opened an entry keeps reading it; the system frees the space when the run ends.
 
     Args:
-        older_than: only those last used more than this many days ago; None: all, and the hashes of source files.
+        older_than: only those last used more than this many days ago; None: all.
     """
     deleted, left = [], []
     for entry in list_entries(cache, older_than):
@@ -218,8 +217,6 @@ def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Li
             left.append(entry)
         finally:
             os.close(lock)
-    if older_than is None:
-        shutil.rmtree(cache / "hashes", ignore_errors=True)
     return deleted, left
 
 

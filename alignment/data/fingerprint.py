@@ -16,7 +16,7 @@ from typing import Any
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.sources import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.files import file_hash, hash_of, sha256
+from alignment.files import hash_of, sha256
 
 PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may change what a row becomes
 # Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
@@ -37,20 +37,18 @@ def table_key(
     *,
     name: str,
     max_rows: int | None,
-    cache: Path,
 ) -> tuple[str, dict[str, Any]]:
     """The key of one source's prepared rows, and what went into it.
 
     Args:
         name: of the preparation: kind of rows, and the objective for running text.
         max_rows: good rows to read of this source.
-        cache: directory in which hashes of large files are kept.
     """
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}
     own = {key: value for key, value in dataclasses.asdict(source).items() if key not in WITHOUT_EFFECT_OF_A_SOURCE}
     parts = {
         "preparation": name,
-        "rows": content_of(source, cache),
+        "rows": content_of(source),
         "source": own,
         "settings": settings,
         "max_rows": max_rows,
@@ -61,10 +59,10 @@ def table_key(
     return hash_of(parts)[:32], parts
 
 
-def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
+def content_of(source: SourceConfig) -> dict[str, str]:
     """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
     if files := source_files(source.source, str(source.split)):
-        return {str(file): file_hash(file, cache) for file in files}
+        return {str(file): sha256(file) for file in files}
     found = hub_source(source.source, str(source.split))
     if found is None:
         return {}  # no such file: reading it says so

@@ -231,7 +231,7 @@ def prepare_source(
     cache: Path,
 ) -> Table:
     """The table of one source, from the cache or made; of several processes that ask for it, one makes it."""
-    key, parts = table_key(source, config, tokenizer, name=preparation.name, max_rows=max_rows, cache=cache)
+    key, parts = table_key(source, config, tokenizer, name=preparation.name, max_rows=max_rows)
 
     def make(directory: Path) -> dict[str, Any]:
         return {**_make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory), "parts": parts}

@@ -11,7 +11,6 @@ from alignment.errors import UserError
 from alignment.rewards import JudgeSpec, RewardSpec, SampledTexts
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.combine import RewardPart, Rewards
-from alignment.rewards.http import retry_after
 from alignment.rewards.judge import judge_reward
 from tests.examples import prompt_example
 from tests.stub_server import good, serving
