@@ -31,8 +31,7 @@ Launch = Annotated[
     str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Type of the weights; auto: the checkpoint's."),
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's.")
 ]
 Quantize = Annotated[
     Literal["nf4", "int8"] | None, typer.Option(help="Quantize the blocks, or (export) what an adapter was trained on.")

@@ -11,11 +11,7 @@ import yaml
 import alignment
 from alignment.errors import UserError
 
-TINY = {
-    "training": {"max_steps": 2, "batch_size": 4},
-    "optim": {"learning_rate": 1e-3},
-    "data": {"max_length": 256},
-}
+TINY = {"training": {"max_steps": 2, "batch_size": 4}, "optim": {"learning_rate": 1e-3}, "data": {"max_length": 256}}
 
 
 @pytest.fixture(scope="module")
@@ -188,15 +184,3 @@ def test_wrong_calls_end_in_one_message(tmp_path, rows, changes, message):
     with pytest.raises(UserError, match=message):
         alignment.sft(policy=str(tmp_path), rows=rows, output=tmp_path / "run", **changes)
     assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-def test_a_failed_write_leaves_no_rows(tmp_path):
-    from alignment.pipeline.in_memory import write_lines
-
-    def rows():
-        yield {"text": "one"}
-        raise RuntimeError("the source broke")
-
-    with pytest.raises(RuntimeError, match="the source broke"):
-        write_lines(rows(), tmp_path, "train")
-    assert list(tmp_path.iterdir()) == []

@@ -35,8 +35,7 @@ class GenerateConfig(SamplingConfig):
 
     RULES = (
         Rule(
-            "num_beams",
-            lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping),
+            "num_beams", lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping)
         ),
     )
 

@@ -8,10 +8,11 @@ import contextlib
 import functools
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -88,10 +89,9 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
         limits: of the run.
         modules: loaded beside those that the code imports.
     """
-    task = {"code": code, "modules": modules, "input": text}
-    deadline = time.monotonic() + limits.wall_seconds
-    with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
+    task, deadline = {"code": code, "modules": modules, "input": text}, time.monotonic() + limits.wall_seconds
+    with written(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
+        output = printed_by(process, limits)
         try:  # a program may close its output and go on
             if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
                 return None
@@ -117,18 +117,27 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()
     settings = asdict(limits)
-    task = {"code": code, "tests": tests, "modules": ()}
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
             settings = settings | {"requests": from_tests, "replies": to_tests}
+            given = stack.enter_context(written({"code": code, "tests": tests, "modules": ()}))
             judge = stack.enter_context(
-                started("tests", settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
+                started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
             )
         finally:
             for end in (to_answer, from_tests, to_tests, from_answer):
                 os.close(end)
-        return printed_by(judge, json.dumps(task).encode() + b"\n", limits) == b"passed"
+        return printed_by(judge, limits) == b"passed"
+
+
+@contextlib.contextmanager
+def written(task: Mapping[str, object]) -> Iterator[int]:
+    """An open file without a name that holds a task as one line."""
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(task).encode() + b"\n")
+        file.seek(0)
+        yield file.fileno()
 
 
 @contextlib.contextmanager
@@ -140,8 +149,7 @@ def started(
     Args:
         role: program, answer or tests.
         settings: limits, and the numbers of the pipes.
-        stdin, stdout: as for subprocess.
-        kept: further open files that it gets.
+        stdin, stdout, kept: its open files.
     """
     arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
     process = subprocess.Popen(
@@ -154,39 +162,18 @@ def started(
         with contextlib.suppress(ProcessLookupError):  # a process that was not waited for keeps its number
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
-def printed_by(process: "subprocess.Popen[bytes]", given: bytes, limits: SandboxLimits) -> bytes | None:
-    """All that a process prints when it is given some bytes; None where it takes too long or prints too much."""
-    assert process.stdin is not None and process.stdout is not None
-    deadline, received = time.monotonic() + limits.wall_seconds, b""
-    os.set_blocking(process.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is process.stdin:
-                    given = _write_part(key.fd, given)
-                    if not given:
-                        selector.unregister(process.stdin)
-                    continue
-                part = os.read(key.fd, 65_536)
-                received += part
-                if len(received) > limits.output_bytes:
-                    return None
-                if not part:
-                    return received
+def printed_by(process: "subprocess.Popen[bytes]", limits: SandboxLimits) -> bytes | None:
+    """All that a process prints; None where it takes too long or prints too much."""
+    assert process.stdout is not None
+    deadline, received, poll = time.monotonic() + limits.wall_seconds, b"", select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0 and poll.poll(1000 * left):
+        part = os.read(process.stdout.fileno(), 65_536)
+        received += part
+        if not part or len(received) > limits.output_bytes:
+            return received if not part else None
     return None
-
-
-def _write_part(number: int, given: bytes) -> bytes:
-    """Write as much as a pipe takes and return the rest; a process that has closed it gets nothing more."""
-    try:
-        return given[os.write(number, given) :]
-    except BrokenPipeError:
-        return b""

@@ -113,7 +113,7 @@ def test_the_kin_of_ppo_learn_on_two_processes_what_they_learn_on_one(tmp_path, 
 
 def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, world, checkpoints, stage):
     rewards = [
-        {"reward_model": f"{stage('reward')}/model", "normalize": "running", "per_source": True, "clip": [-2, 2]},
+        {"reward_model": f"{stage('reward')}/model", "normalize": "running", "clip": [-2, 2]},
         {"function": "tests.rewards.test_reward_runs:vowels", "normalize": "running", "weight": 0.5},
         {"length": {"max": 5, "penalty": 0.1}},
     ]

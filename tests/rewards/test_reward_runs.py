@@ -255,7 +255,7 @@ def test_greedy_responses_of_remax_are_in_no_statistics(several, stage):
     _, config = several(rewards=[running], advantages="remax", value_model="reward_model")
     state, prompts = state_of(config)
     _, rollout = iterate(state, config, prompts, 0)
-    assert state.score.state()["reward_model"]["counts"] == [8.0]
+    assert state.score.state()["reward_model"][0] == 8.0
     assert rollout.baseline.shaped_scores.abs().max() <= 3 and rollout.baseline.shaped_scores.std() > 0
 
 
@@ -290,4 +290,4 @@ def test_a_checkpoint_of_other_rewards_is_refused(several, stage):
     with pytest.raises(
         UserError, match="holds statistics of reward_model, and the config normalizes new; keep the rewards"
     ):
-        state.score.load({"reward_model": {"counts": [1.0], "means": [0.0], "squares": [1.0]}})
+        state.score.load({"reward_model": [1.0, 0.0, 1.0]})
