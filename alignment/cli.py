@@ -211,9 +211,6 @@ def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> 
     Args:
         gpus: number of processes; None: that of the launch file.
         launch: file or packaged name for Accelerate's launcher; None: torch's launcher, with the whole model on every GPU.
-
-    Raises:
-        UserError: fewer GPUs than asked for, no such launch file, or this is a launched process already.
     """
     import torch
 

@@ -44,11 +44,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it over `path`.
-
-    Raises:
-        UserError: the disk is full; `path` is as it was.
-    """
+    """Let `write` fill a temporary file beside `path`, then rename it over `path`, which a full disk leaves as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
@@ -115,11 +111,7 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk, which names no file, into one that names `path` and the bytes `written`.
-
-    Raises:
-        UserError: the disk, or the user's share of it, is full.
-    """
+    """Turn the system's error for a full disk, which names no file, into a UserError with `path` and the bytes `written`."""
     try:
         yield
     except Exception as error:
@@ -254,11 +246,7 @@ def _file_problems(directory: Path) -> Iterator[str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        UserError: not readable, larger than `MAX_JSON_BYTES`, no JSON, nested too deeply, or no object.
-    """
+    """The JSON object in a file; a UserError where it is none, not readable, or larger than `MAX_JSON_BYTES`."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -278,11 +266,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def byte_count(size: str) -> int:
-    """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30.
-
-    Raises:
-        ValueError: it is no such size, or below one byte.
-    """
+    """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30. ValueError where it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"{size!r} is no size; give a number and a unit, such as 5GB or 500MB")

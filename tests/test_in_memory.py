@@ -94,15 +94,6 @@ def test_ppo_takes_functions_as_rewards(tmp_path, rows, checkpoints):
         alignment.ppo(rewards=[(lambda responses, i=i: [i]) for i in range(2)], output=tmp_path / "two", **call)
 
 
-def test_other_rows_are_another_run(tmp_path, rows, checkpoints):
-    call = {"policy": checkpoints["llama"], "output": str(tmp_path / "run"), **TINY}
-    first = alignment.sft(rows=rows["demonstrations"][:8], **call)
-    again = alignment.sft(rows=rows["demonstrations"][:8], **call)
-    assert [line["loss"] for line in again.metrics] == [line["loss"] for line in first.metrics]
-    with pytest.raises(UserError, match="train"):
-        alignment.sft(rows=rows["demonstrations"][8:16], **call)
-
-
 def test_each_update_is_handed_to_a_function_as_it_comes(tmp_path, rows, checkpoints):
     """An exception ends the run, and runs after it have nothing to do with the function."""
     lines = []

@@ -42,21 +42,15 @@ def export_model(
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
-    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged
-    into these weights as they were, and how far they are from the original ones is printed.
+    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged into
+    these weights as they were, and how far they are from the original ones is printed. A reward model keeps its calibration and
+    the texts whose scores tell a damaged model: they must score as before, and are written with their new scores.
 
     Args:
-        model: directory or Hub name of a model or an adapter.
-        adapter: directory or Hub name of an adapter for it.
-        output: directory to write.
         dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
-        chat_template: give the tokenizer this template, a built-in one's name or a file; the special tokens that a built-in
-            one needs are added to the vocabulary, their rows the mean of the others.
-        add_tokens, add_special_tokens: further tokens to add in the same way; see `add_new_tokens`.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
-
-    A reward model keeps its calibration and the texts whose scores tell a damaged model: they are scored again, must have
-    the scores that they had, and are written with those of the model that is written.
+        chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary, their
+            rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
 
     Raises:
         UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter; an

@@ -56,19 +56,12 @@ def generate_responses(
 ) -> list[dict[str, Any]]:
     """One row per prompt: prompt, response, token_ids, log_probs, ended.
 
-    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits
-    processors. How the prompts are read and which tokens end a response is printed on standard error.
+    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits processors.
 
     Args:
-        model: directory or Hub name.
-        adapter: directory of an adapter for it.
         prompts: texts, or the name of a file of prompts.
         overrides: settings of `GenerateConfig`, as key=value.
-        weights: type that the model is held and computes in (auto: the checkpoint's), and whether it is quantized.
         raw: do not apply the model's chat template; with the template a text is one user message.
-
-    Raises:
-        UserError: wrong settings; no such model, adapter or file; bad rows; lists of messages without a chat template.
     """
     settings = asdict(build(GenerateConfig, override(SourcedYaml({}), overrides)))
     written: list[Any] = list(prompts)

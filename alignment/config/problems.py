@@ -88,13 +88,7 @@ class _Located(NamedTuple):
 
 
 def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[tuple[Key, str]]:
-    """Each wrong key, and why.
-
-    Args:
-        cls: the config's dataclass.
-        values: that pydantic checked, under one key of its own.
-        errors: what pydantic found.
-    """
+    """Each wrong key, and why, of what pydantic found in `values`."""
     by_key: dict[Key, list[_Located]] = {}
     for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
         by_key.setdefault(each.key, []).append(each)

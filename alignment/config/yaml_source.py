@@ -66,11 +66,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> SourcedYaml:
-    """A YAML file with the line of every key.
-
-    Raises:
-        UserError: not readable, not YAML, a key given twice, or above `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
-    """
+    """A YAML file with the line of every key, at most `MAX_BYTES`, `MAX_VALUES` and `MAX_DEPTH`."""
     try:
         if (size := Path(path).stat().st_size) > MAX_BYTES:
             raise UserError(f"{path}: {size} bytes; a config may have {MAX_BYTES}")
@@ -155,11 +151,7 @@ def _restore_braces(text: str) -> str:
 
 
 def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
-    """The document with `dotted.key=value` settings applied; the last one wins.
-
-    Raises:
-        UserError: no `=`, or a key below something that is not a section.
-    """
+    """The document with `dotted.key=value` settings applied; the last one wins."""
     problems = []
     for text in overrides:
         name, equals, value = text.partition("=")

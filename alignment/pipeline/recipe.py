@@ -204,11 +204,7 @@ def flatten_numbers(value: object, key: str = "") -> dict[str, float]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty where there is no file.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """Content of a JSON file; empty where there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -47,7 +47,7 @@ def run_recipe(
     only: str | None = None,
     check: bool = False,
 ) -> bool:
-    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges.
+    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges, or without `check`.
 
     Args:
         source: recipe folder, file, or packaged name.
@@ -55,7 +55,6 @@ def run_recipe(
         overrides: `stage.key=value`, or `seed=value`.
         start: run this stage and those after it again, finished or not.
         only: run this stage alone, again; those before it must be finished.
-        check: compare results with the expected ranges; without it the result is always True.
 
     Raises:
         UserError: a mistake in any stage, before the first one starts; or another run in `output`.
@@ -90,11 +89,7 @@ def run_recipe(
 
 
 def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Stage]]:
-    """A recipe's stages, every config checked and every data file found.
-
-    Raises:
-        UserError: every problem of every stage at once.
-    """
+    """A recipe's stages, every config checked and every data file found; a UserError names every problem of every stage."""
     recipe, folder, written = read_recipe(source, overrides)
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
     names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}

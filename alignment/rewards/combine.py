@@ -127,11 +127,7 @@ class PartNormalizer:
     squares: float = 0.0
 
     def take_in(self, values: Tensor, reduce: Reduce) -> None:
-        """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply.
-
-        Raises:
-            UserError: `first`, and all samples are equal.
-        """
+        """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply."""
         count, mean, squares = moments(values, reduce)
         if not count or (self.mode == "first" and self.squares):
             return
@@ -237,11 +233,7 @@ class Rewards:
         return given
 
     def shape(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
-        """Scores of the numbers that `give` gave, which the statistics take in first.
-
-        Raises:
-            UserError: numbers that cannot be normalized.
-        """
+        """Scores of the numbers that `give` gave, which the statistics take in first."""
         for name, normalizer in self._normalizers.items():
             normalizer.take_in(given[name], self.reduce)
         return self._sum(given, prompts)
@@ -301,11 +293,7 @@ class Rewards:
         return {name: [each.count, each.mean, each.squares] for name, each in self._normalizers.items()}
 
     def load(self, state: dict[str, list[float]]) -> None:
-        """Take the statistics of a checkpoint.
-
-        Raises:
-            UserError: they are of other rewards.
-        """
+        """Take the statistics of a checkpoint; a UserError where they are of other rewards."""
         if set(state) != set(self._normalizers):
             raise UserError(
                 f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
@@ -316,13 +304,8 @@ class Rewards:
 
 
 def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
-    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`), and the share of the others.
-
-    `unscored_share/NAME` is given for all of them, 0 as a rule. A reward that applies to none has a mean of 0.
-
-    Args:
-        parts: numbers of each reward by its name, [B].
-        reduce: adds a tensor over all ranks.
+    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`; 0 where it applies to none), and the
+    share of the others (`unscored_share/NAME`), from the numbers of each reward, [B].
     """
     if not parts:
         return {}

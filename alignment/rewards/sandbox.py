@@ -62,11 +62,7 @@ class SandboxLimits(Settings):
 
 @functools.cache
 def require_sandbox() -> None:
-    """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals.
-
-    Raises:
-        UserError: another system than Linux, or a kernel without seccomp.
-    """
+    """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals."""
     if not sys.platform.startswith("linux"):
         raise UserError(
             f"rewards: code is run in a sandbox of the Linux kernel (seccomp), and this is {sys.platform}; train on Linux, or "
@@ -81,13 +77,9 @@ def require_sandbox() -> None:
 
 
 def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str, ...] = ()) -> str | None:
-    """The output of a program that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
+    """The output of an untrusted program that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
 
-    Args:
-        code: Python source, not trusted.
-        text: its standard input.
-        limits: of the run.
-        modules: loaded beside those that the code imports.
+    `modules` are loaded beside those that the code imports.
     """
     task, deadline = {"code": code, "modules": modules, "input": text}, time.monotonic() + limits.wall_seconds
     with written(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
@@ -103,16 +95,10 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """True where code passes tests: Python source, asserts as a rule, that call its functions and classes.
 
-    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
-    tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other
-    objects stay where they are: operators, calls and attributes reach them there. No object of the answer equals a value
-    of the tests; objects of a class derived from a built-in one compare by their built-in content. Not-a-number compares
-    as in Python: `not abs(nan - 2) > 1e-6` holds.
-
-    Args:
-        code: Python source, not trusted.
-        tests: trusted, as far as their verdict counts.
-        limits: of each of the two processes; `wall_seconds` of both together.
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates, tuples
+    of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other objects stay
+    where they are: operators, calls and attributes reach them there. No object of the answer equals a value of the tests; one
+    of a class derived from a built-in one compares by its built-in content. `limits.wall_seconds` is for both together.
     """
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()
@@ -146,10 +132,7 @@ def started(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A process of sandbox_program.py in a session of its own, killed with its whole group at the end.
 
-    Args:
-        role: program, answer or tests.
-        settings: limits, and the numbers of the pipes.
-        stdin, stdout, kept: its open files.
+    `role` is program, answer or tests, `settings` are limits and the numbers of the pipes, `kept` further open files.
     """
     arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
     process = subprocess.Popen(

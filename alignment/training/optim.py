@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from alignment.patterns import compile_pattern
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,6 +15,7 @@ from alignment.settings import (
     Rule,
     Settings,
     Share,
+    compile_pattern,
     refusal,
 )
 

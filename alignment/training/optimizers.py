@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError, install_advice
-from alignment.patterns import search_names, without_numbers
+from alignment.settings import search_names, without_numbers
 from alignment.training.optim import OptimConfig
 
 CLASSES = {  # muon: see `_muon`

@@ -18,7 +18,6 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
-from alignment.losses.ranking import ordered_pair_metrics
 from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
@@ -251,12 +250,6 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
     two = sums(shard_rows(rows, collate, 0, 2)) + sums(shard_rows(rows, collate, 1, 2))
     assert one[0] == 9
     assert_close(one, two)
-
-
-def test_h26_ties_count_half_among_ranked_responses():
-    scores, ranks = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[0, 1, 2]])
-    found = ordered_pair_metrics(scores, ranks, torch.ones(1, 3, dtype=torch.bool))
-    assert (found["accuracy"][0].item(), found["accuracy"][1].item()) == (2.5, 3.0)
 
 
 def test_h26_ties_count_half_among_steps_also_for_each_source():

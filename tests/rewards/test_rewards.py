@@ -13,7 +13,6 @@ from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.config.load import build, load_config
 from alignment.config.yaml_source import parse_yaml
-from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.rewards import (
     AnswerSpec,
@@ -474,20 +473,6 @@ def test_names_are_made_of_the_kind_and_differ():
     assert names_of(specs) == ["reward_model", "reward_model_2", "f", "reward_model_3"]
     with pytest.raises(ValueError, match="two entries are named 'x'"):
         names_of([RewardSpec("a", name="x"), RewardSpec("b", name="x")])
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({}, "say what is rewarded"),
-        ({"reward_model": "r", "rewards": [RewardSpec("r")]}, "both cannot be given"),
-        ({"rewards": [RewardSpec("r")], "reward_combine": "min"}, "stand in their entry of rewards"),
-        ({"rewards": [RewardSpec(answer="exact")]}, "no entry of rewards is a reward model"),
-    ],
-)
-def test_ppo_takes_one_form_of_rewards(settings, why):
-    with pytest.raises(ValueError, match=why):
-        PPOConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)
 
 
 YAML = """policy: p
