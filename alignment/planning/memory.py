@@ -385,11 +385,8 @@ class Tracer:
 
 def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
     """The tokens that are computed of each document of a row: of a shared prompt once."""
-    sizes = [len(ids) for ids in row.documents]
-    sides = getattr(row, "responses", None) or [getattr(row, x) for x in ("chosen", "rejected") if hasattr(row, x)]
-    common = 0
-    if sides and allowed(share, sizes):
-        common = common_prompt([side.ids for side in sides], [side.mask for side in sides])
+    sizes, masks = [len(ids) for ids in row.documents], getattr(row, "masks", None)
+    common = common_prompt(row.documents, masks) if masks is not None and allowed(share, sizes) else 0
     own = [size - (common if number else 0) for number, size in enumerate(sizes)]
     return [(size, max(size - 1, 1)) for size in own]
 

@@ -189,7 +189,7 @@ def test_pretraining_goes_on_under_an_adapter(objective, world, tmp_path, read_m
 
 def test_an_adapter_of_a_fresh_model_is_refused():
     data = DataConfig(train="x.jsonl")
-    with pytest.raises(ValueError, match="a fresh model has no trained weights"):
+    with pytest.raises(ValueError, match="freezes trained weights, and a fresh model has none"):
         pretrain.PretrainConfig(
             data=data, output="x", model={"model_type": "llama"}, vocabulary=300, adapter=PromptSpec()
         )

@@ -1,5 +1,6 @@
 """Supervised fine-tuning and pretraining, as runs."""
 
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
+from alignment.models.families import FAMILIES
 from alignment.training import OptimConfig, TrainingConfig
 
 
@@ -94,7 +96,11 @@ def test_a_checkpoint_that_does_not_exist_is_named(make_stage, tmp_path):
         run(config)
 
 
-def test_a_run_does_not_load_what_it_does_not_need(checkpoints, world, tmp_path):
+def test_a_run_does_not_load_what_it_does_not_need(world, write_checkpoint, tmp_path):
+    every_key = FAMILIES["llama"].values({"head_dim": 8})  # keys left out would be asked of transformers' config class
+    policy = write_checkpoint(tmp_path / "policy", "llama")
+    config = json.loads((tmp_path / "policy" / "config.json").read_text())
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(every_key | config))
     check = (
         "import sys\nfrom alignment.cli import main\n"
         f"sys.argv = ['alignment', 'sft', {str(tmp_path / 'config.yaml')!r}]\n"
@@ -103,7 +109,7 @@ def test_a_run_does_not_load_what_it_does_not_need(checkpoints, world, tmp_path)
         "print('loaded', [name for name in heavy if name in sys.modules])"
     )
     (tmp_path / "config.yaml").write_text(
-        f"{{policy: {checkpoints['llama']}, output: {tmp_path / 'out'}, data: {{train: {world['demonstrations']}}}, "
+        f"{{policy: {policy}, output: {tmp_path / 'out'}, data: {{train: {world['demonstrations']}}}, "
         "training: {max_steps: 1, batch_size: 2}}"
     )
     ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)

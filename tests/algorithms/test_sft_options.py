@@ -126,8 +126,8 @@ def test_the_prompt_of_a_sample_is_all_before_the_last_response():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"z_loss": -1.0}, "z_loss must be 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be below 1"),
+        ({"z_loss": -1.0}, "z_loss must be at least 0"),
         ({"neftune_alpha": 0.0}, "neftune_alpha must be above 0"),
         ({"neftune_alpha": float("nan")}, "neftune_alpha must be above 0"),
     ],

@@ -741,8 +741,8 @@ def test_the_bytes_of_sentencepiece_tokens_have_their_blanks():
         (["--host", "0.0.0.0"], "--allow-remote"),
         (["--host", "192.168.0.1"], "--allow-remote"),
         (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "no such variable"),
-        (["--max-batch", "0"], "--max-batch must be at least 1"),
-        (["--kept-tokens", "-1"], "--kept-tokens must be at least 0"),
+        (["--max-batch", "0"], "--max-batch"),
+        (["--kept-tokens", "-1"], "--kept-tokens"),
         (["--port", "99999"], "--port 99999"),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
 def test_products_cannot_be_kept_inside_compiled_graphs():
     from alignment.training import TrainingConfig
 
-    with pytest.raises(ValueError, match="keep_activations: products"):
+    with pytest.raises(ValueError, match="keep_activations products"):
         TrainingConfig(compile=True, gradient_checkpointing=True, keep_activations="products")
 
 

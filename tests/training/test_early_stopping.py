@@ -224,5 +224,5 @@ def test_a_run_of_which_nothing_is_evaluated_is_refused_before_the_first_update(
     run, config = make_stage("sft", checkpoints["llama"], tmp_path, training=training)
     with pytest.raises(UserError, match=r"data\.evaluation names no rows"):
         run(config)
-    with pytest.raises(ValueError, match="no effect in PPO"):
+    with pytest.raises(ValueError, match="without held-out prompts"):
         make_stage("ppo", checkpoints["llama"], tmp_path, reward_model="x", training=training)
