@@ -57,17 +57,8 @@ def export_model(
             ensemble of adapters; a reward model whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
-    if (members := read_members(directory)) is not None:
-        raise UserError(
-            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
-            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
-            "ensemble.kind=heads, which is one model"
-        )
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
-    if updates is not None:
-        scalar = is_scalar_adapter(updates)
-    else:
-        scalar = str((read_config(directory).get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    scalar = _is_scalar(model, directory, updates)
     tokenizer = load_tokenizer(adapter or model)
     known = tokenizer.get_vocab()
     add_new_tokens(tokenizer, add_tokens, add_special_tokens)
@@ -92,6 +83,19 @@ def export_model(
         if scalar:
             _write_scale_and_canaries(RewardModel(written.eval(), changed), updates or directory, folder)
     return Path(output)
+
+
+def _is_scalar(model: str, directory: Path, updates: Path | None) -> bool:
+    """True where there is a reward model, or the adapter of one, to write; an ensemble of adapters is refused."""
+    if (members := read_members(directory)) is not None:
+        raise UserError(
+            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
+            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
+            "ensemble.kind=heads, which is one model"
+        )
+    if updates is not None:
+        return is_scalar_adapter(updates)
+    return str((read_config(directory).get("architectures") or [""])[0]).endswith("ForSequenceClassification")
 
 
 def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None, *, scalar: bool) -> Any:

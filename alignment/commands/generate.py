@@ -19,7 +19,7 @@ from alignment.settings import PositiveInt, Rule, refusal
 
 @dataclass(frozen=True)
 class GenerateConfig(SamplingConfig):
-    """Settings of `alignment generate`: those of `SamplingConfig`, of `BeamConfig`, and its own.
+    """Settings of `alignment generate`, beside `SamplingConfig` and `BeamConfig`.
 
     Attributes:
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.

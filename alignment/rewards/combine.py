@@ -92,7 +92,7 @@ def as_scores(given: Tensor | Scores) -> Scores:
 # Normalization
 
 
-def moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+def _moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     """Number, mean and sum of squared distances from it of the values of all ranks that are numbers, in float64."""
     values = values[~values.isnan()].double()
     count, total = reduce(torch.stack([torch.ones_like(values).sum(), values.sum()])).tolist()
@@ -102,7 +102,7 @@ def moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
 
 def mean_and_deviation(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     """Number, mean and deviation (divided by n) of the values of all ranks that are numbers; 0 without any."""
-    count, mean, squares = moments(values, reduce)
+    count, mean, squares = _moments(values, reduce)
     return count, mean, (squares / max(1.0, count)) ** 0.5
 
 
@@ -128,7 +128,7 @@ class PartNormalizer:
 
     def take_in(self, values: Tensor, reduce: Reduce) -> None:
         """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply."""
-        count, mean, squares = moments(values, reduce)
+        count, mean, squares = _moments(values, reduce)
         if not count or (self.mode == "first" and self.squares):
             return
         before, distance = self.count, mean - self.mean

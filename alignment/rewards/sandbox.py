@@ -82,7 +82,7 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
     `modules` are loaded beside those that the code imports.
     """
     task, deadline = {"code": code, "modules": modules, "input": text}, time.monotonic() + limits.wall_seconds
-    with written(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
+    with task_file(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
         output = printed_by(process, limits)
         try:  # a program may close its output and go on
             if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
@@ -107,7 +107,7 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
         try:
             stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
             settings = settings | {"requests": from_tests, "replies": to_tests}
-            given = stack.enter_context(written({"code": code, "tests": tests, "modules": ()}))
+            given = stack.enter_context(task_file({"code": code, "tests": tests, "modules": ()}))
             judge = stack.enter_context(
                 started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
             )
@@ -118,7 +118,7 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
 
 
 @contextlib.contextmanager
-def written(task: Mapping[str, object]) -> Iterator[int]:
+def task_file(task: Mapping[str, object]) -> Iterator[int]:
     """An open file without a name that holds a task as one line."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(task).encode() + b"\n")
