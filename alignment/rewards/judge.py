@@ -120,6 +120,7 @@ def _post_once(service: JudgeSpec, body: bytes) -> object:
     try:
         with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
             connection.request("POST", target, body, headers)
+            connection.sock.settimeout(max(1e-3, deadline - time.monotonic()))
             answer = connection.getresponse()
             while len(received) <= MAX_ANSWER_BYTES and (chunk := answer.read1(MAX_ANSWER_BYTES)):
                 received += chunk
