@@ -52,18 +52,8 @@ class Rule(NamedTuple):
     why: str = "{found}"
 
 
-class Contradiction(NamedTuple):
-    """A rule that a config breaks.
-
-    Attributes:
-        key: of the value to change, from the outermost section.
-        why: in words.
-        read: keys of the values that the rule looked at.
-    """
-
-    key: Key
-    why: str
-    read: frozenset[Key]
+Contradiction = tuple[Key, str, frozenset[Key]]
+"""Key of the value to change, from the outermost section; why, in words; keys of the values that the rule looked at."""
 
 
 class Settings:
@@ -78,7 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not _deferred.get():
             wrong = list(_out_of_range(self)) or [
-                (".".join(map(str, each.key)), each.why) for each in _contradictions(self, ())
+                (".".join(map(str, key)), why) for key, why, _ in _contradictions(self, ())
             ]
             if wrong:
                 raise ValueError("\n".join(f"{name} {why}" for name, why in wrong))
@@ -131,9 +121,7 @@ def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
         for rule in cls.__dict__.get("RULES", ()):
             read: set[Key] = set()
             if found := rule.wrong(_Reader(settings, key, read)):
-                yield Contradiction(
-                    (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
-                )
+                yield (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
 
 
 def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:

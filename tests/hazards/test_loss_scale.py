@@ -1,6 +1,6 @@
-"""Faults of loss scale and optimization that trainers have had, each with its worked numbers: H10, H11, H13 to H17.
+"""Faults of loss scale and optimization that trainers have had, each with its worked numbers: H10, H11, H14 to H16.
 
-H12, the same of PPO's losses, is in tests/algorithms/test_ppo.py.
+H12 and H17 are in test_invariants.py (I3, I14), H13 in tests/losses.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""H19, H20 and H22: rotary positions, files that are read in part, parameters that never train."""
+"""H19 and H20: rotary positions and files that are read in part; logits and trained parameters are in test_invariants.py (I9, I11)."""
 
 import json
 import re
@@ -71,6 +71,3 @@ def test_h20_what_a_config_says_reaches_the_numbers(checkpoints, tmp_path):
 def test_h20_a_document_beyond_the_models_positions_is_an_error(checkpoints):
     with pytest.raises(UserError, match="320"), torch.no_grad():
         load_language_model(checkpoints["gpt2"])(torch.full((1, 321), 5))
-
-
-# H22: parameters that never train
