@@ -23,7 +23,7 @@ from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 from alignment.settings import Settings
 from alignment.training import Engine
 from alignment.training.distributed import launched_kind

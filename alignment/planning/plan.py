@@ -28,7 +28,7 @@ from alignment.planning.layout import Device, Layout, free_memory, layout_of
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 from alignment.training.backends.base import computing_types, whole_bytes
 from alignment.training.distributed import init_distributed, launched_rank
 
