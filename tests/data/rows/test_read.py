@@ -266,16 +266,6 @@ def test_ties_are_counted_or_told(jsonl):
         read_rows(path, PAIRS, skip_ties=False)
 
 
-def test_columns_of_tools_and_history_are_renamed(jsonl):
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    path = jsonl(
-        {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "functions": tools}
-    )
-    assert read_one(path, DEMO, columns={"tools": "functions"}).tools == tools
-    path = jsonl({"instruction": "i", "output": "o", "turns": [["q", "a"]]})
-    assert len(read_one(path, DEMO, columns={"history": "turns"}).messages) == 4
-
-
 def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     with pytest.raises(UserError) as caught:
         read_rows(jsonl({"question": "x", "answer": "y"}), DEMO, columns={"promt": "question", "response": "anser"})
@@ -416,7 +406,6 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
         ("prompts", {"messages": [HI], "tools": [3]}, "tools: a tool definition must be an object that names"),
         (DEMO, {"prompt": "hi", "completion": "a", "system": "Be kind."}, "system: a plain text prompt has"),
         (DEMO, {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
-        (DEMO, {"instruction": "a", "output": "b", "history": [["c"]]}, "history: must be a list of pairs"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
