@@ -46,12 +46,7 @@ class RawRow:
 
 
 def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
-    """The rows of a local file, or of a Hub data set where `source` cannot be a file name.
-
-    Args:
-        source: path with one of `SUFFIXES`, a directory, or a glob (`data/*.jsonl`, `data/**/*.parquet`); or
-            `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
-        split: of a Hub data set that names none itself, or of a directory whose files are named after splits.
+    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named.
 
     Raises:
         UserError: no such file or split, an unknown suffix, a broken archive or table, no such data set.
@@ -78,11 +73,7 @@ class OpenSource:
 
 
 def open_sources(source: str, split: str) -> list[OpenSource]:
-    """The files of a source in order of their names, or the Hub data set that it names.
-
-    Raises:
-        UserError: no such file, or one that cannot be read row by row.
-    """
+    """The files of a source in order of their names, or the Hub data set that it names, unless one cannot be read in rows."""
     found = find_rows(source, split)
     if isinstance(found, tuple):
         name = _hub_label(*found)
