@@ -37,9 +37,9 @@ from alignment.training.distributed import (
     launched_kind,
     propagate_failures,
 )
-from alignment.training.optimizers import check_optimizer
+from alignment.training.optim import check_optimizer
 from alignment.training.result import NO_EVALUATION
-from alignment.training.source_metrics import Sources
+from alignment.training.terms import Sources
 
 if TYPE_CHECKING:
     from alignment.data.streaming import StreamedOrder

@@ -10,7 +10,7 @@ from alignment.data.prepare import HELD_OUT, held_out, prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
 from alignment.data.table import JoinedTables, lengths_of, totals_of
-from alignment.data.tasks.examples import TaskFormat, prepare_labeled
+from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.errors import UserError
 
 WORDS = ("cat", "mat", "price", "hello", "friend", "system")

@@ -6,7 +6,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.examples import TaskFormat, prepare_labeled
+from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.data.text import chat
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.errors import UserError
