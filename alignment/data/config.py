@@ -218,9 +218,9 @@ class DataConfig(Settings):
         """
         if self.evaluation_share is not None:
             part = "train"
-        return as_sources(
-            (self.train if part == "train" else self.evaluation) or [], split=self.split_of(part), columns=self.columns
-        )
+        if part == "train":
+            return as_sources(self.train, split=self.split, columns=self.columns)
+        return as_sources(self.evaluation or [], split=self.evaluation_split or self.split, columns=self.columns)
 
     def missing(self) -> Iterator[tuple[str, str]]:
         """The key, `train` or `evaluation`, of each source that is not there, and why; Hub data sets are not looked for."""
@@ -246,10 +246,6 @@ class DataConfig(Settings):
     def evaluates(self) -> bool:
         """True where any rows are held out."""
         return self.evaluation is not None or self.evaluation_share is not None
-
-    def split_of(self, part: Part) -> str:
-        """The split read of a directory, or of a Hub data set that names none itself."""
-        return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
 
     @property
     def source_names(self) -> list[str]:

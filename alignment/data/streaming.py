@@ -259,9 +259,11 @@ class StreamedOrder(Generic[Row]):
     A batch is a function of its number. Batches asked for in order cost what their rows cost; any other batch is reached
     by reading all rows before it, or with `restore`.
 
-    Attributes:
+    Args:
         batch_size: rows per batch, over all ranks.
         seed: >= 0.
+        check: called with the examples of every window; raises where the model cannot take them.
+        note: called with lines of text: what was dropped, and when an epoch ends.
     """
 
     def __init__(
@@ -273,12 +275,6 @@ class StreamedOrder(Generic[Row]):
         check: Callable[[Sequence[Row]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
-        """Begin before the first batch; nothing is read yet.
-
-        Args:
-            check: called with the examples of every window; raises where the model cannot take them.
-            note: called with lines of text: what was dropped, and when an epoch ends.
-        """
         self.batch_size, self.seed, self.key = batch_size, seed, rows.key
         self._choices, config = None, rows.config
         groups, names, seeds = [[file for files in rows.files for file in files]], ["data.train"], [seed]

@@ -97,7 +97,7 @@ def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
     path = jsonl({"text": "a"})
     for options, message in [
         ({"template": tmp_path / "x"}, "--chat-template needs --tokenizer"),
-        ({"tokenizer": bpe, "template": tmp_path / "x"}, "no such template file"),
+        ({"tokenizer": bpe, "template": tmp_path / "x"}, "no such file, and no built-in template"),
         ({"tokenizer": tmp_path / "x"}, "no such directory"),
         ({"max_length": 1}, "at least 2"),
     ]:

@@ -46,12 +46,7 @@ class RawRow:
 
 
 def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
-    """The rows of a local file, or of a Hub data set where `source` cannot be a file name.
-
-    Args:
-        source: path with one of `SUFFIXES`, a directory, or a glob (`data/*.jsonl`, `data/**/*.parquet`); or
-            `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
-        split: of a Hub data set that names none itself, or of a directory whose files are named after splits.
+    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named.
 
     Raises:
         UserError: no such file or split, an unknown suffix, a broken archive or table, no such data set.
@@ -78,11 +73,7 @@ class OpenSource:
 
 
 def open_sources(source: str, split: str) -> list[OpenSource]:
-    """The files of a source in order of their names, or the Hub data set that it names.
-
-    Raises:
-        UserError: no such file, or one that cannot be read row by row.
-    """
+    """The files of a source in order of their names, or the Hub data set that it names, unless one cannot be read in rows."""
     found = find_rows(source, split)
     if isinstance(found, tuple):
         name = _hub_label(*found)
@@ -196,20 +187,16 @@ def _binary_lines(path: Path, start: int = 0) -> Iterator[bytes]:
         raise UserError(f"{path}: may not be read: permission denied") from error
 
 
-def _text_lines(path: Path, at: list[int], *, carriage_returns: bool = False) -> Iterator[str]:
+def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
     """The lines of a file as text.
 
     Args:
         at: bytes and lines before the next one, moved on with each line that is given out.
-        carriage_returns: one alone ends a line too.
 
     Raises:
         UserError: a line is not UTF-8.
     """
-    lines = _binary_lines(path, at[0])
-    if carriage_returns:
-        lines = chain.from_iterable(line.splitlines(keepends=True) for line in lines)
-    for line in lines:
+    for line in _binary_lines(path, at[0]):
         at[:] = at[0] + len(line), at[1] + 1
         try:
             yield line.decode("utf-8-sig" if at[1] == 1 else "utf-8")
@@ -255,13 +242,12 @@ def _text_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """Comma-separated, first line the column names; every value is text."""
     at: list[int] = list(position or (0, 0))
-    lines = partial(_text_lines, path, carriage_returns=True)
     try:
-        names = next(csv.reader(lines([0, 0] if at[0] else at), strict=True), [])
+        names = next(csv.reader(_text_lines(path, [0, 0] if at[0] else at), strict=True), [])
         if len(set(names)) < len(names):
             raise UserError(f"{path}:1: the same column name stands twice: {', '.join(names)}")
         line = at[1]
-        for values in csv.reader(lines(at), strict=True):
+        for values in csv.reader(_text_lines(path, at), strict=True):
             location, line = f"{path}:{line + 1}", at[1]
             if values:
                 yield _csv_row(location, names, values, list(at))

@@ -13,7 +13,6 @@ from alignment.data.rows.fields import (
     EqualResponses,
     flag_field,
     is_plain,
-    list_field,
     messages_field,
     number_field,
     prompt_field,
@@ -40,6 +39,7 @@ from alignment.data.rows.records import (
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
 TURNS = re.compile(r"\n\n(Human|Assistant):")
+NO_HISTORY = "earlier turns in a column of their own are not read; write the row as messages"
 ALONE = "an assistant message alone has no prompt"
 PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place"
 EXPLICIT = ("prompt", "conversations", "instruction")  # columns that hold a prompt
@@ -66,17 +66,13 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 
 def instruction_prompt(row: Columns) -> str | Messages:
-    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `history` (pairs) or `system`."""
+    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `system`."""
     instruction, context = text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True)
-    if "history" not in row and "system" not in row:
+    if row.get("history"):
+        raise BadRow("history", NO_HISTORY)
+    if "system" not in row:
         return alpaca_prompt(instruction, context)
-    messages: Messages = []
-    for pair in list_field(row, "history") if row.get("history") else []:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow("history", "must be a list of pairs of texts, the user's and the answer", repr(pair)[:60])
-        messages += [Message(role="user", content=pair[0]), Message(role="assistant", content=pair[1])]
-    request = f"{instruction}\n{context}" if context.strip() else instruction
-    return [*messages, Message(role="user", content=request)]
+    return [Message(role="user", content=f"{instruction}\n{context}" if context.strip() else instruction)]
 
 
 def prompt_in(row: Columns, column: str) -> str | Messages:
@@ -147,10 +143,8 @@ def parse_demonstration(row: Columns, row_id: str, prompt: str, response: str) -
 
 
 def parse_alpaca(row: Columns, row_id: str, instruction: str, output: str) -> Demonstration:
-    """An instruction and its output; the answers in a history are demonstrations too."""
-    prompt, reply = instruction_prompt(row), Message(role="assistant", content=text_field(row, output))
-    dialogue = [*prompt, reply] if isinstance(prompt, list) and len(prompt) > 1 else None
-    return Demonstration(prompt, reply["content"], row_id, dialogue)
+    """An instruction and its output."""
+    return Demonstration(instruction_prompt(row), text_field(row, output), row_id)
 
 
 def parse_chosen_side(row: Columns, row_id: str, *_: str) -> Demonstration:
@@ -303,8 +297,8 @@ def complete(record: Record, row: Columns) -> Record:
                 raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
     if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
         return record
-    if row.get("history") and "instruction" not in row:
-        raise BadRow("history", "earlier turns are read beside an instruction only; write the row as messages")
+    if row.get("history"):
+        raise BadRow("history", NO_HISTORY)
     if tools := tools_field(row):
         if isinstance(record.prompt, str) or isinstance(record, Steps):
             raise BadRow("tools", "a plain text prompt has no place for tool definitions; write the row as messages")

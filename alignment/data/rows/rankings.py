@@ -1,6 +1,6 @@
 """Rows of K responses to one prompt, by rank or by score, the pairs they make, and rows of responses in labeled steps.
 
-Understood: `responses` with `ranking` (best first) or `scores`; `generations` with `ratings`; UltraFeedback's
+Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
 `completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps: trl's
 stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
 """
@@ -38,6 +38,12 @@ def parse_listed(row: Columns, row_id: str, responses: str, ranking: str) -> Ran
     """Responses and the list of them best first, each as its number from 0 or as its text, ties as a list in the list."""
     texts = _texts(row, responses)
     return _ranking(row, texts, _listed_ranks(list_field(row, ranking), texts), row_id)
+
+
+def parse_ranked(row: Columns, row_id: str, responses: str, ranks: str) -> Ranking:
+    """Responses and the place of each, the lowest best."""
+    texts = _texts(row, responses)
+    return _ranking(row, texts, _dense_ranks(_numbers(row, ranks, responses, len(texts))), row_id)
 
 
 def parse_scored(row: Columns, row_id: str, responses: str, scores: str) -> Ranking:

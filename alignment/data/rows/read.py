@@ -50,6 +50,7 @@ class RowFormat(NamedTuple):
 
 K_WAY = (
     RowFormat(("responses", "ranking"), rankings.parse_listed),
+    RowFormat(("responses", "ranks"), rankings.parse_ranked),
     RowFormat(("responses", "scores"), rankings.parse_scored),
     RowFormat(("generations", "ratings"), rankings.parse_scored),
     RowFormat(("completions",), rankings.parse_rated),

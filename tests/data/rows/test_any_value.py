@@ -32,7 +32,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("demonstrations", {"messages": DIALOGUE, "tools": [{"type": "function", "function": {"name": "f"}}], "system": "s"}),
     ("demonstrations", {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "v"}]}),
     ("demonstrations", {"prompt": [USER], "response": [REPLY]}),
-    ("demonstrations", {"instruction": "i", "input": "x", "output": "o", "history": [["a", "b"]], "system": "s"}),
+    ("demonstrations", {"instruction": "i", "input": "x", "output": "o", "system": "s"}),
     ("comparisons", {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1}),
     ("comparisons", {"chosen": [USER, REPLY], "rejected": [USER, OTHER]}),
     ("labels", {"messages": [USER, REPLY], "label": 1}),

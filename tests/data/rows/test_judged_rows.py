@@ -77,6 +77,7 @@ def test_bad_labels(jsonl, row, message):
         ({**THREE, "ranking": [2, 0, 1]}, Ranking("p", ("a", "b", "c"), (1, 2, 0), "")),
         ({**THREE, "ranking": [[2, 0], 1]}, Ranking("p", ("a", "b", "c"), (0, 1, 0), "")),
         ({**THREE, "ranking": ["b", ["c", "a"]]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "")),
+        ({**THREE, "ranks": [3, 1, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 0), "")),
         ({**THREE, "scores": [1, 7.5, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "", (1.0, 7.5, 1.0))),
         (
             {"instruction": "Go on.", "generations": ["a", "b"], "ratings": [4, 5]},

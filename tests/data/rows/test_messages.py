@@ -1,4 +1,4 @@
-"""Dialogues as data files have them: OpenAI's tool calls, ShareGPT's roles, reasoning, Alpaca's history."""
+"""Dialogues as data files have them: OpenAI's tool calls, ShareGPT's roles, reasoning."""
 
 import pytest
 
@@ -63,18 +63,6 @@ def test_a_last_turn_that_calls_or_thinks_is_kept_as_a_message(jsonl):
     pair = read_one(jsonl({"prompt": [HI], "chosen": thinking, "rejected": HEY}), "comparisons")
     assert (pair.chosen, pair.rejected, pair.messages) == ("hey", "hey", (clean, HEY))
     assert read_one(jsonl({"prompt": [HI], "chosen": [thinking], "rejected": [HEY]})).messages == [HI, clean]
-
-
-def test_alpaca_with_history_becomes_a_dialogue(jsonl):
-    row = {"instruction": "And now?", "input": "1 2", "output": "3", "history": [["hi", "hey"]], "system": "Be kind."}
-    record = read_one(jsonl(row))
-    system, last = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "And now?\n1 2"}
-    assert record.prompt == [system, HI, HEY, last]
-    assert record.messages == [system, HI, HEY, last, {"role": "assistant", "content": "3"}]
-    record = read_one(jsonl({"instruction": "Go.", "output": "ok", "history": [], "system": ""}))
-    assert (record.prompt, record.messages) == ([{"role": "user", "content": "Go."}], None)
-    pair = {"instruction": "Go.", "chosen": "a", "rejected": "b", "history": [["hi", "hey"]]}
-    assert read_one(jsonl(pair), "comparisons").prompt == [HI, HEY, {"role": "user", "content": "Go."}]
 
 
 HH = "\n\nHuman: hello\n\nAssistant: hi\n\nHuman: more"

@@ -186,7 +186,6 @@ FAULTS = [
     ({"prompt": "x", "response": "\ud800"}, ":response: holds half a surrogate pair"),
     (["x"], ": a row must be a JSON object, this is a list"),
     (b'{"prompt": "x", }', ":17: not JSON"),
-    (b'{"prompt": "x"', ":15: not JSON"),
     (b'{"prompt": "\xff"}', ": byte 13 of the line (byte 178 of the file) is not UTF-8"),  # 5 lines of 33 before
 ]
 
@@ -221,7 +220,6 @@ def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
         ({"messages": [{"role": "user", "content": " "}, HEY]}, "content of a message is only white space"),
         ({"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "a tool call must be an object that names its function"),
         ({"messages": [HI, {**HEY, "tool_calls": [{"name": "f", "arguments": "{x"}]}]}, "a tool call must be JSON"),
-        ({"messages": [HI, {**HEY, "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "must be an object"),
         ({"messages": [{**HI, "tool_calls": [{"name": "f"}]}, HEY]}, "only the assistant can call tools"),
         ({"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
         ({"messages": [HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "content of a message must be"),
@@ -249,7 +247,6 @@ def test_bad_messages(jsonl, row, message):
         ({"chosen": [HI, HEY, HI, YO], "rejected": [HI, YO]}, "must be one assistant message"),
         ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": True}, "margin: must be a finite number"),
         (b'{"prompt": "x", "chosen": "a", "rejected": "b", "margin": 1e999}', "margin: must be a finite number"),
-        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": "-Infinity"}, "margin: must be a finite number"),
     ],
 )
 def test_bad_pairs(jsonl, row, message):
@@ -266,16 +263,6 @@ def test_ties_are_counted_or_told(jsonl):
         read_rows(path, PAIRS, skip_ties=False)
 
 
-def test_columns_of_tools_and_history_are_renamed(jsonl):
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    path = jsonl(
-        {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "functions": tools}
-    )
-    assert read_one(path, DEMO, columns={"tools": "functions"}).tools == tools
-    path = jsonl({"instruction": "i", "output": "o", "turns": [["q", "a"]]})
-    assert len(read_one(path, DEMO, columns={"history": "turns"}).messages) == 4
-
-
 def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     with pytest.raises(UserError) as caught:
         read_rows(jsonl({"question": "x", "answer": "y"}), DEMO, columns={"promt": "question", "response": "anser"})
@@ -287,17 +274,12 @@ def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     ("name", "content", "message"),
     [
         ("empty.jsonl", b"", "0 rows in"),
-        ("blank.jsonl", b"\n \n", "0 rows in"),
-        ("empty.json", b"", "0 rows in"),
         ("list.json", b"[]", "0 rows in"),
         ("empty.csv", b"", "0 rows in"),
-        ("header.csv", b"text\n", "0 rows in"),
         ("object.json", b'{"text": "a"}', "must hold a list of rows"),
         ("broken.json", b'[{"text": "a"},\n x]', r"broken.json:2:2: not JSON"),
         ("latin.csv", b"text\nfine\nb\xe4r\n", r"latin.csv:3: byte 2 of the line is not UTF-8"),
-        ("latin.json", b'["\xe4"]', r"latin.json:1: byte 3 of the line"),
         ("short.csv", b"text,more\na\n", r"short.csv:2: 1 fields where the first line names 2"),
-        ("long.csv", b"text,more\na,b\nc,d,e\n", r"long.csv:3: 3 fields where the first line names 2"),
         ("twice.csv", b"text,text\na,b\n", "stands twice"),
         ("quote.csv", b'text\n"a"b\n', r"quote.csv:2: not CSV"),
         ("fake.jsonl.gz", b"plain", "broken or incomplete gzip"),
@@ -396,7 +378,6 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        (DEMO, {"prompt": "hi", "completion": "bad", "label": False}, "label: false marks an undesirable"),
         (DEMO, {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
         (DEMO, {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
         (DEMO, {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
@@ -406,17 +387,14 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
             {"messages": [HI, {**HEY, "reasoning": "x"}], "label": 1},
             "messages: holds tool calls or reasoning",
         ),
-        ("rankings", {"prompt": [HI], "chosen": [{**HEY, "reasoning": "x"}], "rejected": [YO]}, "chosen: holds tool"),
         (DEMO, {"prompt": "a", "response": {**HEY, "reasoning": "x"}}, "response: holds tool calls or reas"),
         (
             PAIRS,
             {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}'},
             "tools: must be a list of tool definitions",
         ),
-        ("prompts", {"messages": [HI], "tools": [3]}, "tools: a tool definition must be an object that names"),
         (DEMO, {"prompt": "hi", "completion": "a", "system": "Be kind."}, "system: a plain text prompt has"),
         (DEMO, {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
-        (DEMO, {"instruction": "a", "output": "b", "history": [["c"]]}, "history: must be a list of pairs"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
