@@ -13,11 +13,7 @@ SENTINEL = "<extra_id_{}>"
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
+    """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS."""
     if tokenizer.chat_template and (turn := chat_format(tokenizer).end) is not None:
         return tokenizer.convert_tokens_to_ids(turn)
     return document_end_id(tokenizer)
@@ -118,11 +114,7 @@ class SpecialTokenTemplate:
 
 
 def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
-    """The special tokens that the tokenizer adds, found by encoding one text and a pair of texts.
-
-    Raises:
-        UserError: the tokenizer is not a fast one; only those report which text a token comes from.
-    """
+    """The special tokens that a fast tokenizer adds, found by encoding one text and a pair of texts."""
     [one] = _encodings(tokenizer, ["a"], add_special_tokens=True)
     [two] = _encodings(tokenizer, ["a"], ["a"], add_special_tokens=True)
     (head, end), (first, last), (start, stop) = (

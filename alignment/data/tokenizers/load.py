@@ -160,14 +160,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Refuse a tokenizer that can give ids the model has no row for.
-
-    Args:
-        vocabulary: rows of the model's embedding.
-
-    Raises:
-        UserError: naming how many tokens are too many, and the special ones among them.
-    """
+    """Refuse a tokenizer that can give ids for which the model's embedding of `vocabulary` rows has none."""
     too_high = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocabulary}
     if not too_high:
         return
