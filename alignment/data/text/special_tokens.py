@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from alignment.data.text.templates import chat_format, name_of
@@ -154,13 +154,13 @@ def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[To
     if not texts:
         return []
     return [
-        TokenizedText(encoding.ids, _word_starts(encoding.word_ids), encoding.offsets)
+        TokenizedText(
+            encoding.ids,
+            [word is None or word != before for before, word in pairwise([None, *encoding.word_ids])],
+            encoding.offsets,
+        )
         for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False)
     ]
-
-
-def _word_starts(words: Sequence[int | None]) -> list[bool]:
-    return [index == 0 or word is None or word != words[index - 1] for index, word in enumerate(words)]
 
 
 def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:

@@ -65,7 +65,8 @@ def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None
         if {vocabulary, merges} <= names:
             return _load_gpt2(directory / vocabulary, directory / merges)
     config = directory / "config.json"
-    if config.exists() and read_json_object(config).get("model_type") and _has_vocabulary(names):
+    has_vocabulary = WORDPIECE_FILE in names or any(name.endswith(".model") for name in names)
+    if has_vocabulary and config.exists() and read_json_object(config).get("model_type"):
         return None
     if WORDPIECE_FILE in names:
         return _load_wordpiece(directory / WORDPIECE_FILE)
@@ -73,10 +74,6 @@ def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None
         f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, or vocab.txt, found "
         f"{', '.join(sorted(names)) or 'nothing'}"
     )
-
-
-def _has_vocabulary(names: set[str]) -> bool:
-    return any(name == WORDPIECE_FILE or name.endswith(".model") for name in names)
 
 
 def _load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:

@@ -3,7 +3,7 @@
 Whether a string such as "</s>" is a control token is the caller's choice, never the text's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
