@@ -125,8 +125,8 @@ def _write_scale_and_canaries(reward_model: RewardModel, source: Path, directory
     read_calibration(source).write(directory)
     saved = read_canaries(source)
     if saved is not None:
-        scores = score_canaries(reward_model)
-        replace(saved[0], scores=scores, precision=weights_precision(reward_model.model)).write(directory)
+        scores = score_canaries(reward_model, saved.texts)
+        replace(saved, scores=scores, precision=weights_precision(reward_model.model)).write(directory)
 
 
 def _types(

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig, as_sources
-from alignment.data.held_out import rows_of_part
-from alignment.data.prepare import require_enough
+from alignment.data.prepare import require_enough, rows_of_part
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
-from alignment.data.rows.read import overlap, parse_rows, raise_bad_rows, rows_left
+from alignment.data.rows.read import ParsedRows, overlap, parse_rows, read_sources
 from alignment.data.rows.records import Columns, Tally
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -106,24 +105,16 @@ def read_labeled(
     `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
     {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (index of the right choice).
     """
-    rows: list[LabeledRow] = []
-    problems: list[str] = []
-    counts = Tally()
-    for each in as_sources(source):
-        parsed = parse_rows(
+
+    def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
+        return parse_rows(
             read_raw(each.source, str(each.split)),
             lambda values, row_id: LabeledRow(*READERS[task](values), row_id),
             columns=each.columns or {},
-            max_rows=rows_left(max_rows, len(rows), each),
+            max_rows=left,
         )
-        rows += parsed.rows
-        problems += parsed.problems
-        counts = counts.merged_with(parsed.counts)
-    if on_bad_row == "error":
-        raise_bad_rows(problems)
-    if not rows:
-        raise UserError(f"{source}: no row can be used\n" + "\n".join(counts.lines()[1:]))
-    return rows, counts
+
+    return read_sources(as_sources(source), read, max_rows, on_bad_row)
 
 
 Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row

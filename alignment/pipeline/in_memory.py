@@ -23,7 +23,7 @@ from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
 from alignment.rewards.functions import with_names
 from alignment.training.distributed import propagate_failures
-from alignment.training.run.trackers import OnUpdate, update_callback
+from alignment.training.run.directory import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]
 

@@ -24,7 +24,7 @@ from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
 from alignment.training import Collate, LossFn, LossSum
-from alignment.training.source_metrics import ONE_SOURCE, Sources
+from alignment.training.terms import ONE_SOURCE, Sources
 
 Density = Annotated[float, Interval(gt=0, lt=1)]
 MeanSpan = Annotated[float, Ge(1)]

@@ -12,7 +12,7 @@ import numpy as np
 from annotated_types import Interval
 
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import RowOrder
+from alignment.data.stream import Stream
 from alignment.data.streaming import OrderState, StreamedOrder
 from alignment.settings import Rule, Settings, Share
 
@@ -40,7 +40,7 @@ class SeededRow(Generic[Row]):
 class EpochStream(Generic[Row]):
     """A stream whose rows carry their epoch, so that a row is corrupted differently each time it is seen."""
 
-    stream: RowOrder[Row] | StreamedOrder[Row]
+    stream: Stream[Row] | StreamedOrder[Row]
 
     def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, in the order of `Stream.rows_at`."""
