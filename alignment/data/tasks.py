@@ -49,21 +49,13 @@ ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
 
 @dataclass(frozen=True)
 class TaskFormat:
-    """A task and the form of its inputs and answers; config.json of a fine-tuned model keeps it.
+    """A task and the form of its inputs and answers, as in `FinetuneConfig`; config.json of a fine-tuned model keeps it.
 
     Attributes:
-        task: of `FinetuneTask`.
         format: "tokenizer": the tokenizer's own special tokens. "gpt1": start, text, extract, or start, text, delimiter,
-            text, extract, with the tokens of `add_gpt1_tokens`. "gpt1_similarity": both orders of a pair, so that neither
-            text comes first.
-        max_length: most tokens of a document.
-        stride: question_answering: tokens from the start of a window over the context to the start of the next.
-        max_question: question_answering: tokens that a longer question is truncated to.
-        max_answer: question_answering: most tokens of an answer.
-        no_answer: question_answering: questions may have no answer.
+            text, extract. "gpt1_similarity": both orders of a pair, so that neither text comes first.
 
-    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1
-    (gpt1).
+    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1.
     """
 
     task: FinetuneTask
@@ -112,13 +104,6 @@ def read_labeled(
     Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
     `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
     {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (index of the right choice).
-
-    Args:
-        max_rows: the largest number of good rows.
-        on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
-
-    Raises:
-        UserError: no such source, bad rows, or no row at all.
     """
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
@@ -304,11 +289,7 @@ def prepare_labeled(
     *,
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
-    """The examples of one part of labeled data; `names` is the id2label that its rows must keep to, if any.
-
-    Raises:
-        UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
-    """
+    """The examples of one part of labeled data; `names` is the id2label that its rows must keep to, if any."""
     rows, read = _read(config, form.task, part)
     if names is None:
         names = label_names(rows) if form.names_classes else {}
@@ -434,6 +415,8 @@ def _encode_questions(
     rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer
 ) -> tuple[list[TaskExample], Tally]:
     """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
+
+    The first answer of a row is the label; a window that does not contain all of it is labeled with its first token.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """

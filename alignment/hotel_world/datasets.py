@@ -82,9 +82,7 @@ def run(config: HotelWorldConfig) -> Path:
 def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None = None) -> dict[str, Path]:
     """Write all files of the data set and return their paths by name; the same seed and sizes give the same bytes.
 
-    The directory appears whole or not at all; one that exists is replaced.
-
-    Each file has a generator of its own: the size of one does not change another's rows. `sizes` None: the quickstart's.
+    The directory appears whole or not at all. Each file has a generator of its own: the size of one does not change another's rows.
     """
     directory, sizes = Path(directory), sizes or RowCounts()
     with atomic_directory(directory) as temporary:

@@ -74,12 +74,7 @@ class ParsedResponse(NamedTuple):
 
 
 def score(prompt: str, response: str) -> GoldScore:
-    """Gold score of a response to a prompt. Takes any text and never raises; what cannot be parsed earns nothing.
-
-    Args:
-        prompt: fact sheet, request and cue as `grammar.write_prompt` gives them.
-        response: the reply's text without its end token.
-    """
+    """Gold score of a response to a prompt. Takes any text and never raises; what cannot be parsed earns nothing."""
     request = parse_prompt(prompt)
     reply = _parse_response(response, request)
     covered = _covered(reply, request)

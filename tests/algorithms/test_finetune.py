@@ -28,13 +28,10 @@ from alignment.algorithms.finetune.scoring import (
     predict,
     predict_examples,
     task_format,
-    task_metrics,
 )
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
-from alignment.data.rows.records import Tally
 from alignment.data.tasks import (
-    LabeledExamples,
     LabeledRow,
     TaskBatch,
     TaskExample,
@@ -362,14 +359,6 @@ def test_windows_of_a_question_are_compared_by_score():
         assert best_answers(examples, rows, contexts, form) == expected
 
 
-def test_an_answer_has_no_blank_of_its_tokens():
-    encoded = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
-    offsets = (None, (0, 1), (1, 3))  # the second word's token begins with the blank
-    scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-    form = TaskFormat("question_answering")
-    assert best_answers([TaskExample((encoded,), [0, 0], "q", offsets=offsets)], [scores], ["a b"], form) == ["b"]
-
-
 # What is refused
 
 
@@ -437,18 +426,6 @@ def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_met
         if name != "pretrain/tiny":
             last = read_metrics(directory.parent)[-1]
             assert last["held_out_exact_match" if "question_answering" in name else "held_out_accuracy"] > 0.8
-
-
-def test_entities_that_are_found_too_often_cost_precision():
-    """One entity of two words; found are it and another: precision 1/2, recall 1."""
-    names = {0: "B-x", 1: "I-x", 2: "O"}
-    encoded = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
-    scores = torch.eye(3)[[0, 1, 2, 0]]
-    example = TaskExample((encoded,), [0, 1, 2, 2], "a")
-    data = LabeledExamples([example], [], Tally(), names)
-    metrics = task_metrics(TaskFormat("token_classification"), data, [scores])
-    assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
-    assert metrics["accuracy"] == 0.75
 
 
 # Encoders that run as transformers' class

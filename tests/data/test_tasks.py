@@ -157,28 +157,9 @@ def test_window_starts(length, room, stride, expected):
     assert window_starts(length, room, stride) == expected
 
 
-def test_an_answer_is_labeled_in_the_windows_that_hold_it_whole(wordpiece):
-    row = question("the dog", TEXT, "lazy dog while")
-    [whole], _ = encode_questions([row], wordpiece, 200, stride=100)
-    ends = set(characters_of(whole))
-    assert whole.labels[1] - whole.labels[0] >= 2
-    windows, counts = encode_questions([row], wordpiece, 12, stride=1)
-    holding = [window for window in windows if ends <= set(window.offsets)]
-    assert [window for window in windows if window.labels != [0, 0]] == holding
-    assert all(characters_of(window) == characters_of(whole) for window in holding)
-    cut = [window for window in windows if len(ends & set(window.offsets)) == 1]
-    assert len(holding) > 2 and len(cut) > 2  # the answer's beginning or end alone stands in some
-    assert not counts.cut
-
-
 def test_a_stride_that_skips_text_is_refused(wordpiece):
     with pytest.raises(UserError, match="stride must be from 1 to"):
         encode_questions([question("the dog", TEXT)], wordpiece, 30, stride=30)
-
-
-def test_the_first_answer_is_the_one_to_learn(wordpiece):
-    [window], _ = encode_questions([question("the dog", TEXT, "fox", "cats")], wordpiece, 200, stride=50)
-    assert answer_of(wordpiece, window) == "fox"
 
 
 def test_gpt1_inputs(tokenizers):
@@ -248,18 +229,6 @@ def test_choices_are_pairs_of_context_and_choice(wordpiece):
     assert batch.rows.bincount().tolist() == [expected[name][1] for name in order]
     tokens = sum(map(len, examples[0].documents))
     assert all(len(part.ragged.tokens) <= tokens for part in collate_tasks(examples * 2, tokens))
-
-
-def test_batches_keep_to_the_limit_the_longest_first(tokenizers):
-    tokenizer = add_gpt1_tokens(tokenizers["bpe"])
-    rows = [LabeledRow(("the fox", ["cats", "lazy dog"] * (1 + n % 3)), (1,), str(n)) for n in range(9)]
-    views, _ = encode_texts(rows, tokenizer, 64, task="multiple_choice", form="gpt1")
-    most = max(sum(map(len, example.documents)) for example in views)
-    batches = collate_tasks(views, most)
-    assert all(len(batch.ragged.tokens) <= most for batch in batches) and len(batches) > 3
-    texts = [text_row(" ".join(["cats"] * (1 + n % 7)), None, "yes", str(n)) for n in range(20)]
-    lengths = [max(b.ragged.lengths) for b in collate_tasks(encode_texts(texts, tokenizers["wordpiece"], 64)[0], 20)]
-    assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
 
 
 def test_label_names_are_sorted_as_numbers_where_they_are_numbers():

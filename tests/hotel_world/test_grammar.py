@@ -30,11 +30,6 @@ def test_no_two_topics_share_a_value():
         assert not set(one.values) & set(other.values), (one.name, other.name)
 
 
-def test_every_topics_question_names_that_topic_alone():
-    for topic in TOPICS:
-        assert parse_prompt(f"\nGuest Anna: {topic.question}\nConcierge:").asked == (topic.name,)
-
-
 def test_the_last_of_several_turns_counts():
     text = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge: Hello.\nGuest Leo: Which room is Novak in?\nConcierge:"
     assert (parse_prompt(text).guest, parse_prompt(text).asked) == ("Leo", (PRIVATE,))

@@ -196,13 +196,7 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
 
 
 def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFormat:
-    """The form of the run's rows: the format asked for, else GPT-1's for pairs and choices of a decoder.
-
-    A decoder's tokenizer has no token that separates two texts.
-
-    Args:
-        model: config.json, for its family.
-    """
+    """The form of the run's rows: the format asked for, else GPT-1's for pairs and choices of a decoder (by its config.json)."""
     name, decoder = model.get("model_type"), False
     if not is_external_type(dict(model)):  # else an encoder
         spec = family_of(dict(model)).spec_from_config(dict(model))
@@ -227,11 +221,7 @@ def read_part(
     *,
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
-    """The examples of one part of the data; rows that were dropped or cut are noted in the run.
-
-    Args:
-        names: id2label that the rows must keep to; None: made from the rows.
-    """
+    """The examples of one part of the data, whose labels keep to `names`; rows that were dropped or cut are noted in the run."""
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:
         raise_all(

@@ -119,7 +119,6 @@ def best_span(logits: Tensor, allowed: Sequence[bool], max_answer: int) -> tuple
     Args:
         logits: start and end logit of each token, [T, 2].
         allowed: True where an answer may start and end, [T].
-        max_answer: most tokens of an answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2.
     """

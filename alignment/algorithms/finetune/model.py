@@ -41,11 +41,7 @@ HEADS = {  # the task of our model classes that each fine-tuning task trains
 
 
 def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
-    """The keys of config.json that describe the labels.
-
-    Args:
-        names: id2label; not read for questions and choices, whose outputs have fixed names.
-    """
+    """The keys of config.json that describe the labels; those of questions and choices have fixed names."""
     fixed = {"multiple_choice": {0: "score"}, "question_answering": {0: "LABEL_0", 1: "LABEL_1"}}
     names = fixed.get(task, names)
     by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
@@ -53,12 +49,7 @@ def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
 
 
 class DoubleHeadsModel(nn.Module):
-    """A sequence classifier and a language head on the same decoder: one forward gives logits and log-probabilities.
-
-    Attributes:
-        classifier: the sequence classifier; what is saved.
-        language_head: tied to the classifier's embedding where the family ties it.
-    """
+    """A sequence classifier, which is saved, and a language head on the same decoder, tied where the family ties it."""
 
     def __init__(self, classifier: SequenceClassifier, language_head: VocabularyHead):
         super().__init__()
@@ -95,8 +86,6 @@ def start_classifier(
         labels: from `label_config`.
         vocabulary: tokens of the tokenizer; a decoder with a smaller embedding is resized.
         language: keep the checkpoint's language head, for the auxiliary language-model loss.
-        adapter: the one that `freeze` will attach.
-        weights: type of frozen weights.
     """
     head, device = HEADS[task], start_device(adapter, weights)
     dtype = torch.float32 if adapter is None else None  # None: the checkpoint's
@@ -190,10 +179,8 @@ def _quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
 def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the plain classifier in float32, any adapter merged into its weights.
 
-    Quantized matrices, which are whole on every rank, get the values that they compute with.
-
-    Args:
-        state: state dict of the whole model as trained; `read_names` of it are enough.
+    Quantized matrices, which are whole on every rank, get the values that they compute with. Of `state`, that of the whole
+    model as trained, `read_names` are enough.
     """
     state = {name: state[name] for name in read_names(model, state)}
     state |= {f"{name}.weight": dequantized(layer).cpu() for name, layer in _quantized_layers(model).items()}

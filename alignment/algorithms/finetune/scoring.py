@@ -106,11 +106,7 @@ def finetune_loss_fn(model: nn.Module, task: FinetuneTask, language_coef: float)
 
 
 def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
-    """-log p of all tokens but first ones: mean over a text, mean over a row's texts, sum over rows.
-
-    Args:
-        log_probs: of the batch's targets, [M].
-    """
+    """-log p of all tokens but first ones: mean over a text, mean over a row's texts, sum over rows."""
     ragged = batch.ragged
     losses = mean_language_loss(log_probs, ragged.target_rows, (ragged.sizes - 1).clamp(min=1))
     return (losses / batch.rows.bincount()[batch.rows]).sum()
@@ -136,11 +132,7 @@ def predict_examples(
 
 
 def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tensor]) -> dict[str, float]:
-    """Metrics of classes, of words and entities, of answers, or the accuracy of choices.
-
-    Args:
-        logits: of each example.
-    """
+    """Metrics of classes, of words and entities, of answers, or the accuracy of choices, from the logits of each example."""
     if form.task == "question_answering":
         answers = best_answers(data.examples, logits, [row.inputs[1] for row in data.rows], form)
         return answer_metrics(answers, [[text for text, _ in row.labels] for row in data.rows])
@@ -191,18 +183,12 @@ def best_answers(
 
 
 def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_384) -> list[Any]:
-    """The predictions of a model of `alignment finetune` for each row, in order.
+    """The predictions of a model of `alignment finetune` (its `output/model`) for each row, in order.
 
     Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label;
     token_classification, a list of words -> a list of labels, None for words beyond `max_length` or without a token;
     question_answering, (question, context) -> the answer, "" for none; multiple_choice, (context, choices) -> the index
     of the best choice.
-
-    Args:
-        source: `output/model` of a run.
-
-    Raises:
-        UserError: a model of another origin, or rows of which the tokenizer makes no token.
     """
     if not rows:
         return []

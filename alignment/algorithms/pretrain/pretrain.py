@@ -105,6 +105,11 @@ class PretrainConfig(Settings):
             "(a checkpoint) or `model` (a fresh one) must be given, one of the two",
         ),
         Rule(
+            "model",
+            lambda c: c.model is not None and "model_type" not in c.model,
+            "needs model_type, the family, for example llama, bert or t5",
+        ),
+        Rule(
             "tokenizer",
             lambda c: c.policy is None and (c.tokenizer is None) != c.trains_tokenizer,
             "(a directory) or `vocabulary` (train one of that size) must be given, one of the two",
@@ -293,9 +298,7 @@ def check_kind(objective: Objective, model: Any) -> None:
 
 def fresh_policy(config: PretrainConfig, tokenizer: Tokenizer, task: str = "language") -> Policy:
     """A model with random weights and the tokenizer's vocabulary."""
-    if config.model is None or "model_type" not in config.model:
-        raise UserError("model.model_type is missing: name the family, for example llama, bert or t5")
     settings = tokenizer_settings(tokenizer)
     if MODELS[config.objective.kind] == "Seq2SeqModel":
         settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
-    return Policy(build_model({**settings, **config.model}, task), tokenizer)
+    return Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)

@@ -146,6 +146,9 @@ def _choose_spans(
 ) -> np.ndarray:
     """Spans of whole words until the budget is met, each a group; the last word may exceed it.
 
+    Lengths in words are geometric, truncated at `longest_span` (a mean of 3.8 at 0.2 and 10); a span begins at any word
+    not chosen yet, and ends early at a special token or a word chosen before.
+
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """
     words, probabilities = words_of(maskable, word_starts), span_lengths(masking.span_stop, masking.longest_span)
@@ -192,14 +195,7 @@ def replace_chosen(
     mask_id: int,
     random_ids: np.ndarray,
 ) -> np.ndarray:
-    """Ids with each chosen group masked, replaced by random tokens, or left as it is.
-
-    Args:
-        choice: group of each token, [N], from `choose`.
-        random_ids: ids that random tokens are drawn from; no special ones.
-
-    Returns:
-        New ids, [N].
+    """Ids with each chosen group masked, replaced by one of the `random_ids`, or left as it is, [N].
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 (80 %, 10 %, 10 %).
     """
@@ -222,11 +218,6 @@ def corrupt_spans(
     Args:
         ids: at least two tokens.
         sentinels: in the order of their use, one more than there are spans (`span_plan`).
-        density: share of the tokens in spans.
-        mean_span: mean tokens of a span.
-
-    Returns:
-        Source and target ids.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2.
     """

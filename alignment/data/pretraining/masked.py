@@ -90,11 +90,7 @@ def tokenize_maskable(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
 def split_texts(
     rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
 ) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
-    """Each text in parts of at most `budget` tokens.
-
-    Args:
-        dropped: number of tokens -> the reason why texts of that length are dropped.
-    """
+    """Each text in parts of at most `budget` tokens; texts of a length in `dropped` are dropped for the reason there."""
     parts, counts = [], Tally(rows=len(rows))
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
         if len(text.ids) in dropped:
@@ -144,12 +140,7 @@ def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
 
 @dataclass(frozen=True)
 class SentencePairBatch(RaggedBatch):
-    """B masked pairs. Its weight is B.
-
-    Attributes:
-        ragged: the pairs, with segments, masked targets and their labels; its own weight counts masked tokens.
-        labels: 0 where B follows A in its text, 1 where it comes from another text, [B].
-    """
+    """B masked pairs, and 0 or 1 of each: 0 where B follows A in its text. Its weight is B; `ragged` counts masked tokens."""
 
     labels: Tensor
 
@@ -160,7 +151,7 @@ class SentencePairBatch(RaggedBatch):
 
     @cached_property
     def token_shares(self) -> Tensor:
-        """One over the number of masked tokens in its pair, for each masked token, [M]."""
+        """One over the masked tokens of its pair, for each masked token, [M]: the masked loss is a sum of means over pairs."""
         counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
         return 1.0 / counts[self.ragged.target_rows]
 

@@ -35,9 +35,7 @@ TOO_SHORT = "text of a single token, too short for a source and a target"
 def tokenize_plain(
     rows: Sequence[Text], tokenizer: Tokenizer, max_length: int, special_tokens: int = 1
 ) -> tuple[list[Example], Tally]:
-    """Texts for encoder-decoders, without special tokens, short enough that a source has at most `max_length` tokens.
-
-    A longer text is split into successive parts of about equal length; a text of a single token is dropped.
+    """Texts for encoder-decoders, without special tokens, in parts whose sources have at most `max_length` tokens.
 
     Args:
         special_tokens: number of tokens that corruption will add: 1 for the end token, 3 for BART's decoder start,

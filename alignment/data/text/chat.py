@@ -49,9 +49,6 @@ NOT_OPEN = "a prompt of messages must end with a message of someone else than th
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header.
 
-    Args:
-        tools: definitions of the tools that the dialogue may use.
-
     Raises:
         UserError: messages without a template, or that the template refuses, or that end with the assistant.
     """
@@ -117,10 +114,9 @@ def encode_each_response(
 
     Args:
         responses: texts; or assistant messages, whose tool calls and reasoning the template writes.
-        prompts: the prompt of each response. After messages, the blanks that the template writes around a reply
-            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them. None: plain texts.
+        prompts: of each response; None: plain texts. After messages, the blanks that the template writes around a reply
+            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
-        tools: definitions of the tools that each dialogue may use.
     """
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
     ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
@@ -179,11 +175,7 @@ def _turn_plan(
 def chat_ids(
     tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None, tools: Tools | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Ids and mask of one dialogue; see `DialogueRow` and `encode_dialogues`.
-
-    Raises:
-        UserError: no assistant message; the template rewrites earlier turns, or ends a turn with no control token.
-    """
+    """Ids and mask of one dialogue, as `encode_dialogues`."""
     encoded = _accepted(encode_dialogues(tokenizer, [DialogueRow(messages, trained, tools)])[0])
     return encoded.ids, encoded.mask
 

@@ -51,13 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class DialogueRow:
-    """A dialogue to train on.
-
-    Attributes:
-        messages: oldest first.
-        trained: for each assistant reply True where it counts; None: all do.
-        tools: definitions of the tools that it may use.
-    """
+    """A dialogue to train on; `trained` is True for each assistant reply that counts, None: all do."""
 
     messages: Messages
     trained: Sequence[bool] | None = None
@@ -218,10 +212,9 @@ class TurnSpan(NamedTuple):
 
 
 def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> TurnSpan | str:
-    """The place of an assistant's message, or the fault of the template.
+    """The place of an assistant's message in `whole`, or the fault of the template.
 
     Args:
-        whole: the rendered dialogue.
         opened: the messages before it with the assistant's header; "" for the first message.
         closed: the messages up to it.
     """

@@ -26,11 +26,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 def read_chat_template(chosen: str) -> str:
-    """The text of a chat template.
-
-    Args:
-        chosen: name of a built-in template (`NAMED`), a file, or the Jinja text itself.
-    """
+    """The text of a chat template: of a built-in name (`NAMED`), of a file, or the Jinja text itself."""
     if chosen in NAMED:
         return (FOLDER / f"{chosen}.jinja").read_text(encoding="utf-8")
     if "{{" in chosen or "{%" in chosen:
@@ -49,9 +45,6 @@ def read_chat_template(chosen: str) -> str:
 
 def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is.
-
-    Args:
-        chosen: as for `read_chat_template`.
 
     Raises:
         UserError: as `read_chat_template`; the template writes tokens that the vocabulary lacks, or ends the

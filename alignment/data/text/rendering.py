@@ -44,14 +44,7 @@ Cut = tuple[int, bool]  # number of messages, and True to write the assistant's 
 
 
 class RenderTask(NamedTuple):
-    """The texts that are wanted of one dialogue.
-
-    Attributes:
-        messages: dicts of plain values, oldest first.
-        cuts: for each text, the number of messages that it holds, and True where the assistant's header follows them
-            (`add_generation_prompt`).
-        tools: definitions of the tools that the dialogue may use, JSON schemas.
-    """
+    """Messages, oldest first, the texts that are wanted of them, and definitions of the tools that they may use."""
 
     messages: Sequence[Mapping[str, object]]
     cuts: tuple[Cut, ...]
@@ -64,9 +57,7 @@ def render_tasks(
     """The texts that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, but for its `strftime_now`.
 
     Args:
-        template: Jinja text.
-        tasks: dialogues, each with the texts wanted of it.
-        variables: what else the template sees: the special tokens.
+        variables: what the template sees beside its task: the special tokens.
 
     Returns:
         For each task its texts in order, or the error of the first one that failed.

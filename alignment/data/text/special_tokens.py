@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from alignment.data.text.templates import chat_format, name_of
@@ -13,11 +13,7 @@ SENTINEL = "<extra_id_{}>"
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
+    """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS."""
     if tokenizer.chat_template and (turn := chat_format(tokenizer).end) is not None:
         return tokenizer.convert_tokens_to_ids(turn)
     return document_end_id(tokenizer)
@@ -118,11 +114,7 @@ class SpecialTokenTemplate:
 
 
 def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
-    """The special tokens that the tokenizer adds, found by encoding one text and a pair of texts.
-
-    Raises:
-        UserError: the tokenizer is not a fast one; only those report which text a token comes from.
-    """
+    """The special tokens that a fast tokenizer adds, found by encoding one text and a pair of texts."""
     [one] = _encodings(tokenizer, ["a"], add_special_tokens=True)
     [two] = _encodings(tokenizer, ["a"], ["a"], add_special_tokens=True)
     (head, end), (first, last), (start, stop) = (
@@ -162,13 +154,13 @@ def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[To
     if not texts:
         return []
     return [
-        TokenizedText(encoding.ids, _word_starts(encoding.word_ids), encoding.offsets)
+        TokenizedText(
+            encoding.ids,
+            [word is None or word != before for before, word in pairwise([None, *encoding.word_ids])],
+            encoding.offsets,
+        )
         for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False)
     ]
-
-
-def _word_starts(words: Sequence[int | None]) -> list[bool]:
-    return [index == 0 or word is None or word != words[index - 1] for index, word in enumerate(words)]
 
 
 def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:

@@ -175,11 +175,7 @@ class EscapedControlTokens:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages and tools as a template gets them, their control strings escaped, and the texts wanted of them.
-
-    Attributes:
-        cuts: for each text, the number of messages that it holds, and True to open the assistant's turn after them.
-    """
+    """Messages and tools as a template gets them, their control strings escaped, and the texts wanted of them."""
 
     messages: Messages
     tools: Tools | None
@@ -247,12 +243,7 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
 
 
 class Piece(NamedTuple):
-    """A stretch of text to encode by itself.
-
-    Attributes:
-        control: read "</s>" and the like as the control token.
-        follows: it continues other text.
-    """
+    """A stretch of text to encode by itself; `control`: "</s>" and the like are control tokens; `follows`: other text."""
 
     text: str
     control: bool = False

@@ -65,7 +65,8 @@ def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None
         if {vocabulary, merges} <= names:
             return _load_gpt2(directory / vocabulary, directory / merges)
     config = directory / "config.json"
-    if config.exists() and read_json_object(config).get("model_type") and _has_vocabulary(names):
+    has_vocabulary = WORDPIECE_FILE in names or any(name.endswith(".model") for name in names)
+    if has_vocabulary and config.exists() and read_json_object(config).get("model_type"):
         return None
     if WORDPIECE_FILE in names:
         return _load_wordpiece(directory / WORDPIECE_FILE)
@@ -73,10 +74,6 @@ def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None
         f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, or vocab.txt, found "
         f"{', '.join(sorted(names)) or 'nothing'}"
     )
-
-
-def _has_vocabulary(names: set[str]) -> bool:
-    return any(name == WORDPIECE_FILE or name.endswith(".model") for name in names)
 
 
 def _load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
@@ -160,14 +157,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Refuse a tokenizer that can give ids the model has no row for.
-
-    Args:
-        vocabulary: rows of the model's embedding.
-
-    Raises:
-        UserError: naming how many tokens are too many, and the special ones among them.
-    """
+    """Refuse a tokenizer that can give ids for which the model's embedding of `vocabulary` rows has none."""
     too_high = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocabulary}
     if not too_high:
         return

@@ -34,9 +34,6 @@ def encode(
         control_tokens: True reads "</s>" and the like as the control token (only for text a template wrote);
             False spells such strings out in ordinary pieces.
         follows: the texts continue others, so SentencePiece-like tokenizers must not put a blank before them.
-
-    Returns:
-        One list of ids per text.
     """
     if not texts:
         return []

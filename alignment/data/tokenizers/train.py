@@ -23,13 +23,7 @@ SIZED = ("bpe", "wordpiece", "unigram")  # kinds whose vocabulary size is a sett
 def wrap(
     tokenizer: Backend, single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
 ) -> Tokenizer:
-    """The tokenizer in transformers' form.
-
-    Args:
-        single, pair: templates of a text $A and of a pair of texts $A, $B, as `TemplateProcessing` takes them.
-        added: special tokens in the templates.
-        options: of `PreTrainedTokenizerFast`: the names of the special tokens, whether decoding cleans up blanks.
-    """
+    """The tokenizer in transformers' form; `single` and `pair` are `TemplateProcessing`'s, `added` their special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     if single:
@@ -137,9 +131,6 @@ def train_bpe(
 def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> Tokenizer:
     """BERT's kind: words, cut greedily into the longest known pieces; pieces within a word begin with ##.
 
-    Args:
-        lowercase: write all letters small and without accents, as the uncased BERT does.
-
     Source: Devlin et al. 2019, arXiv:1810.04805; Wu et al. 2016, arXiv:1609.08144, section 4.1.
     """
     texts = list(texts)
@@ -167,11 +158,8 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
 def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False) -> Tokenizer:
     """SentencePiece's kind: a blank is part of the word after it, the cut is the likeliest under a unigram model.
 
-    NFKC; runs of blanks become one.
-
     Args:
         sentinels: number of T5's <extra_id_0>, <extra_id_1>, ...; they take the last ids, <extra_id_0> the very last.
-        lowercase: write all letters small.
 
     Source: Kudo 2018, arXiv:1804.10959; sentinels: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
     """
@@ -194,7 +182,11 @@ def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, 
 
 
 def _in_order(tokenizer: Backend) -> Any:
-    """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables."""
+    """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables.
+
+    The last digits of a score change with the order of summing, so scores are rounded and equal ones sorted by piece.
+    Characters that no likely piece holds get the lowest score and a step of 0.0001 each, in any order: here no step.
+    """
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     special, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
@@ -205,11 +197,7 @@ def _in_order(tokenizer: Backend) -> Any:
 
 
 def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokenizer:
-    """ByT5's kind: a token is a byte of the text's UTF-8, its id the byte + 3; <pad> </s> <unk> are 0 1 2.
-
-    Args:
-        texts: not read; there is nothing to fit.
-        sentinels: <extra_id_0>, <extra_id_1>, ... from id 259 upwards, as in transformers' tokenizer.
+    """ByT5's kind: a token is a byte of the text's UTF-8, its id the byte + 3; <extra_id_0>, ... follow from id 259.
 
     Source: Xue et al. 2022, arXiv:2105.13626, section 3.1.
     """

@@ -11,6 +11,7 @@ from alignment.data.text import chat
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.errors import UserError
+from tests.data.text.published import spans
 
 USER = {"role": "user", "content": "hello there"}
 DIALOGUE = [
@@ -22,18 +23,6 @@ DIALOGUE = [
     {"role": "user", "content": "price"},
     {"role": "assistant", "content": "$46"},
 ]
-
-
-def spans(tokenizer, ids, mask):
-    """Decoded texts of the unbroken runs that count."""
-    runs, current = [], []
-    for index, counts in zip([*ids, None], [*mask, False], strict=True):
-        if counts:
-            current.append(index)
-        elif current:
-            runs.append(tokenizer.decode(current))
-            current = []
-    return runs
 
 
 @pytest.mark.parametrize("text", ["x", "x</s>", "x</s>\n", "x</s></s>"])

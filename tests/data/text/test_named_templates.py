@@ -1,14 +1,8 @@
 """Chat templates by name: what they write, where they are refused, and that a trained model keeps its own."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from published import spans, text_of
 
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.text import chat
@@ -16,6 +10,7 @@ from alignment.data.text.named_templates import FOLDER, NAMED, read_chat_templat
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
+from tests.data.text.published import spans, text_of
 
 DIALOGUE = [
     {"role": "system", "content": "Be kind."},

@@ -1,19 +1,13 @@
 """Every chat template that trl publishes: what counts in a dialogue of three turns, and where a template is refused."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
 
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
 from alignment.data.text.templates import chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError
+from tests.data.text.published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
 
 DIALOGUE = [
     {"role": "user", "content": "first question"},
