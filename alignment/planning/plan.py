@@ -264,16 +264,13 @@ def run_length(
         forward, (total, trained) = forward_per_token(networks[role], length), parameter_count(networks[role])
         operations += forward * (network.forwards + network.updates * (2 + trained / total))
     tokens = steps * training.batch_size * mean
-    decoding = steps * _decoding_bytes(config, stage, networks, gpus) if stage.responses else 0.0
+    decoding = 0.0
+    if isinstance(config, OnlineDPOConfig | PPOConfig):
+        responses = math.ceil(training.batch_size / gpus) * stage.responses
+        passes = steps * math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
+        types = computing_types(networks["policy"], training.precision)
+        decoding = float(passes * whole_bytes(types, lambda _: True))
     return RunLength(data.rows, steps, tokens, tokens * operations, bool(data.examples), decoding)
-
-
-def _decoding_bytes(config: StageConfig, stage: Workload, networks: Mapping[str, nn.Module], gpus: int) -> float:
-    """Bytes of weights that a device reads to sample one update's responses, all as long as they may be."""
-    responses = math.ceil(config.training.batch_size / gpus) * stage.responses
-    assert isinstance(config, OnlineDPOConfig | PPOConfig)
-    passes = math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
-    return float(passes * whole_bytes(computing_types(networks["policy"], config.training.precision), lambda _: True))
 
 
 def forward_per_token(model: nn.Module, length: int) -> float:
