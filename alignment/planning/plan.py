@@ -24,7 +24,7 @@ from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
-from alignment.planning.layout import Device, Layout, free_memory, layout_of
+from alignment.planning.layout import Device, Layout, free_memory, sent_layout
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
@@ -321,7 +321,7 @@ def _choose(config: StageConfig) -> int:
     # Rank 0 traces the model: the others would find the same, and may have less time.
     tokens, refused = 0, ""
     if group.is_main:
-        layout = layout_of(group.kind, group.size, os.environ)
+        layout = sent_layout(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:
