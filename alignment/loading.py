@@ -116,7 +116,7 @@ class Checkpoint:
         """Return the base model with the adapter, if there is one."""
         if not self.is_adapter:
             return model
-        from alignment.adapters.peft_files import load_adapter
+        from alignment.adapters.attach import load_adapter
 
         return load_adapter(model, self.directory)
 

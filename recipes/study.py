@@ -181,14 +181,7 @@ def run(config: StudyConfig) -> Path:
     output = Path(config.output)
     write_json(output / "results.json", results)
     sections = _sections(config, points, laws, peaks, savings)
-    render_page(
-        output / "report.html",
-        "sections.html.jinja",
-        kind="study",
-        title=config.title,
-        summary=config.summary,
-        sections=sections,
-    )
+    render_page(output / "report.html", kind="study", title=config.title, summary=config.summary, sections=sections)
     return output / "results.json"
 
 

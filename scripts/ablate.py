@@ -6,31 +6,49 @@ One text, character by character, its last tenth held out; the same windows in t
 seeds in every row. Loss is nats per character on the held-out part, after an eighth of the steps and at the end, the mean
 over seeds with their standard deviation. Operations are one forward's, per token, counted from the specification; steps/s is
 one over the median step of this machine. Rows are written as they come, to ablation.json and ablation.md.
-Nothing is tuned per row: a part that wants another learning rate looks worse here than it is. Rows: ablate_rows.py.
+Nothing is tuned per row: a part that wants another learning rate looks worse here than it is.
+
+Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1, as far as our parts go; theirs are encoder-decoders.
 """
 
 import argparse
 import gzip
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from ablate_rows import ROWS, Row, heads_of, vanilla
 from torch import Tensor, nn
 
 from alignment.analysis import forward_operations
 from alignment.config.load import data_folder
 from alignment.files import write_json, write_text
-from alignment.models.init_weights import initialize
+from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel
-from alignment.models.transformer import TransformerSpec
+from alignment.models.layers import (
+    AlibiSpec,
+    AttentionSpec,
+    BlockSpec,
+    ExpertsSpec,
+    GatedFeedForwardSpec,
+    LayerNormSpec,
+    LearnedPositionsSpec,
+    NoNormSpec,
+    PlainFeedForwardSpec,
+    RelativeBiasSpec,
+    RMSNormSpec,
+    RotarySpec,
+    SinusoidalPositionsSpec,
+)
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 from alignment.ragged import Ragged
 from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at
 
+Change = Callable[[TransformerSpec], TransformerSpec]
 EVALUATED = 256  # documents of the held-out part, spread evenly; fewer where it is shorter
 
 
@@ -71,7 +89,6 @@ class Result:
 
     name: str
     label: str
-    parts: tuple[str, ...]
     parameters: int
     operations_per_token: float
     steps_per_second: list[float] = field(default_factory=list)
@@ -86,7 +103,7 @@ def main() -> None:
     print(f"{len(corpus.training)} characters to train on, {held_out} to predict held out, {corpus.vocabulary} kinds")
     results: list[Result] = []
     for name in arguments.rows:
-        results.append(measure(ROWS[name], corpus, settings))
+        results.append(measure(name, corpus, settings))
         print(line(results[-1]), flush=True)
         about = {"text": str(arguments.text), "characters": len(corpus.training), "held_out": held_out}
         write(results, {**about, **asdict(settings), "optim": asdict(settings.optim)}, arguments.output)
@@ -138,12 +155,13 @@ def corpus_of(text: str, tokens: int) -> Corpus:
     return Corpus(training, rest[: count * tokens].view(count, tokens)[chosen].tolist(), len(characters))
 
 
-def measure(row: Row, corpus: Corpus, settings: Settings) -> Result:
+def measure(name: str, corpus: Corpus, settings: Settings) -> Result:
     """One row of the table: the same training once per seed."""
-    spec = row.change(vanilla(corpus.vocabulary, settings.width, settings.layers, settings.tokens))
+    label, change = ROWS[name]
+    spec = change(vanilla(corpus.vocabulary, settings.width, settings.layers, settings.tokens))
     parameters = sum(parameter.numel() for parameter in build(spec, seed=0).parameters())
     operations = forward_operations(spec, settings.tokens)
-    result = Result(row.name, row.label, row.parts, parameters, operations)
+    result = Result(name, label, parameters, operations)
     for seed in range(settings.seeds):
         speed, early, final = train(spec, corpus, settings, seed)
         result.steps_per_second.append(speed)
@@ -255,6 +273,154 @@ def summary(result: Result) -> dict[str, Any]:
         kept[name] = {"mean": statistics.mean(values), "std": std, "seeds": values}
     return kept
 
+
+# The rows
+
+
+def vanilla(vocabulary: int, width: int, layers: int, tokens: int) -> TransformerSpec:
+    """The baseline: ReLU, learned positions, LayerNorm before each part, every head its own keys, tied embeddings.
+
+    Args:
+        vocabulary: different characters.
+        width: D; there are max(4, D / 64) heads.
+        layers: even, for rows that halve or double them.
+        tokens: longest document.
+    """
+    heads = heads_of(width)
+    head_dim = width // heads
+    attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, bias=True, output_bias=True)
+    block = BlockSpec(attention, PlainFeedForwardSpec(4 * width, "relu", bias=True), LayerNormSpec(1e-5))
+    init = InitSpec(std=0.02, residual_std=0.02 / (2 * layers) ** 0.5)
+    options: dict[str, Any] = {"tied_head": True, "positions": LearnedPositionsSpec(tokens)}
+    return TransformerSpec(vocabulary, width, tokens, (block,) * layers, LayerNormSpec(1e-5), init, **options)
+
+
+def heads_of(width: int) -> int:
+    """Heads of the baseline."""
+    return max(4, width // 64)
+
+
+def _change_blocks(spec: TransformerSpec, **changes: Any) -> TransformerSpec:
+    return replace(spec, blocks=tuple(replace(block, **changes) for block in spec.blocks))
+
+
+def _attention(spec: TransformerSpec, **changes: Any) -> TransformerSpec:
+    return _change_blocks(spec, attention=replace(spec.blocks[0].attention, **changes))
+
+
+def _activation(spec: TransformerSpec, name: str) -> TransformerSpec:
+    return _change_blocks(spec, feedforward=replace(_plain(spec), activation=name))
+
+
+def _gated(spec: TransformerSpec, gate: str) -> TransformerSpec:
+    """Three matrices for two: two thirds of the width, to the next 8, keep the parameters.
+
+    Source: Shazeer 2020, arXiv:2002.05202, section 3.
+    """
+    width = 8 * round(_plain(spec).width * 2 / 3 / 8)
+    return _change_blocks(spec, feedforward=GatedFeedForwardSpec(width, gate, bias=True))
+
+
+def _plain(spec: TransformerSpec) -> PlainFeedForwardSpec:
+    feedforward = spec.blocks[0].feedforward
+    assert isinstance(feedforward, PlainFeedForwardSpec)
+    return feedforward
+
+
+def _experts(spec: TransformerSpec, experts_per_token: int) -> TransformerSpec:
+    """Four feed-forwards as wide as the one they replace; two of them chosen as in Mixtral, or one as in Switch."""
+    experts = ExpertsSpec(
+        _plain(spec), count=4, experts_per_token=experts_per_token, normalized=experts_per_token > 1, balance_coef=0.01
+    )
+    return _change_blocks(spec, feedforward=experts)
+
+
+def _rms_norm(spec: TransformerSpec) -> TransformerSpec:
+    norm = RMSNormSpec(1e-5)
+    return replace(_change_blocks(spec, norm=norm), norm=norm)
+
+
+def _post_norm(spec: TransformerSpec) -> TransformerSpec:
+    return replace(_change_blocks(spec, wiring="post"), norm=NoNormSpec())  # the last block ends with a norm already
+
+
+def _sinusoidal(spec: TransformerSpec) -> TransformerSpec:
+    """With the embeddings scaled as its authors do: fresh ones would be lost beside sines.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, sections 3.4 and 3.5.
+    """
+    return replace(spec, positions=SinusoidalPositionsSpec(), embedding_scale=spec.width**0.5)
+
+
+def _rotary(spec: TransformerSpec) -> TransformerSpec:
+    rotary = RotarySpec(10_000.0, spec.width // heads_of(spec.width))
+    return replace(_attention(spec, rotary=rotary), positions=None)
+
+
+def _position_bias(spec: TransformerSpec, bias: AlibiSpec | RelativeBiasSpec) -> TransformerSpec:
+    return replace(_attention(spec, position_bias=bias), positions=None)
+
+
+def _key_heads(spec: TransformerSpec, sharing: int) -> TransformerSpec:
+    """`sharing` query heads to a key head; 0: all to one."""
+    heads = heads_of(spec.width)
+    return _attention(spec, key_value_heads=heads // sharing if sharing else 1)
+
+
+def _factorised(spec: TransformerSpec) -> TransformerSpec:
+    narrow = spec.width // 4
+    return replace(spec, projection=ProjectionSpec(narrow, bias=False, before_positions=True), output_width=narrow)
+
+
+def _reshaped(spec: TransformerSpec, share: float) -> TransformerSpec:
+    """Another depth at the same parameters: heads and feed-forward are `share` of what they were, D stays."""
+    heads, layers = round(heads_of(spec.width) * share), round(len(spec.blocks) / share)
+    block = spec.blocks[0]
+    attention = replace(block.attention, heads=heads, key_value_heads=heads)
+    changed = replace(
+        block, attention=attention, feedforward=replace(_plain(spec), width=round(_plain(spec).width * share))
+    )
+    init = InitSpec(std=0.02, residual_std=0.02 / (2 * layers) ** 0.5)
+    return replace(spec, blocks=(changed,) * layers, init=init)
+
+
+ROWS: dict[str, tuple[str, Change]] = {  # name -> its label in the table, vanilla -> this row's model
+    "vanilla": ("Vanilla (ReLU, learned positions, LayerNorm, pre-norm, tied)", lambda spec: spec),
+    "gelu": ("GELU", partial(_activation, name="gelu")),
+    "swish": ("Swish (SiLU)", partial(_activation, name="silu")),
+    "elu": ("ELU", partial(_activation, name="elu")),
+    "selu": ("SELU", partial(_activation, name="selu")),
+    "sigmoid": ("Sigmoid", partial(_activation, name="sigmoid")),
+    "glu": ("GLU", partial(_gated, gate="sigmoid")),
+    "reglu": ("ReGLU", partial(_gated, gate="relu")),
+    "geglu": ("GeGLU", partial(_gated, gate="gelu")),
+    "swiglu": ("SwiGLU", partial(_gated, gate="silu")),
+    "liglu": ("LiGLU (bilinear)", partial(_gated, gate="linear")),
+    "rmsnorm": ("RMSNorm", _rms_norm),
+    "post-norm": ("Post-norm", _post_norm),
+    "sandwich": ("Sandwich norm", partial(_change_blocks, wiring="sandwich")),
+    "parallel": ("Parallel block", partial(_change_blocks, wiring="parallel")),
+    "sinusoidal": ("Sinusoidal positions", _sinusoidal),
+    "rope": ("Rotary positions", _rotary),
+    "alibi": ("ALiBi", partial(_position_bias, bias=AlibiSpec())),
+    "t5-bias": ("T5 relative bias", partial(_position_bias, bias=RelativeBiasSpec(32, 128))),
+    "grouped-query": ("Grouped-query attention (2 heads to a key)", partial(_key_heads, sharing=2)),
+    "multi-query": ("Multi-query attention", partial(_key_heads, sharing=0)),
+    "window": (
+        "Sliding window (a quarter of the document)",
+        lambda spec: _attention(spec, window=max(2, spec.max_positions // 4)),
+    ),
+    "shared": (
+        "Shared layers (ALBERT)",
+        lambda spec: replace(spec, blocks=spec.blocks[:1], order=(0,) * len(spec.blocks)),
+    ),
+    "factorised": ("Factorised embeddings (D / 4)", _factorised),
+    "untied": ("Untied embeddings", lambda spec: replace(spec, tied_head=False)),
+    "moe": ("Mixture of experts (2 of 4)", partial(_experts, experts_per_token=2)),
+    "switch": ("Switch (1 of 4)", partial(_experts, experts_per_token=1)),
+    "deeper": ("Twice the layers, half their heads and width", partial(_reshaped, share=0.5)),
+    "shallower": ("Half the layers, twice their heads and width", partial(_reshaped, share=2.0)),
+}
 
 if __name__ == "__main__":
     main()

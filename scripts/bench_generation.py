@@ -1,11 +1,11 @@
-"""Speed and memory of decoding beside transformers' `generate`, on the same weights, prompts, machine and run.
+"""Speed of decoding beside transformers' `generate`, on the same weights, prompts, machine and run.
 
     python scripts/bench_generation.py [--sizes nano micro] [--settings full ends] [--rounds N] [--temperature T]
 
 Ours, transformers with its dynamic cache and transformers with its static cache take turns in one process, after a round
-that is not counted. JSON lines on standard output: medians over rounds of seconds, with the lowest and the highest; peak
-memory above what the process held before; MFU, 2 operations per weight of a matrix product and real token, prompts and
-responses, over what a large product reaches in the same run. Padding earns nothing. `ratio` above 1: ours is faster.
+that is not counted. JSON lines on standard output: medians over rounds of seconds, with the lowest and the highest; MFU,
+2 operations per weight of a matrix product and real token, prompts and responses, over what a large product reaches in the
+same run. Padding earns nothing. `ratio` above 1: ours is faster.
 
 `full`: one batch (64 rows nano, 16 micro) of prompts of 16 to 64 tokens, 64 new tokens each, no early end.
 `ends`: a queue of 256 such prompts whose responses have log-normal lengths, mean 25, cut at 64. Nobody knows them in
@@ -17,19 +17,16 @@ tokens' logits are within 1e-3 in float64; such responses are counted (`near_tie
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import math
 import random
-import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from bench import SIZES
@@ -111,11 +108,10 @@ def ends(rows: int, temperature: float) -> Workload:
     """A queue whose responses end at log-normal lengths; the mean is that after the cut."""
     generator = random.Random(1)
     normal = [generator.gauss(0, 1) for _ in range(QUEUE)]
-    low, high = 0.0, math.log(MOST_NEW)
-    for _ in range(40):  # bisect the location that gives the mean
-        middle = (low + high) / 2
-        lengths = [min(MOST_NEW, max(1, round(math.exp(middle + SIGMA * x)))) for x in normal]
-        low, high = (middle, high) if statistics.mean(lengths) < MEAN_END else (low, middle)
+    location, lengths = 0.0, [0]
+    while statistics.mean(lengths) < MEAN_END:
+        location += 0.005
+        lengths = [min(MOST_NEW, max(1, round(math.exp(location + SIGMA * x)))) for x in normal]
     return Workload(draw_prompts(QUEUE), lengths, rows, temperature)
 
 
@@ -192,29 +188,21 @@ def by_length(prompts: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
 
 
-class Run(NamedTuple):
-    """One round of one contestant; peak memory in MB where the system tells."""
-
-    seconds: float
-    peak: float | None
-    near_ties: int
-
-
-def run_rounds(contestants: dict[str, Generate], workload: Workload, rounds: int, model: Any) -> dict[str, list[Run]]:
-    """Every contestant's rounds, after one that is not counted; model: in float64, to tell ties.
+def run_rounds(
+    contestants: dict[str, Generate], workload: Workload, rounds: int, model: Any
+) -> dict[str, list[tuple[float, int]]]:
+    """Seconds and near ties of every contestant's rounds, after one that is not counted; model: in float64, to tell ties.
 
     Raises:
         SystemExit: greedy tokens differ.
     """
-    measured: dict[str, list[Run]] = {name: [] for name in contestants}
+    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         wanted = None
         for name, generate in contestants.items():
-            before = resident_mb(reset_peak=True)
             began = time.perf_counter()
             tokens = generate()
             seconds = time.perf_counter() - began
-            peak = None if before is None else (resident_mb(peak=True) or 0.0) - before
             if [len(row) for row in tokens] != workload.ends:
                 raise SystemExit(f"{name}: responses have other lengths than asked for")
             wanted = tokens if wanted is None else wanted
@@ -224,7 +212,7 @@ def run_rounds(contestants: dict[str, Generate], workload: Workload, rounds: int
                 if wrong:
                     raise SystemExit(f"{name}: {len(wrong)} of {len(tokens)} greedy responses differ from ours")
             if number:
-                measured[name].append(Run(seconds, peak, len(different)))
+                measured[name].append((seconds, len(different)))
     return measured
 
 
@@ -235,36 +223,23 @@ def is_near_tie(model: Any, prompt: list[int], one: list[int], other: list[int])
     return abs(float(logits[one[first]] - logits[other[first]])) < NEAR
 
 
-def resident_mb(*, peak: bool = False, reset_peak: bool = False) -> float | None:
-    """Memory of this process in MB now, or its peak since it was reset; None where the system does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    if reset_peak:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # gives what the rounds before have freed back to the system
-        Path("/proc/self/clear_refs").write_text("5")
-    found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB", status.read_text())
-    return None if found is None else int(found[1]) / 1024
-
-
-def report(size: str, setting: str, workload: Workload, measured: dict[str, list[Run]], rate: float) -> None:
+def report(
+    size: str, setting: str, workload: Workload, measured: dict[str, list[tuple[float, int]]], rate: float
+) -> None:
     """One line for each contestant."""
     weights = sum(parameter.numel() for parameter in random_model(size).parameters() if parameter.ndim == 2)
-    ours = [run.seconds for run in measured["alignment"]]
+    ours = [seconds for seconds, _ in measured["alignment"]]
     for name, rounds in measured.items():
-        seconds, peaks = [run.seconds for run in rounds], [run.peak for run in rounds if run.peak is not None]
+        seconds = [each for each, _ in rounds]
         median = statistics.median(seconds)
         row: dict[str, Any] = {"bench": f"generation {setting}", "impl": name, "size": size, "rows": workload.rows}
         row |= {"threads": torch.get_num_threads(), "temperature": workload.temperature, "rounds": len(rounds)}
         row |= {"seconds_median": median, "seconds_min": min(seconds), "seconds_max": max(seconds)}
         row["new_tokens_per_second"] = round(sum(workload.ends) / median, 1)
         row["mfu"] = round(2 * weights * workload.tokens / median / rate, 3)
-        row["peak_mb"] = round(statistics.median(peaks), 1) if peaks else None
         if name != "alignment":
             ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
-            row |= {"ratio": round(statistics.median(ratios), 3), "ratio_min": round(min(ratios), 3)}
-            row |= {"ratio_max": round(max(ratios), 3), "near_ties": max(run.near_ties for run in rounds)}
+            row |= {"ratio": round(statistics.median(ratios), 3), "near_ties": max(ties for _, ties in rounds)}
         print(json.dumps(row), flush=True)
 
 

@@ -1,6 +1,6 @@
 """Memory of the stages on a random Llama of 290 M parameters, measured on the CPU; JSON lines, then a table.
 
-    python scripts/memory.py [--only NAME ...] [--against CHECKOUT] [--small]
+    python scripts/memory.py [--only NAME ...] [--small]
 
 Each measurement is a process of its own with one thread. It runs the stage on a tiny model first, which imports all that
 the stage needs, and then on the large one, a checkpoint in bfloat16. Its figures, in MB of 10^6 bytes:
@@ -8,9 +8,6 @@ the stage needs, and then on the large one, a checkpoint in bfloat16. Its figure
 weights   all parameters, buffers and quantization constants that are alive at the first update, each tensor once
 peak      the most resident memory during the stage (VmHWM) less the resident memory before it; the pages of the
           checkpoint's file that were read through a memory map count, too
-
---against measures sft and ppo with the code of another checkout of this repository, perhaps an older one, in turn with
-ours; the table gives ours as a part of it.
 """
 
 import argparse
@@ -22,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +30,17 @@ SIZES = {  # keys of config.json
     },
 }  # fmt: skip
 RANK = 8
+WORDS = "guest pool spa desk room opens closes at in the on every day night of hotel"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A stage and its `weights` settings, which an older checkout may not have."""
-
-    stage: str
-    weights: dict[str, Any] = field(default_factory=dict)
-
-
-MEASUREMENTS = {
-    "sft lora": Measurement("sft"),
-    "sft lora float32": Measurement("sft", {"dtype": "float32"}),
-    "sft lora nf4": Measurement("sft", {"quantize": "nf4"}),
-    "sft lora int8": Measurement("sft", {"quantize": "int8"}),
-    "ppo lora": Measurement("ppo"),
-    "ppo lora float32": Measurement("ppo", {"dtype": "float32"}),
-    "ppo lora nf4": Measurement("ppo", {"quantize": "nf4"}),
+MEASUREMENTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, `weights` of its config
+    "sft lora": ("sft", {}),
+    "sft lora float32": ("sft", {"dtype": "float32"}),
+    "sft lora nf4": ("sft", {"quantize": "nf4"}),
+    "sft lora int8": ("sft", {"quantize": "int8"}),
+    "ppo lora": ("ppo", {}),
+    "ppo lora float32": ("ppo", {"dtype": "float32"}),
+    "ppo lora nf4": ("ppo", {"quantize": "nf4"}),
 }
 
 
@@ -60,36 +48,32 @@ def main() -> None:
     """Write the checkpoints, run each measurement in a process, print rows and table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
-    parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--small", action="store_true", help="only the tiny model, to try the script")
     parser.add_argument("--measure", nargs=3, metavar=("NAME", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         name, size, folder = arguments.measure
-        print(json.dumps(measure(MEASUREMENTS[name], Path(folder), size)))
+        print(json.dumps(measure(*MEASUREMENTS[name], Path(folder), size)))
         return
-    size = "tiny" if arguments.small else "large"
+    size, rows = "tiny" if arguments.small else "large", []
     with tempfile.TemporaryDirectory() as folder:
         for each in dict.fromkeys(["tiny", size]):
             write_parents(Path(folder) / each, SIZES[each])
-        rows = []
         for name in arguments.only:
-            other = [arguments.against.resolve()] if arguments.against and not MEASUREMENTS[name].weights else []
-            for checkout in (ROOT, *other):
-                rows.append(
-                    {"bench": name, "size": size, "code": str(checkout), **in_process(name, checkout, size, folder)}
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    print(table(rows))
+            rows.append({"bench": name, "size": size, **in_process(name, size, folder)})
+            print(json.dumps(rows[-1]), flush=True)
+    print(f"{'':20}{'weights MB':>12}{'peak MB':>10}{'seconds':>9}")
+    for row in rows:
+        print(f"{row['bench']:20}{row['weights']:12.1f}{row['peak']:10.1f}{row['seconds']:9.1f}")
 
 
-def in_process(name: str, checkout: Path, size: str, folder: str) -> dict[str, float]:
-    """The figures of one measurement with the code of a checkout, from a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--measure", name, size, folder]
-    variables = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+def in_process(name: str, size: str, folder: str) -> dict[str, float]:
+    """The figures of one measurement, from a process of its own."""
+    command = [sys.executable, __file__, "--measure", name, size, folder]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{name} with {checkout} failed:\n{done.stderr[-3000:]}")
+        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -103,24 +87,7 @@ def write_parents(folder: Path, sizes: dict[str, int]) -> None:
     from alignment.data.tokenizers.train import train_bpe
 
     folder.mkdir()
-    words = [
-        "guest",
-        "pool",
-        "spa",
-        "desk",
-        "room",
-        "opens",
-        "closes",
-        "at",
-        "in",
-        "the",
-        "on",
-        "every",
-        "day",
-        "night",
-        "of",
-        "hotel",
-    ]
+    words = WORDS.split()
     text = [" ".join(words[(i * j) % len(words)] for j in range(1, 9)) for i in range(64)]
     tokenizer = train_bpe(iter(text), 300)
     torch.manual_seed(0)
@@ -139,11 +106,11 @@ def write_parents(folder: Path, sizes: dict[str, int]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measure(measurement: Measurement, folder: Path, size: str) -> dict[str, float]:
+def measure(stage: str, weights: dict[str, Any], folder: Path, size: str) -> dict[str, float]:
     """Run a stage on the tiny model, then on the one of this size, and return the figures of the second run in MB."""
     from alignment.training import Engine
 
-    run_stage(measurement, folder / "tiny", folder / f"out-{os.getpid()}-tiny")
+    run_stage(stage, weights, folder / "tiny", folder / f"out-{os.getpid()}-tiny")
     found: list[int] = []
     update = Engine.update
 
@@ -156,7 +123,7 @@ def measure(measurement: Measurement, folder: Path, size: str) -> dict[str, floa
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before, began = resident("VmRSS"), time.perf_counter()
-    run_stage(measurement, folder / size, folder / f"out-{os.getpid()}")
+    run_stage(stage, weights, folder / size, folder / f"out-{os.getpid()}")
     peak = resident("VmHWM") - before
     return {
         "weights": round(found[0] / 1e6, 1), "peak": round(peak / 1e6, 1), "before": round(before / 1e6, 1),
@@ -164,23 +131,21 @@ def measure(measurement: Measurement, folder: Path, size: str) -> dict[str, floa
     }  # fmt: skip
 
 
-def run_stage(measurement: Measurement, parents: Path, output: Path) -> None:
+def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) -> None:
     """Few short rows, one update: what is measured is the weights."""
     from alignment.adapters import LoRASpec
     from alignment.algorithms import sft
     from alignment.algorithms.ppo import ppo
     from alignment.data.config import DataConfig
+    from alignment.models.weights_config import WeightsConfig
     from alignment.training import TrainingConfig
 
     common: dict[str, Any] = {
         "data": DataConfig(train=str(parents / "rows.jsonl"), max_length=48), "output": str(output),
         "adapter": LoRASpec(rank=RANK), "training": TrainingConfig(batch_size=2, max_steps=1, micro_batch_tokens=96),
+        "weights": WeightsConfig(**weights),
     }  # fmt: skip
-    if measurement.weights:
-        from alignment.models.weights_config import WeightsConfig
-
-        common["weights"] = WeightsConfig(**measurement.weights)
-    if measurement.stage == "sft":
+    if stage == "sft":
         sft.run(sft.SFTConfig(policy=str(parents / "base"), **common))
     else:
         networks = {"policy": str(parents / "policy"), "reward_model": str(parents / "reward")}
@@ -191,35 +156,15 @@ def weights_alive() -> int:
     """Bytes of the tensors of all modules alive, each counted once."""
     import torch
 
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-    try:
-        from alignment.models.weight_bytes import total_bytes
+    from alignment.models.weight_bytes import total_bytes
 
-        return total_bytes(*modules)
-    except ImportError:  # an older checkout, without quantization
-        tensors = [x for module in modules for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
-        return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors if not x.is_meta}.values())
+    return total_bytes(*(thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)))
 
 
 def resident(key: str) -> int:
     """VmRSS or VmHWM of this process, bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows side by side; where another checkout was measured, ours as a part of it."""
-    lines = [f"{'':20}{'weights MB':>12}{'peak MB':>10}{'seconds':>9}  code"]
-    for row in rows:
-        lines.append(
-            f"{row['bench']:20}{row['weights']:12.1f}{row['peak']:10.1f}{row['seconds']:9.1f}  {Path(row['code']).name}"
-        )
-    ours = {row["bench"]: row for row in rows if row["code"] == str(ROOT)}
-    for row in rows:
-        if row["code"] != str(ROOT):
-            parts = {key: ours[row["bench"]][key] / row[key] for key in ("weights", "peak")}
-            lines.append(f"{row['bench']}: {parts['weights']:.2f} of its weights, {parts['peak']:.2f} of its peak")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ The model is a random Llama, or Phi 3 with a head of its own, with bfloat16 weig
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -89,8 +90,7 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
     import torch
 
-    from alignment.adapters.attach import attach
-    from alignment.adapters.peft_files import save_adapter
+    from alignment.adapters.attach import attach, save_adapter
     from alignment.adapters.specs import LoRASpec
     from alignment.data.tokenizers.load import save_tokenizer
     from alignment.data.tokenizers.train import train_tokenizer
@@ -178,8 +178,7 @@ def measured_peak(name: str, large: Path, small: Path) -> dict[str, int]:
 
 def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
     """Run a config and return the resident bytes at its start and how far they rose in its updates."""
-    import gc
-
+    from alignment.algorithms.ppo import ppo
     from alignment.config.load import load_config
     from alignment.pipeline.stages import find_stage
     from alignment.training.engine import Engine
@@ -188,58 +187,29 @@ def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
     run(load_config(config_class, warm_up))
     gc.collect()
     start = resident("VmRSS")
-    loaded = []
+    update, peak, loaded = Engine.update, 0, []
 
-    update = Engine.update
-
-    def first_update_resets(self: Engine, *terms: Any) -> dict[str, float]:
+    def measured(self: Engine, *terms: Any) -> dict[str, float]:
+        nonlocal peak
         if not loaded and stage != "ppo":
             reset_peak(loaded)
-        return update(self, *terms)
+        metrics = update(self, *terms)
+        peak = resident("VmHWM")
+        return metrics
 
-    Engine.update = first_update_resets  # type: ignore[method-assign]
-    if stage == "ppo":
-        from alignment.algorithms.ppo import ppo
+    def first_rollout_resets(*args: Any) -> Any:
+        if not loaded:
+            reset_peak(loaded)
+        return collect(*args)
 
-        collect = ppo.collect
-
-        def first_rollout_resets(*args: Any) -> Any:
-            if not loaded:
-                reset_peak(loaded)
-            return collect(*args)
-
-        ppo.collect = first_rollout_resets
-    save = find_save(stage)
-    peak: list[int] = []
-    save(lambda: peak.append(resident("VmHWM")))
+    Engine.update, collect = measured, ppo.collect  # type: ignore[method-assign]
+    ppo.collect = first_rollout_resets
     run(load_config(config_class, config))
-    return {"start": start, "loaded": loaded[0] - start, "peak": peak[0] - start}
-
-
-def find_save(stage: str) -> Any:
-    """A function that lets something be called before the run saves its model."""
-    import importlib
-
-    module = importlib.import_module(
-        "alignment.algorithms.ppo.ppo" if stage == "ppo" else f"alignment.algorithms.{stage}"
-    )
-    name = "save_reward_model" if stage == "reward" else "save_policy"
-    original = getattr(module, name)
-
-    def install(before: Any) -> None:
-        def save_after(*args: Any, **kwargs: Any) -> Any:
-            before()
-            return original(*args, **kwargs)
-
-        setattr(module, name, save_after)
-
-    return install
+    return {"start": start, "loaded": loaded[0] - start, "peak": peak - start}
 
 
 def reset_peak(noted: list[int]) -> None:
     """Let the peak begin anew at what is resident now, which is noted."""
-    import gc
-
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     noted.append(resident("VmRSS"))

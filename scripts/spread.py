@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from alignment.errors import UserError
 from alignment.files import write_json
-from alignment.pipeline.expectations import flatten_numbers, read_json, read_metric
+from alignment.pipeline.recipe import flatten_numbers, read_json, read_metric
 
-POLICY = ("win_rate.rate", "gold.total", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
+POLICY = ("win_rate", "gold", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
 CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines
     "loss": ("first", "last"),
     "held_out_loss": ("last",),
@@ -35,14 +35,7 @@ CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a recipe over its runs.
-
-    Attributes:
-        stage: the stage that wrote it.
-        metric: its name there.
-        values: one per run, in order.
-        half_width: mean half width of the 95 % interval over prompts within one run; None where there is none.
-    """
+    """One number of a stage, a value per run, and the mean half width of its 95 % interval over prompts within one run."""
 
     stage: str
     metric: str
@@ -53,14 +46,8 @@ class Figure:
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
         within = "" if self.half_width is None else f"± {self.half_width:.4g}"
-        spread = (fmean(self.values), min(self.values), max(self.values))
-        return (
-            self.stage,
-            self.metric,
-            *(f"{x:.4g}" for x in spread),
-            within,
-            " · ".join(f"{x:.4g}" for x in self.values),
-        )
+        spread = (f"{x:.4g}" for x in (fmean(self.values), min(self.values), max(self.values)))
+        return self.stage, self.metric, *spread, within, " · ".join(f"{x:.4g}" for x in self.values)
 
 
 def main() -> None:
@@ -106,18 +93,15 @@ def results(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
 
 
 def shown(content: dict[str, Any]) -> dict[str, Any]:
-    """What is worth a line: of a comparison of policies no samples and no parts of the gold reward."""
+    """The figures that are worth a line: of a comparison of policies no samples and no parts of the gold reward."""
     if "models" not in content:
         return content
-    return {"models": {name: keep(model) for name, model in content["models"].items()}}
-
-
-def keep(model: dict[str, Any]) -> dict[str, Any]:
-    """One policy's figures, with the interval of its win rate."""
-    sections = {metric.partition(".")[0]: model.get(metric.partition(".")[0]) for metric in POLICY}
-    if isinstance(sections["gold"], dict):
-        sections["gold"] = {"total": sections["gold"]["total"]}
-    return {name: value for name, value in sections.items() if value is not None}
+    kept = {}
+    for name, model in content["models"].items():
+        kept[name] = {key: model[key] for key in POLICY if model.get(key) is not None}
+        if "gold" in kept[name]:
+            kept[name]["gold"] = {"total": model["gold"]["total"]}
+    return {"models": kept}
 
 
 def curves(runs: Sequence[Path], stage: str) -> Iterator[Figure]:

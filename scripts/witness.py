@@ -25,13 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RENAMED: dict[str, str] = {}  # metric or key of today's code -> its name in older records
-CLOCKS = (
-    "second",
-    "mfu",
-    "memory",
-    "megabytes",
-)  # metrics with such a name are decided by the machine, not by the numbers
+CLOCKS = ("second", "mfu", "memory", "megabytes")  # in the names of metrics that the machine decides
 UNRECORDED = ("task_specific_params", "transformers_version", "base_model_name_or_path")  # of a model's config
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
@@ -243,7 +237,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if name not in old:
             differences.append(f"{name}: only in the new record")
             continue
-        before, after = dict(leaves(old[name])), dict(leaves(now, RENAMED))
+        before, after = dict(leaves(old[name])), dict(leaves(now))
         for key in dict.fromkeys([*before, *after]):
             one, other = (values.get(key, "nothing") for values in (before, after))
             if one != other:
@@ -251,11 +245,11 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return differences
 
 
-def leaves(value: Any, renamed: dict[str, str] | None = None, path: str = "") -> Iterator[tuple[str, str]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """The path of each single value below `value`, and the value as JSON, so that 0.0 and -0.0 differ and NaN equals NaN."""
     if isinstance(value, dict | list):
         for key, below in value.items() if isinstance(value, dict) else enumerate(value, 1):
-            yield from leaves(below, renamed, f"{path}.{(renamed or {}).get(str(key), key)}".lstrip("."))
+            yield from leaves(below, f"{path}.{key}".lstrip("."))
     else:
         yield path, json.dumps(value, ensure_ascii=False)
 

@@ -54,15 +54,7 @@ def test_an_exported_reward_model_has_the_same_normalized_scores(train, settings
     assert after.loss == "bradley_terry" and member_count(Path(exported)) == member_count(Path(source))
     assert_close(after.score_members(TEXTS), before.score_members(TEXTS), atol=tolerance, rtol=0)
     saved = read_canaries(Path(exported))
-    assert saved is not None and saved[0].precision == ("half" if dtype == "bfloat16" else "float32")
-
-
-def test_canaries_of_an_export_find_a_changed_head(train, tmp_path):
-    exported = export_model(train(adapter=LORA), None, str(tmp_path / "out"))
-    weights = load_file(exported / "model.safetensors")
-    save_file(weights | {"score.weight": -weights["score.weight"]}, exported / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="when it was saved"):
-        load_reward_model(str(exported))
+    assert saved is not None and saved.precision == ("half" if dtype == "bfloat16" else "float32")
 
 
 def test_an_adapter_merged_into_another_base_is_refused(train, checkpoints, tmp_path):

@@ -23,7 +23,7 @@ from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 from alignment.settings import Settings
 from alignment.training import Engine
 from alignment.training.distributed import launched_kind
@@ -143,7 +143,7 @@ def _save_ensemble(
     engine: Engine, policy: Policy, ensemble: AdapterEnsemble, output: str | Path, *, extra_files: WriteFiles
 ) -> Path:
     """The members as adapters in a folder each."""
-    from alignment.adapters.peft_files import adapter_state, save_adapter
+    from alignment.adapters.attach import adapter_state, save_adapter
 
     members = ensemble.models
     names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}

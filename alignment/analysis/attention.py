@@ -25,6 +25,7 @@ from alignment.models.layers.attention import (
     ProjectKeyValue,
 )
 from alignment.models.layers.disentangled import DisentangledAttention
+from alignment.models.model import evaluation_mode
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq
@@ -72,7 +73,7 @@ def attention_maps(
         batch = replace(batch, segments=torch.tensor(list(segments)))
     trunk = model.get_submodule("trunk")
     assert isinstance(trunk, Transformer)
-    with _at_rest(model), recorded(trunk) as maps:
+    with evaluation_mode(model), recorded(trunk) as maps:
         read = model.read(trunk, batch.to(trunk.embed.weight.device), prefix=model.active_prefix())
     before = len(read.batch.tokens) - len(ids)  # of a soft prompt
     return [weights[:, before:, before:] for weights in maps.own]
@@ -82,12 +83,7 @@ def attention_maps(
 def encoder_decoder_attention_maps(
     model: Seq2SeqModel | ExternalModel, source: Sequence[int], target: Sequence[int]
 ) -> EncoderDecoderMaps:
-    """Attention weights of an encoder-decoder on one source and one target, without dropout.
-
-    Args:
-        source: tokens the encoder reads.
-        target: tokens the decoder reads, its start token first.
-    """
+    """Attention weights of an encoder-decoder that reads `source` and has written `target` (start token first), without dropout."""
     if isinstance(model, ExternalModel):
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
@@ -95,7 +91,7 @@ def encoder_decoder_attention_maps(
         names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
         return EncoderDecoderMaps(*(_given(output, name) for name in names))
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
-    with _at_rest(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
+    with evaluation_mode(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
         model.states(pair)
     own, cross = ([weights[..., -len(source) :] for weights in part] for part in (read.own, written.cross))
     return EncoderDecoderMaps([weights[:, -len(source) :] for weights in own], written.own, cross)
@@ -185,24 +181,13 @@ def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContex
     return caught[0].unflatten(-1, values.shape[1:])
 
 
-@contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, within the block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
     """The output of transformers' own class, weights included: its plain implementation is the one that keeps them."""
     inner = model.inner
     usual = inner.config._attn_implementation
     inner.set_attn_implementation("eager")
     try:
-        with _at_rest(model):
+        with evaluation_mode(model):
             on_device = {name: x.to(inner.device) for name, x in inputs.items()}
             return inner(**on_device, output_attentions=True, use_cache=False, return_dict=True)
     finally:

@@ -20,11 +20,10 @@ from alignment.analysis.attention import attention_maps, encoder_decoder_attenti
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.html import render_page
+from alignment.evaluation.report.html import render
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.text import start_token_id
+from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
-from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.protocols import GenerativeModel
@@ -76,8 +75,7 @@ def write_attention(
     loaded, tokenizer = load_any(model), load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     documents = encoded(tokenizer, texts, "--text")
-    spec = loaded.spec
-    start = spec.start_token if isinstance(spec, EncoderDecoderSpec) else start_token_id(loaded.config)
+    start = start_token_of(loaded)
     if start is None and targets:
         raise UserError(f"--target is for an encoder-decoder, and {model} has one side only; leave it out")
     decoded = [] if start is None else target_ids(loaded, tokenizer, documents, targets, start)
@@ -125,11 +123,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
 
 
 def target_ids(
-    model: GenerativeModel,
-    tokenizer: Tokenizer,
-    documents: Sequence[list[int]],
-    targets: Sequence[str],
-    start: int,
+    model: GenerativeModel, tokenizer: Tokenizer, documents: Sequence[list[int]], targets: Sequence[str], start: int
 ) -> list[list[int]]:
     """Token ids that the decoder reads for each source, its start token first."""
     if not targets:
@@ -172,7 +166,7 @@ def write_attention_page(path: Path, title: str, texts: Sequence[tuple[str, Sequ
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     drawn = [(text, [(maps, pictures(maps), _cell_size(maps)) for maps in kinds]) for text, kinds in texts]
     heading = {"title": title, "texts": drawn, "script": script, "script_hash": script_hash}
-    return render_page(path, "attention.html.jinja", templates=TEMPLATES, **heading)
+    return render(path, "attention.html.jinja", templates=TEMPLATES, **heading)
 
 
 def pictures(maps: Maps) -> list[list[dict[str, object]]]:

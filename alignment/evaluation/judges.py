@@ -50,12 +50,6 @@ class JudgeResult:
     inconsistent_interval: tuple[float, float]
     position_bias_interval: tuple[float, float]
 
-    @property
-    def follows_position(self) -> bool:
-        """True where the judge prefers a position, first or second: no bias, 0.5, lies outside the interval."""
-        low, high = self.position_bias_interval
-        return not low <= TIE <= high
-
 
 def compare(
     prompts: Sequence["Prompt"],
@@ -65,19 +59,11 @@ def compare(
     *,
     max_failed_share: float = 0.1,
 ) -> JudgeResult:
-    """Judge each pair of responses in both orders.
-
-    Args:
-        prompts: the prompts of the responses.
-        ours, baseline: one response to each prompt from each side.
-        judge: called once with all pairs in both orders.
-        max_failed_share: largest share of failed items; above it the others are no fair sample.
+    """Judge each pair of responses in both orders, the judge being called once with all of them.
 
     Raises:
-        UserError: the judge failed on more than `max_failed_share` of the items, or on all.
+        UserError: the judge failed on more than `max_failed_share` of the items, or on all; the others are no fair sample.
     """
-    if not len(prompts) == len(ours) == len(baseline):
-        raise ValueError(f"{len(prompts)} prompts, {len(ours)} responses of ours, {len(baseline)} of the baseline")
     verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
     if len(verdicts) != 2 * len(prompts):
         raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
@@ -111,8 +97,6 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
         score: called once with all distinct (prompt, response) pairs.
         tie_margin: largest difference of scores that is still a tie, >= 0.
     """
-    if tie_margin < 0:
-        raise ValueError(f"tie_margin must be 0 or above, got {tie_margin}")
 
     def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         responses = {
@@ -122,20 +106,15 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
         }
         scores = score(list(responses.values()), [response for _, response in responses])
         known = {key: float(value) for key, value in zip(responses, scores, strict=True)}
+        leads = [
+            known[id(prompt), a] - known[id(prompt), b] for prompt, a, b in zip(prompts, first, second, strict=True)
+        ]
         return [
-            _verdict(known[id(prompt), a] - known[id(prompt), b], tie_margin)
-            for prompt, a, b in zip(prompts, first, second, strict=True)
+            None if math.isnan(lead) else TIE if abs(lead) <= tie_margin else WIN if lead > 0 else LOSS
+            for lead in leads
         ]
 
     return judge
-
-
-def _verdict(lead: float, tie_margin: float) -> Verdict:
-    if math.isnan(lead):
-        return None
-    if abs(lead) <= tie_margin:
-        return TIE
-    return WIN if lead > 0 else LOSS
 
 
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
@@ -145,10 +124,7 @@ longer_judge: Judge = score_judge(lambda _, responses: [len(response) for respon
 def write_annotation_form(
     path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]
 ) -> None:
-    """Write every pair that `compare` judges, in both orders, for people or another program to fill in the verdicts.
-
-    One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict` (null). No row reveals which side is ours.
-    """
+    """Write every pair that `compare` judges, in both orders and on a line each, for people or another program to fill in."""
     rows = [
         {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
         for one, other in ((ours, baseline), (baseline, ours))

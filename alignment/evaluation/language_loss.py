@@ -17,6 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records
 from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
+from alignment.models.model import evaluation_mode
 from alignment.models.protocols import GenerativeModel
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
@@ -27,14 +28,9 @@ TOKENS_PER_FORWARD = 16_384
 
 @dataclass(frozen=True)
 class LanguageLoss:
-    """Held-out next-token loss.
+    """Held-out next-token loss, nats per target token, its exponential, and the whole loss in bits over the bytes of the text.
 
-    Attributes:
-        loss: mean of -log p over all target tokens, nats per token.
-        tokens: target tokens.
-        perplexity: exp(loss).
-        bits_per_byte: the whole loss in bits over the bytes of the text; comparable between tokenizers. None where the
-            number of bytes was not given.
+    Bits per byte are comparable between tokenizers; None where the number of bytes was not given.
     """
 
     loss: float
@@ -48,8 +44,7 @@ def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_byt
     """Loss of a language model over ragged batches, averaged over target tokens.
 
     Args:
-        model: called as `model(batch=ragged)`; its `.log_probs` [M] are those of the targets, nats. It is in
-            evaluation mode meanwhile.
+        model: called as `model(batch=ragged)` in eval mode; its `.log_probs` [M] are those of the targets, nats.
         batches: moved to the model's device one by one.
         text_bytes: UTF-8 bytes of the text behind all targets.
 
@@ -57,16 +52,12 @@ def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_byt
         UserError: no target token in any batch.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    try:
+    with evaluation_mode(model):
         for batch in batches:
             log_probs = model(batch=batch.to(device)).log_probs
             total -= log_probs.double().sum().cpu()
             tokens += log_probs.numel()
-    finally:
-        model.train(was_training)
     if tokens == 0:
         raise UserError("the held-out text has no token to predict; a document needs at least two tokens")
     loss = total / tokens
@@ -111,14 +102,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 def add_log_probs(
     model: GenerativeModel, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
 ) -> Tensor:
-    """`totals` plus the log-probability of each document's masked tokens, in place.
-
-    Args:
-        model: in evaluation mode; called as `model(batch=ragged)`, whose `.log_probs` [M] are those of the targets.
-        documents: token ids.
-        masks: True where a token counts.
-        totals: nats, [n] float64 on the CPU.
-    """
+    """`totals` [n], nats, plus the log-probability of each document's masked tokens, in place; the model is in eval mode."""
     device = next(model.parameters()).device
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
@@ -149,11 +133,7 @@ class PairLogProbs:
 
 
 def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
-    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
-
-    Raises:
-        UserError: there is no pair.
-    """
+    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU."""
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
     zeros = torch.zeros(len(pairs), dtype=torch.float64)
@@ -165,11 +145,7 @@ def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> PairLogProbs:
-    """The means of two models' log-probabilities on the same pairs.
-
-    Args:
-        policy, reference: as from `pair_log_probs`, [n, 2].
-    """
+    """The means of two models' log-probabilities on the same pairs, [n, 2] each, as from `pair_log_probs`."""
     change = policy - reference
     margin = change[:, 0] - change[:, 1]
     right = (margin > 0).double() + (margin == 0).double() / 2

@@ -112,11 +112,7 @@ def score_responses(
 def write_responses(
     output: Path, prompts: Sequence[Prompt], responses: Responses, source: Mapping[str, object]
 ) -> None:
-    """Write the responses, and the prompts, models and settings that they were sampled from.
-
-    Args:
-        source: prompts, models and settings as JSON values, by content.
-    """
+    """Write the responses, and the prompts, models and settings that they were sampled from, as JSON values by content."""
     rows = []
     for i, prompt in enumerate(prompts):
         columns = {

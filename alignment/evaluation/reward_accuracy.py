@@ -1,53 +1,56 @@
-"""Evaluation of a reward model on preferences: its accuracy, and its card (`alignment evaluate reward`)."""
+"""Evaluation of a reward model on preferences: its accuracy, and its card (`alignment evaluate reward`).
 
-from collections import Counter
+Its figures are in reward_card.py, the page in report/reward_page.py.
+"""
+
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from annotated_types import Interval
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from alignment.data.config import DataConfig
-from alignment.data.rows.records import Prompt
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
+from alignment.data.examples import Example
+from alignment.data.rows.files import read_raw
+from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
+from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally
 from alignment.data.text.named_templates import with_chat_template
+from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.inputs import check_hotel_prompts, read_records
+from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture
 from alignment.evaluation.responses import sample_responses, score_responses
 from alignment.evaluation.reward_card import (
     Figures,
     ScoredGroup,
     accuracy_figures,
     best_of_n_curve,
-    calibration_figures,
-    ensemble_figures,
     length_figures,
     outcomes,
     pairs_of,
+    reliability,
     score_changes,
-    strength_figures,
-)
-from alignment.evaluation.reward_inputs import (
-    EncodedRow,
-    encode_preferences,
-    evenly_drawn_texts,
-    read_preferences,
-    score_preferences,
-    scores_in_other_forms,
 )
 from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import architecture_of, best_device, find_directory
+from alignment.models.classifiers import SequenceClassifier
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.reward_model.model import Encoded
+from alignment.reward_model.model import AdapterEnsemble, Encoded, score_encoded
 from alignment.rewards.selection import powers_of_two
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+
+Preference = Comparison | Ranking
+PADDED_ROWS = 8  # of a padded batch, in the order of the rows, so that lengths differ
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,6 @@ class BestOfNConfig(Settings):
 class RewardEvalConfig(Settings):
     """Settings of a reward model's evaluation on preferences: comparisons, or rankings of K responses.
 
-    Rows may say by how much a response is better, in column `margin` or with scores (ratings) of the responses; the card
-    then shows the model's agreement by the strength of the preference.
-
     Attributes:
         reward_model: directory or Hub name; a decoder, an encoder, an adapter of either, or an ensemble.
         data: the rows, all of which are read; figures are given for each source of `data.train` too.
@@ -105,10 +105,9 @@ class RewardEvalConfig(Settings):
         chat_template: a built-in one's name or a Jinja file; None: the tokenizer's own.
         weights: type that the reward model is held and computes in; auto: the checkpoint's.
         bins: of the reliability curve, of equal width.
-        robustness_rows: rows, evenly drawn, whose texts are scored alone, in other batches and orders, padded, and in other
-            types; 0: leave that out.
+        robustness_rows: rows, evenly drawn, whose texts are scored alone, padded, and in other types; 0: leave that out.
         dtypes: types to compare with the one that the model is held in; the model is loaded once more for each.
-        best_of_n: sample a policy's responses and let the reward model pick; None: a curve over the K responses of rankings.
+        best_of_n: sample a policy's responses and let the reward model pick; None: leave that out.
     """
 
     reward_model: str
@@ -123,9 +122,7 @@ class RewardEvalConfig(Settings):
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, and that of always preferring the longer response; and its card.
-
-    Ties count half. Writes `results.json`, and the card as `card.json` and `card.html`; the page loads nothing else.
+    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card.
 
     Raises:
         UserError: bad rows, a checkpoint without a score head, or a process reward model.
@@ -140,17 +137,17 @@ def run(config: RewardEvalConfig) -> Path:
     lengths = [(row.record.row_id, len(ids)) for row in rows for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
     groups = score_preferences(rows, model)
-    texts, pairs = evenly_drawn_texts(rows, config.robustness_rows, model.is_encoder)
     card: Figures = {
         "reward_model": config.reward_model,
         "model": _described(model),
         "left_out": [*tally.lines(), *counts.lines()],
         **_figures(config, groups, model.calibration.gain),
-        "best_of_n": _ranking_curve(groups) if prompts is None else _sampled_curve(config, model, prompts),
+        "best_of_n": {} if prompts is None else _sampled_curve(config, model, prompts),
     }
+    texts, pairs = evenly_drawn_texts(rows, config.robustness_rows, model.is_encoder)
     scores = scores_in_other_forms(model, texts) if texts else {}
     del model  # before it is loaded in other types
-    card["robustness"] = _robustness(config, scores, texts, pairs, held_in=card["model"]["dtype"])
+    card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
     write_json(output / "card.json", card)
     write_reward_page(output / "card.html", card)
     results = {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"}
@@ -169,17 +166,112 @@ def _load(config: RewardEvalConfig, dtype: str) -> RewardModel:
 
 
 def _described(model: RewardModel) -> Figures:
-    """The card's entries on the model itself; its type is that of most weights."""
-    sizes: Counter[str] = Counter()
-    for parameter in model.model.parameters():
-        sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    """The card's entries on the model itself; its type is that of its first weights, the embedding."""
+    parameters = list(model.model.parameters())
     return {
         "architecture": "encoder" if model.is_encoder else "decoder",
-        "parameters": sizes.total(),
-        "dtype": sizes.most_common(1)[0][0],
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "loss": model.loss,
         "normalized": model.calibration.fitted,
     }
+
+
+# Rows
+
+
+class EncodedRow(NamedTuple):
+    """A record with its source and its responses as the model reads them, prompt included."""
+
+    record: Preference
+    source: str
+    example: Example
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The responses as they were read, of a comparison the chosen one first."""
+        record = self.record
+        return record.responses if isinstance(record, Ranking) else (record.chosen, record.rejected)
+
+
+def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
+    """Name and rows of each source of `data.train`, comparisons or rankings; bad rows of all sources come at once."""
+    refuse_mixture(data)
+    found: list[tuple[str, list[Preference]]] = []
+    tally, problems, count = Tally(), [], 0
+    for source in data.require_sources("train"):
+        left = rows_left(data.max_rows, count, source)
+        if left is not None and left <= 0:
+            break
+        options = {"on_bad_row": data.on_bad_row, "as_messages": data.as_messages}
+        try:
+            rows, counts = read_rows(source, _kind(source), max_rows=left, **options)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        found += [(str(source.name), cast("list[Preference]", rows))] if rows else []
+        tally, count = tally.merged_with(counts), count + len(rows)
+    raise_all(problems)
+    print_tally("comparisons", tally, data.left_out("train"))
+    return found, tally
+
+
+def _kind(source: SourceConfig) -> Kind:
+    """The kind of a source's rows: comparisons where they have chosen and rejected, else rankings."""
+    raw = list(read_raw(source.source, str(source.split)))
+    row_format = choose_row_format(source.source, raw, "comparisons", source.columns or {})
+    return "comparisons" if row_format.columns == ("chosen", "rejected") else "rankings"
+
+
+def encode_preferences(
+    sources: Sequence[tuple[str, list[Preference]]], model: RewardModel, max_length: int
+) -> tuple[list[EncodedRow], Tally]:
+    """The rows as the model reads them, an encoder's special tokens included; and the counts of dropped and cut rows."""
+    encode_pairs = encode_comparisons if model.is_encoder else tokenize_comparisons
+    encode_rankings = encode_ordered_rankings if model.is_encoder else tokenize_ordered_rankings
+    encoded, tally = [], Tally()
+    for name, records in sources:
+        if isinstance(records[0], Comparison):
+            pairs, counts = encode_pairs(cast("list[Comparison]", records), model.tokenizer, max_length)
+            found = [replace(each, values={**each.values, "ranks": [0, 1]}) for each in pairs]
+        else:
+            found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
+        examples = {example.row_id: example for example in found}
+        rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
+        whole = [row for row in rows if len(row.example.documents) == len(row.texts)]
+        for row in rows:
+            if len(row.example.documents) < len(row.texts):
+                counts.drop(EQUAL_IN_RANKING, row.record.row_id)
+        counts.kept = len(whole)
+        encoded, tally = encoded + whole, tally.merged_with(counts)
+    return encoded, tally
+
+
+def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
+    """Ids and segments of each document; in an encoder's examples the mask marks the second text."""
+    return [
+        Encoded(ids, [int(flag) for flag in mask] if is_encoder else [0] * len(ids))
+        for ids, mask in zip(example.documents, example.masks, strict=True)
+    ]
+
+
+def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
+    """The rows with the model's scores; a length is that of the response with its end token, of an encoder's text all."""
+    texts = [text for row in rows for text in as_encoded(row.example, model.is_encoder)]
+    scores = iter(model.combined(model.calibration.apply(score_encoded(model.model, texts))).tolist())
+    return [
+        ScoredGroup(
+            source=row.source,
+            prompt=prompt_key(row.record),
+            scores=[next(scores) for _ in row.texts],
+            ranks=row.example.values["ranks"],
+            lengths=[sum(mask) or len(mask) for mask in row.example.masks],
+        )
+        for row in rows
+    ]
+
+
+# Figures
 
 
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
@@ -203,48 +295,25 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
 
 
 def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: float) -> Figures:
-    """Accuracy, reliability, agreement, length and ensemble, of all rows and of each source.
-
-    Args:
-        gain: of the normalized scores; probabilities of preferences come from scores before it, as in training.
-    """
+    """Accuracy, reliability (of scores before normalization by `gain`, as in training) and length, of all rows and of each source."""
     by_source: dict[str, list[ScoredGroup]] = {}
     for group in groups:
         by_source.setdefault(group.source, []).append(group)
     parts = {"all": groups, **(by_source if len(by_source) > 1 else {})}
     pairs = {name: pairs_of(part) for name, part in parts.items()}
-    strengths = strength_figures(pairs["all"])
     return {
         "sources": list(by_source),
         "accuracy": {name: accuracy_figures(part) for name, part in parts.items()},
-        "calibration": {
-            name: calibration_figures(part.margins / gain, part.prompts, bins=config.bins)
-            for name, part in pairs.items()
-        },
+        "calibration": {name: reliability(part.margins / gain, bins=config.bins) for name, part in pairs.items()},
         "length": {name: length_figures(part) for name, part in pairs.items()},
-        "ensemble": {name: ensemble_figures(part) for name, part in pairs.items()}
-        if groups[0].members is not None
-        else _missing("the reward model is a single one; ensemble.members trains several"),
-        "agreement": {"by_strength": strengths}
-        if strengths
-        else _missing("no row says how strong its preference is: columns margin or scores"),
     }
-
-
-def _missing(why: str) -> Figures:
-    """The entry of the card in place of figures that cannot be given."""
-    return {"missing": why}
 
 
 # Best of n
 
 
 def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
-    """The prompts, with policy and judge known to be of the right kind; nothing large is loaded.
-
-    Raises:
-        UserError: bad prompts, prompts that the judge cannot judge, a policy that is no decoder, a missing directory.
-    """
+    """The prompts, with policy and judge known to be of the right kind; nothing large is loaded."""
     if architecture_of(config.policy) != "decoder":
         raise UserError(f"{config.policy}: best_of_n.policy must be a decoder, which samples responses to prompts")
     if config.judge_model is not None:
@@ -272,57 +341,83 @@ def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[P
         way_out="lower best_of_n.max_new_tokens or best_of_n.prompts.max_length",
     )
     responses = [(i // n, text, None, end) for i, (text, end) in enumerate(zip(found.texts, found.ended, strict=True))]
-
-    def by_prompt(values: Sequence[float]) -> list[Sequence[float]]:
-        return [values[start : start + n] for start in range(0, len(values), n)]
-
     scores = score_responses(model, prompts, responses, max_length)
     if own.judge_model is None:
         gold = gold_score([str(prompts[i].prompt) for i, *_ in responses], found.texts)
     else:
         judge = load_reward_model(own.judge_model, weights.dtype, best_device(), quantize=weights.quantize)
         gold = score_responses(judge, prompts, responses, max_length)
-    curve = best_of_n_curve(by_prompt(scores), by_prompt(gold), powers_of_two(n), seed=own.seed)
-    judged = {"policy": own.policy, "judge": own.judge_model or "gold", "gold": "higher is better"}
+    picked, true = ([values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold))
+    curve = best_of_n_curve(picked, true, powers_of_two(n), seed=own.seed)
+    judged = {"policy": own.policy, "judge": own.judge_model or "gold"}
     return {**judged, "ended_share": sum(found.ended) / len(responses), "curve": curve}
-
-
-def _ranking_curve(groups: Sequence[ScoredGroup]) -> Figures:
-    """The curve on the K responses of rankings, whose gold score is the rank (0 is best)."""
-    k_way = [group for group in groups if len(group.ranks) > 2]
-    if not k_way:
-        return _missing("no policy is named (best_of_n.policy), and no row has more than two responses to pick from")
-    sizes = range(1, max(len(group.ranks) for group in k_way) + 1)
-    curve = best_of_n_curve([group.scores for group in k_way], [group.ranks for group in k_way], sizes)
-    return {"policy": None, "judge": "ranks of the rows", "gold": "rank of the pick, 0 is best", "curve": curve}
 
 
 # Robustness
 
 
+def evenly_drawn_texts(
+    rows: Sequence[EncodedRow], count: int, is_encoder: bool
+) -> tuple[list[Encoded], list[tuple[int, int]]]:
+    """The texts of at most `count` rows, spread evenly over them, and the indices of each ordered pair among them."""
+    drawn = {round(position) for position in np.linspace(0, len(rows) - 1, min(count, len(rows)))} if count else set()
+    texts, pairs = [], []
+    for number in sorted(drawn):
+        example, start = rows[number].example, len(texts)
+        texts += as_encoded(example, is_encoder)
+        ranks, positions = example.values["ranks"], range(len(example.documents))
+        pairs += [(start + a, start + b) for a in positions for b in positions if ranks[a] < ranks[b]]
+    return texts, pairs
+
+
+def scores_in_other_forms(model: RewardModel, texts: Sequence[Encoded]) -> dict[str, Tensor]:
+    """Raw scores of the texts by the form they are computed in, [n] each; "batched" is the form of every evaluation."""
+    forms = {"batched": score_encoded(model.model, texts), "alone": score_encoded(model.model, texts, 1)}
+    forms |= {f"padded {side}": _padded_scores(model, texts, side) for side in ("right", "left")}
+    return {name: model.combined(scores) for name, scores in forms.items()}
+
+
+@torch.no_grad()
+def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> Tensor:
+    """Raw scores of texts in rectangles of `PADDED_ROWS` rows with padding on one side, by each member, [n, k]."""
+    device, found = next(model.model.parameters()).device, []
+    for start in range(0, len(texts), PADDED_ROWS):
+        group = texts[start : start + PADDED_ROWS]
+        columns = (
+            ([text.ids for text in group], model.tokenizer.pad_token_id or 0),
+            ([[1] * len(text.ids) for text in group], 0),
+            ([text.segments for text in group], 0),
+        )
+        rectangles = [
+            pad_sequence([torch.tensor(row) for row in rows], True, fill, side).to(device) for rows, fill in columns
+        ]
+        found.append(_padded_logits(model.model, *rectangles).float().cpu())
+    return torch.cat(found)
+
+
+def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """The scores of a padded call, [B, k]."""
+    if isinstance(network, AdapterEnsemble):
+        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.models], -1)
+    return (network(ids, mask, segments) if isinstance(network, SequenceClassifier) else network(ids, mask)).logits
+
+
 def _robustness(
     config: RewardEvalConfig,
-    scores: dict[str, torch.Tensor],
+    scores: dict[str, Tensor],
     texts: Sequence[Encoded],
     pairs: Sequence[tuple[int, int]],
-    *,
     held_in: str,
 ) -> Figures:
     """Changes of the scores in other forms, and in other types, for each of which the model is loaded again."""
-    if not texts:
-        return _missing("robustness_rows is 0")
     notes = {}
-    for dtype in config.dtypes:
-        if config.weights.quantize is not None:
-            notes[dtype] = "the weights are quantized"
-        elif dtype != held_in:
+    for dtype in [] if config.weights.quantize else config.dtypes:
+        if dtype != held_in:
             try:
                 model = _load(config, dtype)
+                scores[dtype] = model.combined(score_encoded(model.model, texts))
             except UserError as error:  # canaries that this type is too coarse for
                 notes[dtype] = str(error)
-                continue
-            raw = model.members_of_ids([text.ids for text in texts], segments=[text.segments for text in texts])
-            scores[dtype] = model.combined(raw)
     base = scores.pop("batched")
     forms = {name: score_changes(base, other, pairs) for name, other in scores.items()}
     return {"texts": len(texts), "pairs": len(pairs), "held_in": held_in, "forms": forms, "not_compared": notes}

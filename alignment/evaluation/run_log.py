@@ -67,7 +67,7 @@ class Series(NamedTuple):
 
     def later(self, share: float) -> "Series":
         """The lines that follow after this share of them."""
-        start = math.floor(share * len(self.values))
+        start = int(share * len(self.values))
         return Series(self.steps[start:], self.values[start:])
 
     @property
@@ -84,15 +84,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLog:
-    """Stage, settings, metrics and texts of a run.
-
-    Attributes:
-        stage: as in lineage.json: ppo, sft, ...
-        config: config.yaml.
-        series: finite values of each metric.
-        broken: steps at which a metric was not finite.
-        samples: rows of samples.jsonl.
-    """
+    """Stage and config.yaml of a run, finite values of each metric, the steps at which one was not finite, samples.jsonl."""
 
     stage: str
     config: Mapping[str, Any]
@@ -125,17 +117,15 @@ class RunLog:
 
 def columns(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, Series], dict[str, list[int]]]:
     """Finite values of each metric, and the steps where it was not finite, which a log holds as null."""
-    steps: dict[str, list[Any]] = {}
-    values: dict[str, list[float]] = {}
-    broken: dict[str, list[int]] = {}
+    points: dict[str, list[tuple[Any, float]]] = {}
+    broken: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.items():
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
-                broken.setdefault(name, []).append(row["step"])  # pyright: ignore[reportArgumentType]
+                broken.setdefault(name, []).append(row["step"])
             elif isinstance(value, (int, float)) and name != "step":
-                steps.setdefault(name, []).append(row["step"])
-                values.setdefault(name, []).append(float(value))
-    return {name: Series(tuple(steps[name]), tuple(values[name])) for name in values}, broken
+                points.setdefault(name, []).append((row["step"], float(value)))
+    return {name: Series(*zip(*known, strict=True)) for name, known in points.items()}, broken
 
 
 @dataclass(frozen=True)
@@ -150,11 +140,7 @@ class StageRecord:
 
 
 def read_log_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
-
-    Raises:
-        UserError: broken lines before the last, with file:line.
-    """
+    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out."""
     rows = list(json_line_rows(path)) if path.exists() else []
     if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
         rows.pop()
@@ -163,11 +149,7 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_stage_record(directory: Path) -> StageRecord:
-    """Settings, parents and the hash of the whole lineage of a run.
-
-    Raises:
-        UserError: there is no lineage.json, so it is not a run's directory.
-    """
+    """Settings, parents and the hash of the whole lineage of a run."""
     directory = Path(directory)
     if not (directory / "lineage.json").is_file():
         inside = sorted(str(path.parent) for path in directory.glob("*/lineage.json"))

@@ -1,7 +1,7 @@
 """Win rates of models against a baseline (`alignment evaluate winrate`): sample their responses, measure them, judge them."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -166,7 +166,7 @@ class FormWritten(UserError):
 def run(config: WinRateConfig) -> Path:
     """Judge every model's responses against the baseline's, and write `results.json`.
 
-    The responses are sampled and written, or read from an earlier start in the same directory, see responses.py.
+    The responses are sampled, or read from an earlier start in the same directory, see responses.py.
 
     Raises:
         UserError: bad prompts, prompts that the judge cannot judge, a missing model, no verdicts, or responses that
@@ -186,7 +186,8 @@ def run(config: WinRateConfig) -> Path:
     proxy = None if config.reward_model is None else _load_reward_model(config, config.reward_model)
 
     prompts, responses = sample_or_read(config, prompts, hashes)
-    scores = None if proxy is None else proxy_scores(config, proxy, prompts, _by_policy(config, responses))
+    sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
+    scores = None if proxy is None else proxy_scores(config, proxy, prompts, sides)
     del proxy
     if form is not None and judge is None:
         write_form(config, form, prompts, responses)
@@ -246,7 +247,7 @@ def _load_reward_model(config: WinRateConfig, source: str) -> RewardModel:
 def sample_or_read(
     config: WinRateConfig, prompts: list[Prompt], hashes: Mapping[str, str | None]
 ) -> tuple[list[Prompt], Responses]:
-    """The prompts, under the names that their rows had when they were sampled, and every contestant's responses."""
+    """The prompts, under their rows' names when they were sampled, and every contestant's responses."""
     output, template = Path(config.output), config.chat_template
     source = {
         "prompts": hash_of([[prompt.prompt, prompt.tools] for prompt in prompts]),
@@ -296,10 +297,9 @@ def _best_of(config: WinRateConfig, own: BestOfConfig, chooser: RewardModel, pro
     return _rows(drawn, [max(group, key=lambda row: scores[i, drawn.texts[row]]) for i, group in enumerate(groups)])
 
 
-def _rows(drawn: Generation, rows: Iterable[int]) -> Generation:
+def _rows(drawn: Generation, rows: Sequence[int]) -> Generation:
     """The responses at these rows."""
-    kept = list(rows)
-    return Generation(*([column[row] for row in kept] for column in vars(drawn).values()))
+    return Generation(*([column[row] for row in rows] for column in vars(drawn).values()))
 
 
 # 2. Measurements that need no judge
@@ -307,18 +307,10 @@ def _rows(drawn: Generation, rows: Iterable[int]) -> Generation:
 Scores = dict[tuple[int, str], float]  # (index of the prompt, response) -> the reward model's score
 
 
-def _by_policy(config: WinRateConfig, responses: Responses) -> list[tuple[str, Generation]]:
-    return [(config.policy_of(name), generation) for name, generation in responses.items()]
-
-
 def proxy_scores(
     config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], sides: Sequence[tuple[str, Generation]]
 ) -> Scores:
-    """The reward model's score of every distinct response: of the sampled ids where its tokenizer is the policy's.
-
-    Args:
-        sides: (policy, one response to each prompt), each.
-    """
+    """The score of every distinct response of each (policy, responses): of the sampled ids where the tokenizers are the same."""
     model.model.to(best_device())
     distinct: dict[tuple[int, str], Scored] = {}
     for source, own in sides:
@@ -346,16 +338,17 @@ def measure(
     texts: Sequence[Text] | None,
 ) -> dict[str, Any]:
     """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
-    generation, result = responses[name], dict[str, Any]()
-    result["response_tokens"] = sum(map(len, generation.token_ids)) / len(prompts)
-    result["ended_share"] = sum(generation.ended) / len(prompts)
+    generation, count = responses[name], len(prompts)
+    result: dict[str, Any] = {
+        "response_tokens": sum(map(len, generation.token_ids)) / count, "ended_share": sum(generation.ended) / count
+    }  # fmt: skip
     if config.judge == "gold":
         golds = gold_scores(prompts, generation.texts)
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in GOLD_PARTS}
         result["gold_interval"] = mean_interval([gold.total for gold in golds])
     if scores is not None:
         proxies = [scores[i, text] for i, text in enumerate(generation.texts)]
-        result["proxy"], result["proxy_interval"] = sum(proxies) / len(prompts), mean_interval(proxies)
+        result["proxy"], result["proxy_interval"] = sum(proxies) / count, mean_interval(proxies)
     as_it_is = config.temperature == 1 and config.top_p == 1
     if name in config.best_of:
         bound = as_it_is and config.best_of[name].policy == config.measured_from
@@ -410,11 +403,7 @@ def _judge(config: WinRateConfig, scores: Scores | None, prompts: list[Prompt]) 
 
 
 def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> None:
-    """Write every comparison as a form for people, and end there.
-
-    Raises:
-        FormWritten: always.
-    """
+    """Write every comparison as a form for people, and end there by raising `FormWritten`."""
     others = [text for name, own in responses.items() if name != config.baseline for text in own.texts]
     contests = len(responses) - 1
     note_form(Path(config.output), path)
@@ -427,29 +416,27 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
 def _judgment_figures(result: JudgeResult) -> dict[str, Any]:
     """Figures of one comparison for `results.json`."""
     n, count = result.win_rate.n, result.inconsistent
-    inconsistent, bias = (
-        dict(zip(("low", "high"), interval, strict=True))
-        for interval in (result.inconsistent_interval, result.position_bias_interval)
-    )
+
+    def share(rate: float, interval: tuple[float, float]) -> dict[str, float]:
+        return {"rate": rate, "low": interval[0], "high": interval[1], "n": n}
+
     return {
         "win_rate": asdict(result.win_rate),
-        "inconsistent": {"count": count, "rate": count / n, **inconsistent, "n": n},
-        "position_bias": {"rate": result.position_bias, **bias, "n": n},
+        "inconsistent": {"count": count, **share(count / n, result.inconsistent_interval)},
+        "position_bias": share(result.position_bias, result.position_bias_interval),
         "failures": result.failures,
     }
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the judge prefers a position and not a response."""
-    if not result.follows_position:
-        return []
     share, (low, high) = result.position_bias, result.position_bias_interval
-    first = share > TIE
-    share, low, high = (share, low, high) if first else (1 - share, 1 - high, 1 - low)
+    if low <= TIE <= high:
+        return []
     return [
-        f"{name}: the judge prefers the response shown {'first' if first else 'second'}, whichever it is: {share:.1%} "
-        f"[{low:.1%}, {high:.1%}] where 50% is no bias, and its two orders contradict each other on {result.inconsistent} "
-        f"of {result.win_rate.n} items, which decide nothing"
+        f"{name}: the judge prefers the response shown {'first' if share > TIE else 'second'}, whichever it is: the first in "
+        f"{share:.1%} [{low:.1%}, {high:.1%}] where 50% is no bias, and its two orders contradict each other on "
+        f"{result.inconsistent} of {result.win_rate.n} items, which decide nothing"
     ]
 
 
@@ -459,11 +446,10 @@ def trained_against(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
     against = []
     for name in [*config.models, *config.best_of]:
         lineage = Path(config.policy_of(name)).expanduser().parent / "lineage.json"
-        parents = read_json_object(lineage).get("parents") if lineage.is_file() else None
-        judged = list(parents.values()) if isinstance(parents, dict) else []
-        judged += [hashes[config.best_of[name].reward_model]] if name in config.best_of else []
-        against += [name] if judge is not None and judge in judged else []
-    if not against:
+        optimized = list(read_json_object(lineage)["parents"].values()) if lineage.is_file() else []
+        optimized += [hashes[config.best_of[name].reward_model]] if name in config.best_of else []
+        against += [name] if judge in optimized else []
+    if judge is None or not against:
         return []
     return [
         f"the judge {config.reward_model} is the reward model that {', '.join(against)} was trained against or chosen by: "

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+from typing import NamedTuple
 
 from alignment.errors import raise_all
 
@@ -35,15 +36,9 @@ class WinRate:
         return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.n}"
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Verdicts of two orders put together.
-
-    Attributes:
-        verdicts: one per item, None where an order has no verdict.
-        inconsistent: items whose two orders disagree; scored as ties.
-        failures: items without a verdict in at least one order; in no rate.
-    """
+class Merged(NamedTuple):
+    """Verdicts of two orders put together: one per item, None where an order has no verdict; items whose two orders
+    disagree, which are scored as ties; and items without a verdict in at least one order, which are in no rate."""
 
     verdicts: list[Verdict]
     inconsistent: int
@@ -91,26 +86,22 @@ def paired_interval(wins: float, losses: float, n: float) -> tuple[float, float]
 
     Source: Tango 1998, Statistics in Medicine 17, 891-908, on d = 2 * rate - 1 (his b is wins, c is losses).
     """
-    difference = (wins - losses) / n
-    low = -1.0 if difference == -1 else _root(wins, losses, n, Z_95, low=-1 + 1e-12, high=difference)
-    high = 1.0 if difference == 1 else _root(wins, losses, n, -Z_95, low=difference, high=1 - 1e-12)
-    return (low + 1) / 2, (high + 1) / 2
-
-
-def _root(wins: float, losses: float, n: float, z: float, *, low: float, high: float) -> float:
-    """The true difference between `low` and `high` at which the score is z."""
     from scipy.optimize import brentq  # a third of a second, which a run's report does not need
 
-    return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
+    def root(z: float, low: float, high: float) -> float:  # the true difference at which the score is z
+        return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
+
+    difference = (wins - losses) / n
+    low = -1.0 if difference == -1 else root(Z_95, -1 + 1e-12, difference)
+    high = 1.0 if difference == 1 else root(-Z_95, difference, 1 - 1e-12)
+    return (low + 1) / 2, (high + 1) / 2
 
 
 def _score(wins: float, losses: float, n: float, difference: float) -> float:
     """Standardized distance of the observed wins - losses from a true difference of shares in (-1, 1)."""
     b = (2 * n - wins + losses) * difference - wins - losses
     c = -losses * difference * (1 - difference)
-    share_lost = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (
-        4 * n
-    )  # most likely share of losses, given the difference
+    share_lost = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)  # the most likely one, given the difference
     variance = n * (2 * share_lost + difference * (1 - difference))
     distance = wins - losses - n * difference
     if variance <= 0:  # all ties, and a true difference of 0
@@ -140,26 +131,19 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
     Source: Zheng et al. 2023, arXiv:2306.05685, section 3.4.
     """
     merged: list[Verdict] = []
-    inconsistent = failures = 0
+    inconsistent = 0
     for ours_first, other_first in zip(first, second, strict=True):
         if ours_first is None or other_first is None:
             merged.append(None)
-            failures += 1
             continue
         agree = ours_first == 1 - other_first
         inconsistent += not agree
         merged.append(ours_first if agree else TIE)
-    return Merged(merged, inconsistent, failures)
+    return Merged(merged, inconsistent, merged.count(None))
 
 
 def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
-    """Share of items on which two judges agree, in [0, 1]; half where just one of them calls a tie.
-
-    Items that either failed on are left out.
-
-    Raises:
-        UserError: no item has two verdicts.
-    """
+    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise_all(["agreement needs at least one item that both have judged, and there is none"])
@@ -167,13 +151,7 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
 
 
 def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Difference of two accuracies on the same items, with its 95 % interval.
-
-    Args:
-        right, baseline: 1.0 for each right answer, else 0.0.
-
-    Source: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
-    """
+    """Difference of two accuracies on the same items (1.0 for each right answer, else 0.0), with its 95 % interval."""
     leads = [ours - theirs for ours, theirs in zip(right, baseline, strict=True)]
     low, high = paired_interval(leads.count(1.0), leads.count(-1.0), len(leads))
     return {"difference": sum(leads) / len(leads), "low": 2 * low - 1, "high": 2 * high - 1}

@@ -1,6 +1,7 @@
 """Base of all models, ours and transformers': one `forward`, and trained vectors in front of every document."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -185,3 +186,14 @@ def check_row_lengths(
         f"{len(long)} of {len(lengths)} documents do not fit the model's {positions} positions; the longest is "
         f"{name_of(longest)} ({int(lengths[longest])} tokens{follow}{before}): {way_out}"
     )
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """The model in eval mode within the block, and in its own mode again after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -26,7 +26,7 @@ from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
 from alignment.models.weights_config import Quantization, WeightsConfig
 from alignment.planning.stages import Network, Start, Workload, is_encoder
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 
 Networks = dict[str, Any]  # role -> a model of one of our classes or around one of transformers'
 BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales

@@ -17,8 +17,8 @@ from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.config.yaml_source import read_yaml
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
 from alignment.data.prepare import prepare, prepare_with
+from alignment.data.stream import epoch_rows, mixing_shares, tables_of
 from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
@@ -28,7 +28,7 @@ from alignment.planning.layout import Device, Layout, free_memory, sent_layout
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
-from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import AdapterEnsemble
 from alignment.training.backends.base import computing_types, whole_bytes
 from alignment.training.distributed import init_distributed, launched_rank
 

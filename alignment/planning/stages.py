@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from alignment.adapters.attach import read_spec
 from alignment.adapters.files import is_adapter, read_base
-from alignment.adapters.peft_files import read_spec
 from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig

@@ -71,11 +71,7 @@ def fit_calibration(scores: Tensor, of: str) -> Calibration:
 
 
 def read_calibration(directory: Path) -> Calibration:
-    """The calibration of a saved reward model; one that changes nothing where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The calibration of a saved reward model; one that changes nothing where there is no file."""
     path = directory / CALIBRATION
     if not path.is_file():
         return Calibration()

@@ -38,17 +38,18 @@ class Canaries:
         scores: raw score of each of the texts by each member, [8, k].
         precision: key of `TOLERANCES` of the run that trained it.
         loss: of its training.
+        texts: (prompt, response) of each.
     """
 
     scores: Tensor
     precision: str
     loss: str
+    texts: tuple[tuple[str, str], ...] = TEXTS
 
     def write(self, directory: Path) -> None:
-        """Write the file beside the weights in `directory`."""
         rows = [
             {"prompt": prompt, "response": response, "scores": scores}
-            for (prompt, response), scores in zip(TEXTS, self.scores.tolist(), strict=True)
+            for (prompt, response), scores in zip(self.texts, self.scores.tolist(), strict=True)
         ]
         write_json(directory / CANARIES, {"loss": self.loss, "precision": self.precision, "canaries": rows})
 
@@ -64,12 +65,8 @@ def canary_ids(reward_model: RewardModel, texts: tuple[tuple[str, str], ...] = T
     return [Encoded(one.ids[:room], one.segments[:room]) for one in reward_model.encode(texts)]
 
 
-def read_canaries(directory: Path) -> tuple[Canaries, tuple[tuple[str, str], ...]] | None:
-    """The canaries of a saved reward model and their texts; None where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+def read_canaries(directory: Path) -> Canaries | None:
+    """The canaries of a saved reward model; None where there is no file."""
     path = directory / CANARIES
     if not path.is_file():
         return None
@@ -80,7 +77,7 @@ def read_canaries(directory: Path) -> tuple[Canaries, tuple[tuple[str, str], ...
         scores = torch.tensor([[float(score) for score in row["scores"]] for row in rows])
         if found["precision"] not in TOLERANCES or scores.dim() != 2:
             raise ValueError(found["precision"])
-        return Canaries(scores, found["precision"], str(found["loss"])), texts
+        return Canaries(scores, found["precision"], str(found["loss"]), texts)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: not the scores of {len(TEXTS)} texts ({error!r}); copy the file from the run again, or delete it to "
@@ -105,22 +102,21 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str, roun
     saved = read_canaries(directory)
     if saved is None:
         return None
-    canaries, texts = saved
-    scores = score_canaries(reward_model, texts)
-    if scores.shape != canaries.scores.shape:
+    scores = score_canaries(reward_model, saved.texts)
+    if scores.shape != saved.scores.shape:
         raise UserError(
-            f"{source}: {CANARIES} was written for {canaries.scores.shape[1]} score(s) per text, and the model gives "
+            f"{source}: {CANARIES} was written for {saved.scores.shape[1]} score(s) per text, and the model gives "
             f"{scores.shape[1]}; its head is not the one that was trained"
         )
     now = "quantized" if rounded else weights_precision(reward_model.model)
-    precision = max(canaries.precision, now, key=lambda name: TOLERANCES[name])
-    allowed = TOLERANCES[precision] * max(1.0, canaries.scores.abs().max().item())
-    differences = (scores - canaries.scores).abs().amax(1).nan_to_num(nan=torch.inf)
+    precision = max(saved.precision, now, key=lambda name: TOLERANCES[name])
+    allowed = TOLERANCES[precision] * max(1.0, saved.scores.abs().max().item())
+    differences = (scores - saved.scores).abs().amax(1).nan_to_num(nan=torch.inf)
     worst = int(differences.argmax())
     if differences[worst] > allowed:
         raise UserError(
-            f"{source}: the reward model scores {texts[worst][1]!r} with {_shown(scores[worst])}, and scored it with "
-            f"{_shown(canaries.scores[worst])} when it was saved (allowed difference {allowed:.3g}): its head, weights, base "
+            f"{source}: the reward model scores {saved.texts[worst][1]!r} with {_shown(scores[worst])}, and scored it with "
+            f"{_shown(saved.scores[worst])} when it was saved (allowed difference {allowed:.3g}): its head, weights, base "
             f"model or tokenizer are not those that were trained; copy the run's directory again. If the change is wanted, "
             f"delete {directory / CANARIES}"
         )
@@ -128,7 +124,7 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str, roun
 
 
 def weights_precision(model: torch.nn.Module) -> str:
-    """The key of `TOLERANCES` that a model's weights ask for."""
+    """The key of `TOLERANCES` for a model's weights."""
     if quantization_of(model) is not None:
         return "quantized"
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

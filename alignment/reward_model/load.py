@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from alignment.adapters.attach import load_adapter
 from alignment.adapters.files import is_adapter, is_scalar_adapter, read_members, score_rows
-from alignment.adapters.peft_files import load_adapter
 from alignment.errors import UserError
 from alignment.loading import find_base, find_directory, load_tokenizer, torch_dtype
 from alignment.models.families import FAMILIES
@@ -21,8 +21,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
 from alignment.reward_model.calibration import read_calibration
 from alignment.reward_model.canaries import check_canaries, read_canaries
-from alignment.reward_model.ensemble import AdapterEnsemble
-from alignment.reward_model.model import Combine, Network, RewardModel
+from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel
 
 Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 
@@ -67,17 +66,7 @@ def load_frozen_reward_model(
     combine: Combine = "mean",
     std_coef: float = 1.0,
 ) -> RewardModel:
-    """Load a reward model that does not train in eval mode, with its tokenizer; its head is float32.
-
-    Args:
-        source: directory or Hub name.
-        bases: gives its weights, which other networks may share.
-        device: device of the weights.
-        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
-
-    Raises:
-        UserError: as for `load_reward_model`.
-    """
+    """Load a reward model that does not train in eval mode; `bases` gives its weights, which other networks may share."""
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
         model: Any = _ensemble(members, bases, device)
@@ -96,11 +85,7 @@ def load_reward_network(
     *,
     quantize: Quantization | None = None,
 ) -> Any:
-    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer.
-
-    Raises:
-        UserError: something in the directory is missing, unknown or unsafe, or there is no trained score head.
-    """
+    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer."""
     require_bitsandbytes(quantize)
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
@@ -113,11 +98,7 @@ def load_reward_network(
 
 
 def member_count(directory: Path) -> int:
-    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built.
-
-    Raises:
-        UserError: a file of the directory is missing or damaged.
-    """
+    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built."""
     if (members := read_members(directory)) is not None:
         return len(members)
     return score_rows(directory) if is_adapter(directory) else score_outputs(read_config(directory))
@@ -161,13 +142,7 @@ def _load_reward_base(source: str, directory: Path, load: Load) -> Any:
 def _with_files(model: Network, source: str, directory: Path, combine: Combine, std_coef: float) -> RewardModel:
     """The model with its tokenizer and the files beside the weights, its canaries checked."""
     saved = read_canaries(directory)
-    loaded = RewardModel(
-        model,
-        load_tokenizer(source),
-        read_calibration(directory),
-        combine,
-        std_coef,
-        loss=None if saved is None else saved[0].loss,
-    )
+    loss = None if saved is None else saved.loss
+    loaded = RewardModel(model, load_tokenizer(source), read_calibration(directory), combine, std_coef, loss)
     check_canaries(loaded, directory, source)
     return loaded

@@ -13,12 +13,52 @@ from alignment.data.text.chat import prompt_ids, response_ids, text_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import same_vocabulary
+from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel, SequenceClassifier
 from alignment.models.external.models import ExternalScalarModel
-from alignment.models.outputs import ClassifierOutput, ValueOutput
+from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
+from alignment.models.protocols import LanguageModelSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model.calibration import Calibration
-from alignment.reward_model.ensemble import AdapterEnsemble
+
+
+class AdapterEnsemble(nn.Module):
+    """Scalar models with an adapter and a head each over one frozen base; a token's number is their mean.
+
+    An ensemble of heads needs no class of its own: the rows of one head on one trunk (see `ScalarModel`).
+    """
+
+    task = "scalar"
+
+    def __init__(self, members: Sequence[ScalarModel | ExternalScalarModel]):
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.config: HFConfig = members[0].config
+
+    @property
+    def models(self) -> list[ScalarModel | ExternalScalarModel]:
+        """The members by their type."""
+        return [member for member in self.members if isinstance(member, ScalarModel | ExternalScalarModel)]
+
+    @property
+    def spec(self) -> LanguageModelSpec:
+        """Sizes of the base."""
+        return self.models[0].spec
+
+    def virtual_tokens(self) -> int:
+        """Positions that a prefix or soft prompt takes in front of every document."""
+        return self.models[0].virtual_tokens()
+
+    def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
+        """Recompute blocks in the backward pass; see `NativeModel.checkpoint_activations`."""
+        for member in self.models:
+            member.checkpoint_activations(enabled, keep)
+
+    def forward(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
+        """Values of every token, [N], or of `tokens`, [M], and the values by each member, [N, k] or [M, k]."""
+        return value_output(torch.stack([member(batch=batch, tokens=tokens).values for member in self.members], -1))
+
 
 Network = ScalarModel | ExternalScalarModel | SequenceClassifier | AdapterEnsemble
 Combine = Literal["mean", "min", "lower"]
@@ -105,20 +145,9 @@ class RewardModel:
         mean = members.mean(-1) if members.shape[-1] > 1 else members.squeeze(-1)
         return mean if self.combine == "mean" else mean - self.std_coef * members.std(-1, correction=0)
 
-    def score_ids(
-        self,
-        documents: Sequence[Sequence[int]],
-        micro_batch_tokens: int = 16_384,
-        segments: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Score token ids as they are, [n].
-
-        Args:
-            documents: token ids of each document.
-            micro_batch_tokens: tokens per forward.
-            segments: sentence of each token, 0 or 1, for encoders.
-        """
-        return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens, segments)))
+    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Score token ids as they are, [n]."""
+        return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens)))
 
     def score_steps(
         self, prompt: str | Messages, steps: Sequence[str], separator: str = "\n", *, document: str | None = None
@@ -180,16 +209,9 @@ class RewardModel:
         prompt, response = text
         return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 
-    def members_of_ids(
-        self,
-        documents: Sequence[Sequence[int]],
-        micro_batch_tokens: int = 16_384,
-        segments: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Raw scores by each member, before any calibration, [n, k]; arguments as for `score_ids`."""
-        own = [[0] * len(ids) for ids in documents] if segments is None else segments
-        texts = [Encoded(ids, parts) for ids, parts in zip(documents, own, strict=True)]
-        return score_encoded(self.model, texts, micro_batch_tokens)
+    def members_of_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Raw scores of token ids by each member, before any calibration, [n, k]."""
+        return score_encoded(self.model, [Encoded(ids, [0] * len(ids)) for ids in documents], micro_batch_tokens)
 
 
 @torch.no_grad()
@@ -223,12 +245,7 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
 
 
 def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | None = None) -> Tensor:
-    """The scores in a model's output by each member, [B, k].
-
-    Args:
-        output: of a decoder, a number per token; of an encoder, one per text.
-        read_at: index of the token that a decoder's score is read at, [B]; None: the output is of these tokens alone.
-    """
+    """The scores in a model's output by each member, [B, k]; of a decoder at the tokens `read_at` [B], None: at all it has."""
     if isinstance(output, ClassifierOutput):
         return output.logits
     members = output.values[:, None] if output.members is None else output.members

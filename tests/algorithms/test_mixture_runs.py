@@ -68,8 +68,7 @@ def test_a_mixture_of_three_to_one_is_learned_from_both_sources(
 
 
 def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path):
-    from alignment.evaluation.report.metric_charts import source_panels
-    from alignment.evaluation.report.page import source_table, write_run_report
+    from alignment.evaluation.report.page import source_panels, source_table, write_run_report
     from alignment.evaluation.run_log import read_log_rows
 
     training = TrainingConfig(batch_size=8, max_steps=2)

@@ -54,8 +54,6 @@ def test_score_judge_ties_within_the_margin_and_fails_on_nan():
     scores = {"a": 1.0, "b": 1.2, "c": 2.0, "d": math.nan}
     judge = score_judge(lambda _, responses: [scores[response] for response in responses], tie_margin=0.5)
     assert judge(PROMPTS, ["a", "a", "c", "d"], ["b", "c", "a", "a"]) == [0.5, 0.0, 1.0, None]
-    with pytest.raises(ValueError, match="tie_margin"):
-        score_judge(lambda _, responses: [0.0], tie_margin=-1)
 
 
 def filled_in(path, judge):
@@ -104,7 +102,6 @@ def test_a_judge_that_goes_by_position_alone_decides_nothing():
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(32)]
     result = compare(prompts, ["a"] * 32, ["b"] * 32, lambda prompts, first, second: [1.0] * len(prompts))
     assert (result.win_rate.rate, result.win_rate.low, result.win_rate.high) == (0.5, 0.0, 1.0)
-    assert result.follows_position
     wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
     assert result.position_bias_interval == pytest.approx((wilson, 1.0))
     assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
@@ -113,7 +110,7 @@ def test_a_judge_that_goes_by_position_alone_decides_nothing():
 def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():
     result = compare(PROMPTS, OURS, BASELINE, longer_judge)
     (low, high), most = result.position_bias_interval, result.inconsistent_interval[1]
-    assert low < 0.5 < high and not result.follows_position
+    assert low < 0.5 < high
     assert most == pytest.approx(1 - 1 / (1 + Z_95**2 / 4))  # none of four, by Wilson
     assert result.win_rate == win_rate(result.verdicts)  # as without a look at the orders
 

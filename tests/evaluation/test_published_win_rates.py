@@ -12,10 +12,7 @@ from alignment.evaluation import win_rate
 
 DATA = Path(os.environ.get("ALIGNMENT_DATA", Path(__file__).parents[2].parent / "shared" / "data")) / "alpaca_eval"
 
-pytestmark = [
-    pytest.mark.real_data,
-    pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set ALIGNMENT_DATA"),
-]
+pytestmark = [pytest.mark.real_data, pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set ALIGNMENT_DATA")]
 
 
 def verdict(preference: float) -> float:

@@ -11,9 +11,9 @@ import pytest
 from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.charts import Curve, curve_chart
-from alignment.evaluation.report.html import format_cell, format_duration
+from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.page import ReportData, write_report, write_run_report
-from alignment.evaluation.report.recipe_report import ReportConfig, training_budgets, verdicts
+from alignment.evaluation.report.recipe_report import ReportConfig, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.run_log import StageRecord, read_log_rows
 from alignment.training.run.lineage import earlier_run
@@ -66,10 +66,8 @@ def full_data(name: str = "PPO") -> ReportData:
             "pairs": {"chosen_log_prob_change": -1.625, "rejected_log_prob_change": -4.75, "margin": 3.125},
         },
     }
-    path = [
-        {"kl": 0.1, "score": 0.5, "gold_score": 2.0}, {"kl": 3.0, "score": 1.5, "gold_score": 2.5},
-        {"kl": math.nan, "score": 2.0, "gold_score": None},
-    ]  # fmt: skip
+    points = [(0.1, 0.5, 2.0), (3.0, 1.5, 2.5), (math.nan, 2.0, None)]
+    path = [dict(zip(("kl", "score", "gold_score"), point, strict=True)) for point in points]
     return ReportData(
         title="A title & more",
         summary="What happened.",
@@ -77,8 +75,7 @@ def full_data(name: str = "PPO") -> ReportData:
             [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
         ],
         results={"baseline": "SFT", "judge": "gold", "models": models},
-        paths={name: path},
-        stages={"ppo": rows, "empty": []},
+        stages={"ppo": rows, "empty": [], name: path},
         samples=[
             {
                 "prompt": f"Where is breakfast? {ATTACK}",
@@ -122,10 +119,9 @@ def test_page_is_well_formed_and_holds_its_numbers(html):
     ):
         assert expected in words, expected
     assert "user: Hello" in words
-    assert (
-        page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
-    )  # win rates; gold parts; pairs; proxy and gold; loss, KL, learning rate
-    assert 'id="training"' in html and ">empty<" not in html
+    # win rates; gold parts; pairs; proxy and gold over KL; loss, KL, learning rate (of one stage each)
+    assert page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
+    assert 'id="training-1"' in html and "empty" not in words
 
 
 def test_text_is_escaped_and_nothing_can_run(html):
@@ -189,15 +185,6 @@ def test_cells(value, text):
     assert format_cell(value) == text
 
 
-def test_durations():
-    assert [format_duration(seconds) for seconds in (None, 3.24, 125, 7260)] == [
-        "–",
-        "3.2 s",
-        "2 min 05 s",
-        "2 h 01 min",
-    ]
-
-
 # --- what a reader sees ---
 
 
@@ -237,13 +224,6 @@ def test_a_judge_that_goes_by_position_is_no_honest_half(tmp_path):
     (words,) = verdicts(results)
     assert "50.0 % [0.0, 100.0]" in words and "nothing is decided" in words
     assert "contradict each other on 32 of them" in words
-
-
-def test_every_number_of_a_table_names_its_column_for_narrow_windows(html):
-    """Below 900 pixels the head of a table is gone and each row is a block: nothing is left at the side."""
-    cells = re.findall(r"<td[^>]*>", html)
-    assert cells and all("data-label=" in cell for cell in cells)
-    assert "white-space: nowrap" not in html
 
 
 # --- a run's own directory ---
@@ -293,21 +273,6 @@ def test_held_out_pairs_have_a_chart_for_each_side_and_their_margin(html):
     assert section.count("<svg") == 3
     assert all(f">\N{MINUS SIGN}{number}<" in section for number in ("1.62", "4.75")) and ">3.12<" in section
     assert "SFT" not in section  # the baseline has not moved
-
-
-def test_a_recipes_table_says_what_every_policy_was_given():
-    lineage = [
-        StageRecord("IPO", "ab" * 32, settings={"training": {"batch_size": 32}, "optim": {"learning_rate": 3e-4}}),
-        StageRecord("KTO", "cd" * 32, settings={"training": {"batch_size": 64}, "optim": {"learning_rate": 2e-4}}),
-    ]
-    metrics, policies = (
-        {"IPO": [{"step": 1}, {"step": 50}], "KTO": [{"step": 50}]},
-        dict.fromkeys(("SFT", "IPO", "KTO")),
-    )
-    assert training_budgets(lineage, metrics, policies) == [
-        {"policy": "IPO", "updates": 50, "rows per update": 32, "learning rate": 3e-4},
-        {"policy": "KTO", "updates": 50, "rows per update": 64, "learning rate": 2e-4},
-    ]
 
 
 def test_a_recipes_table_has_intervals_and_the_budget_a_table_of_its_own(tmp_path, capsys):

@@ -341,7 +341,7 @@ def test_auto_takes_what_fits_the_device(base):
 
 def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
     """Sources of 6 and 2 rows, the second drawn three times in four: 8 draws an epoch, and more of its shorter rows."""
-    from alignment.data.mixture import stream_of
+    from alignment.data.stream import stream_of
 
     for name, count, response in (("a", 6, "one two three four five six"), ("b", 2, "one")):
         rows = [f'{{"prompt": "{name} {number}", "completion": " {response}"}}\n' for number in range(count)]

@@ -69,13 +69,3 @@ def test_prompts_without_an_answer_are_refused_all_at_once(checkpoints, tmp_path
     with pytest.raises(UserError) as error:
         run(config)
     assert str(error.value).count("column 'answer'") == 2 and "holds no number" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"baseline": "C"}, "not among the models"), ({"temperature": 0.0}, "above 0"), ({"batch_size": 0}, "at least 1")],
-)
-def test_wrong_settings_are_refused(wrong, words):
-    settings = {"models": {"A": "a"}, "baseline": "A", "data": DataConfig(train="x"), "output": "y"} | wrong
-    with pytest.raises(ValueError, match=words):
-        AnswerAccuracyConfig(**settings)

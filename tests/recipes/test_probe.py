@@ -101,21 +101,6 @@ def test_a_word_at_the_end_is_found_and_the_model_stays_as_it_is(texts, checkpoi
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"baseline": "C"}, "not among the models"),
-        ({"ridge": 0.0}, "ridge must be above 0"),
-        ({"ridge": float("nan")}, "ridge must be above 0"),
-        ({"data": DataConfig(train="x")}, "^data has no evaluation"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, words):
-    settings = {"models": {"A": "a"}, "baseline": "A", "data": DataConfig(train="x", evaluation="y"), "output": "y"}
-    with pytest.raises(ValueError, match=words):
-        probes.ProbeConfig(**{**settings, **wrong})
-
-
-@pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([("an unknown label", "garden")], "label 'garden' is unknown; known: bar, pool, spa"),

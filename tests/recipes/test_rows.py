@@ -38,12 +38,6 @@ def test_shares_are_kept():
     assert all(abs(found.count(name) / 4000 - share) < 0.03 for name, share in parts.items())
 
 
-def test_a_larger_part_keeps_the_rows_of_the_smaller():
-    small = {str(n) for n in range(500) if part_of(str(n), {"train": 0.3, "rest": 0.7}) == "train"}
-    large = {str(n) for n in range(500) if part_of(str(n), {"train": 0.6, "rest": 0.4}) == "train"}
-    assert small < large
-
-
 def test_every_row_is_in_one_part_as_it_was(tmp_path):
     rows = [{"prompt": f"p{n}", "completion": "c", "note": n} for n in range(60)]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -130,24 +124,6 @@ def test_settings_that_make_no_split_are_refused(settings, problem):
         SplitConfig(**{"source": "x.jsonl", "kind": "comparisons", "output": "out", **settings})
 
 
-def test_an_empty_part_is_refused(tmp_path):
-    source = write(tmp_path / "rows.jsonl", [{"text": "one"}])
-    with pytest.raises(UserError, match="nothing falls into part"):
-        run_split(SplitConfig(source, "text", HALVES, str(tmp_path / "out"), by="row"))
-
-
-def test_a_text_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none.txt: cannot be read"):
-        run_split(SplitConfig(str(tmp_path / "none.txt"), "text", {"all": 1.0}, str(tmp_path / "out"), by="row"))
-
-
-def test_rows_of_one_prompt_may_part_where_each_row_stands_for_itself(tmp_path):
-    rows = [{"prompt": "p", "completion": f"c{n}"} for n in range(40)]
-    source = write(tmp_path / "rows.jsonl", rows)
-    run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), by="row"))
-    assert min(len(read(tmp_path / "out" / f"{name}.jsonl")) for name in HALVES) > 5
-
-
 def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
     rows = [{"text": f"good {n}", "label": "pos"} for n in range(5)] + [
         {"text": f"bad {n}", "label": "neg"} for n in range(7)
@@ -159,16 +135,6 @@ def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
     assert len({pair["rejected"] for pair in pairs}) == 5
     assert all(pair["rejected"].startswith(" bad") and pair["prompt"] == "Review:" for pair in pairs)
     assert len(read_rows(str(tmp_path / "out/comparisons.jsonl"), "comparisons")[0]) == 5
-
-
-def test_the_seed_decides_who_meets_whom(tmp_path):
-    rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
-    source = write(tmp_path / "rows.jsonl", rows)
-    found = []
-    for number, seed in enumerate((0, 0, 1)):
-        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / str(number)), seed=seed))
-        found.append(read(tmp_path / str(number) / "comparisons.jsonl"))
-    assert found[0] == found[1] != found[2]
 
 
 def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
@@ -217,14 +183,6 @@ def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, re
     assert read(tmp_path / "out/demonstrations.jsonl") == [{"prompt": prompt, "completion": response}]
     assert STORY.startswith(prompt + response)
     assert json.loads((tmp_path / "out/results.json").read_text()) == {"demonstrations": 1, "paragraphs": 2}
-
-
-def test_no_paragraph_that_is_long_enough_is_said(tmp_path):
-    source = write(tmp_path / "texts.jsonl", [{"text": STORY}])
-    with pytest.raises(UserError, match="no paragraph is long enough"):
-        run_continuations(ContinuationsConfig(source, str(tmp_path / "out"), prompt_sentences=9))
-    with pytest.raises(ValueError, match="response_sentences must be at least 1"):
-        ContinuationsConfig(source, "out", response_sentences=0)
 
 
 def test_labels_may_be_numbers_and_zero_is_one(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 from alignment.algorithms.ppo import PPOConfig
 from alignment.pipeline.run import plan, run_recipe
 
+PREFERENCES = ("sigmoid", "ipo", "kto", "orpo", "simpo", "hinge", "robust", "cpo", "apo_zero", "nca_pair", "bco")
+NAMED = ("sigmoid", "IPO", "KTO", "ORPO", "SimPO")
 WORLD = [
     "world.rows.pretrain=60", "world.rows.pretrain_heldout=4", "world.rows.demonstrations=16",
     "world.rows.comparisons=64", "world.rows.comparisons_heldout=8", "world.rows.prompts=16",
@@ -189,3 +191,38 @@ def test_every_method_and_every_detail_runs(name, tmp_path):
     online = [stage for stage in trained if isinstance(configs[stage], PPOConfig)]
     assert len(models) >= 1 + len(online) and all("gold" in found for found in models.values())
     assert (tmp_path / "report/report.html").is_file()
+
+
+# --- losses side by side ----------------------------------------------------------------------------------------------
+
+
+def test_losses_are_compared_at_equal_budget(tmp_path):
+    recipe, stages = plan("preferences", tmp_path)
+    configs = {stage.name: stage.config for stage in stages}
+    losses = [configs[name] for name in PREFERENCES]
+    assert [config.loss for config in losses] == list(PREFERENCES)
+    assert {name for name, config in configs.items() if type(config) is type(losses[0])} == set(PREFERENCES)
+    equal = {(each.policy, each.data.train, each.training.max_steps, each.training.seed) for each in losses}
+    assert len(equal) == 1
+    for config in losses:  # a pair is two rows of labels
+        assert config.training.batch_size == (64 if config.rows == "labels" else 32)
+    expected = {each.metric for each in recipe.expect if each.low is not None and each.low >= 0.5}
+    assert {f"models.{name}.win_rate.low" for name in NAMED} <= expected
+
+
+@pytest.mark.slow
+def test_every_loss_of_the_comparison_runs(tmp_path):
+    small = ["world.rows.prompts=1"]
+    for name in PREFERENCES:
+        small += [f"{name}.training.max_steps=2", f"{name}.training.batch_size=4"]
+    run_recipe("preferences", tmp_path, [*WORLD, *small])
+    models = json.loads((tmp_path / "evaluation/results.json").read_text())["models"]
+    assert len(models) == 1 + len(PREFERENCES)
+    assert all({"kl", "win_rate", "pairs", "gold"} <= result.keys() for name, result in models.items() if name != "SFT")
+    page = (tmp_path / "report/report.html").read_text(encoding="utf-8")
+    assert 'id="pairs"' in page and all(name in page for name in NAMED)
+
+
+@pytest.mark.slow
+def test_every_named_loss_is_preferred_to_sft(tmp_path):
+    assert run_recipe("preferences", tmp_path, check=True)

@@ -152,11 +152,6 @@ def test_everything_missing_is_said_at_once(sources, tmp_path):
         assert words in str(error.value)
 
 
-def test_a_run_without_evaluations_has_kept_nothing(sources, tmp_path):
-    with pytest.raises(UserError, match="no line has the number 'held_out_win_rate'"):
-        run(study_config(sources, tmp_path / "study", kept="held_out_win_rate"))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -168,20 +163,3 @@ def test_a_run_without_evaluations_has_kept_nothing(sources, tmp_path):
 def test_unknown_series_and_quantities_are_refused(sources, tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         study_config(sources, tmp_path / "study", **changes)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {},
-        {"run": "a", "results": "b"},
-        {"run": "a", "smooth": 2},
-        {"results": "b", "smooth": 3},
-        {"run": "a", "at": "x"},
-        {"run": "a", "fit": "rl"},
-        {"results": "b", "kept": "kl"},
-    ],
-)
-def test_series_of_settings_that_do_not_go_together_are_refused(wrong):
-    with pytest.raises(ValueError):
-        SeriesConfig({"kl": "kl"}, **wrong)

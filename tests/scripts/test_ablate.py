@@ -3,21 +3,15 @@
 import json
 import math
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-
-from alignment.analysis import forward_operations
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbor by its bare name
 import ablate  # noqa: E402
-from ablate_rows import ROWS, vanilla  # noqa: E402
+from ablate import ROWS, vanilla  # noqa: E402
 
 WORDS = ("to be or not to be, that is the question: whether 'tis nobler in the mind to suffer " * 30).strip()
 SMALL = ablate.Settings(steps=2, seeds=1, width=64, layers=2, batch=2, tokens=16)
@@ -29,33 +23,7 @@ def corpus():
     return ablate.corpus_of(WORDS, SMALL.tokens)
 
 
-def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """A specification as dotted names and plain values; blocks, all alike, as one and their number."""
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
-        assert len(set(value)) == 1
-        return {path: len(value), **flat(value[0], path)}
-    if not is_dataclass(value):
-        return {path: value}
-    found: dict[str, Any] = {f"{path}!": type(value).__name__}
-    for each in fields(value):
-        found |= flat(getattr(value, each.name), f"{path}.{each.name}".lstrip("."))
-    return found
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_row_differs_from_the_baseline_in_its_part_alone(row):
-    base, changed = flat(BASE), flat(row.change(BASE))
-    differing = {
-        path.rstrip("!") for path in base.keys() | changed.keys() if base.get(path, ...) != changed.get(path, ...)
-    }
-    named = set(row.parts)
-    # A part exchanged whole differs in fields of its own: blocks.feedforward stands for blocks.feedforward.width.
-    whole = {part for part in named if part in differing and any(path.startswith(f"{part}.") for path in differing)}
-    inside = {path for path in differing if any(path.startswith(f"{part}.") for part in whole if part != "blocks")}
-    assert differing - inside == named
-
-
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("row", ROWS)
 def test_a_row_trains(row, corpus):
     result = ablate.measure(row, corpus, SMALL)
     values = (result.steps_per_second, result.early_loss, result.final_loss)
@@ -71,18 +39,8 @@ def test_training_learns(corpus):
     assert final < early < math.log(corpus.vocabulary)
 
 
-def test_baselines_operations_are_torchs_but_for_the_half_no_token_sees():
-    """torch counts every pair of a causal layer, we those with the key not after the query; the rest is equal exactly."""
-    tokens, layers = 32, 4
-    # In plain steps: the counter has no formula for the CPU's fused kernel, and counts it as nothing.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        ablate.build(BASE, seed=0)(torch.zeros(1, tokens, dtype=torch.long))
-    unseen = layers * 4 * 64 * tokens * (tokens - 1) / 2
-    assert tokens * forward_operations(BASE, tokens) == counter.get_total_flops() - unseen
-
-
 def parameters(name: str) -> int:
-    return sum(each.numel() for each in ablate.build(ROWS[name].change(BASE), seed=0).parameters())
+    return sum(each.numel() for each in ablate.build(ROWS[name][1](BASE), seed=0).parameters())
 
 
 @pytest.mark.parametrize("name", ["glu", "reglu", "geglu", "swiglu", "liglu", "deeper", "shallower"])
@@ -111,24 +69,12 @@ def test_every_row_sees_the_same_windows(corpus):
     assert all(batch.lengths == (16, 16) for batch in first)
 
 
-def test_a_row_repeats_itself(corpus):
-    spec = vanilla(corpus.vocabulary, 64, 2, 16)
-    one, other = (ablate.train(spec, corpus, SMALL, seed=3)[1:] for _ in range(2))
-    assert one == other
-
-
 def test_the_last_tenth_is_held_out():
     text = "ab" * 450 + "cd" * 50
     corpus = ablate.corpus_of(text, 16)
     assert corpus.vocabulary == 4
     assert set(corpus.training.tolist()) == {0, 1} and len(corpus.training) == 900
     assert len(corpus.held_out) == 6 and all(row == [2, 3] * 8 for row in corpus.held_out)  # 100 // 16
-
-
-def test_held_out_documents_are_spread_evenly_and_bounded():
-    corpus = ablate.corpus_of("".join(chr(97 + i % 26) for i in range(100_000)), 8)
-    assert len(corpus.held_out) == ablate.EVALUATED  # of 1250
-    assert corpus.held_out[0][0] == 90_000 % 26 and corpus.held_out[-1][0] == (90_000 + 1249 * 8) % 26
 
 
 def test_held_out_loss_is_the_mean_over_predicted_characters(corpus):
@@ -156,18 +102,11 @@ def test_command_line_writes_both_files(tmp_path, monkeypatch, capsys):
     assert markdown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words", [["--layers", "3"], ["--width", "36"], ["--rows", "nothing"], ["--steps", "0"], ["--text", "nowhere.txt"]]
-)
+@pytest.mark.parametrize("words", [["--layers", "3"], ["--width", "36"], ["--rows", "nothing"]])
 def test_wrong_options_are_refused(words, monkeypatch, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(WORDS, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--text", str(tmp_path / "text.txt"), *words])
     with pytest.raises(SystemExit) as stopped:
         ablate.main()
     assert stopped.value.code == 2
-    assert words[-1] in capsys.readouterr().err or words[0] == "--steps"
-
-
-def test_one_seed_has_no_spread():
-    assert ablate.spread([1.25]) == "1.2500"
-    assert ablate.spread([1.0, 2.0]) == "1.5000 ± 0.7071"
+    assert words[-1] in capsys.readouterr().err

@@ -1,26 +1,23 @@
 """The benchmark of the trainers: what it counts and prints. No speed is asserted."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench
-import bench_trainers
 
 
 def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
     times = iter([10.0, 11.0, 13.0, 15.0])
-    monkeypatch.setattr(bench_trainers.time, "time", lambda: next(times))
-    clock = bench_trainers.Clock()
+    monkeypatch.setattr(bench.time, "time", lambda: next(times))
+    clock = bench.Clock()
     for tokens in (1000, 1000, 300, 500):
         clock.note(tokens, rows=8)
-    monkeypatch.setattr(
-        bench_trainers.psutil, "Process", lambda: argparse.Namespace(create_time=lambda: 7.5, memory_info=None)
-    )
+    monkeypatch.setattr(bench.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 7.5))
     figures = clock.figures()
     assert figures["tokens_per_second"] == 800 / 4
     assert figures["rows_per_second"] == 16 / 4
@@ -28,44 +25,31 @@ def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
 
 
 def test_ratios_are_medians_of_ours_over_theirs_round_by_round():
-    def figures(*speeds: float) -> list[dict[str, float]]:
-        keys = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
-        return [dict.fromkeys(keys, speed) for speed in speeds]
-
-    assert bench.ratios(figures(4, 9, 8), figures(2, 3, 8))["tokens_per_second"] == 2
+    ours, theirs = ([dict.fromkeys(bench.KEYS, speed) for speed in speeds] for speeds in ((4, 9, 8), (2, 3, 8)))
+    assert bench.ratios(ours, theirs)["tokens_per_second"] == 2
 
 
-def test_ours_and_trl_train_the_same_rows(tmp_path, capsys):
+def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"prompt": f"{i} and 1 is", "completion": f" {i + 1}"}) + "\n" for i in range(8))
     )
     checkpoint = bench.make_checkpoint(tmp_path / "model", rows, "nano")
     seen = {}
-    for impl, run in (("alignment", bench_trainers.run_ours), ("trl", bench_trainers.run_trl)):
-        options = argparse.Namespace(
-            kind="sft", checkpoint=str(checkpoint), rows=rows, steps=3, batch=8, micro_batch=0, max_length=64,
-            precision="fp32", setting=[],
-        )  # fmt: skip
-        clock = run(options, tmp_path / impl)
+    monkeypatch.setattr(bench, "BATCH", 8)
+    settings = {
+        "kind": "sft",
+        "checkpoint": str(checkpoint),
+        "rows": str(rows),
+        "steps": 3,
+        "precision": "fp32",
+        "own": {},
+    }
+    for impl, run in (("alignment", bench.run_ours), ("trl", bench.run_trl)):
+        clock = run(settings, tmp_path / impl)
         seen[impl] = clock.tokens, clock.rows
     assert seen["alignment"] == seen["trl"]
     assert seen["trl"][1] == [8.0] * 3
-
-
-def test_a_table_row_for_each_side(capsys):
-    figures = {
-        "tokens_per_second": 1234.0,
-        "rows_per_second": 5.0,
-        "mfu": 0.3,
-        "first_step_seconds": 2.0,
-        "peak_mb": 900.0,
-    }
-    ours = {"bench": "dpo", "size": "nano", "rows": "hh", "impl": "alignment", **figures}
-    bench.print_table([ours, {**ours, "impl": "trl", "ratios": dict.fromkeys(figures, 4.5)}])
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[2] == "| dpo | nano | hh | alignment | 1,234 | 5.0 | 0.30 | 2.0 s | 900 MB |"
-    assert "1,234 (4.50x)" in lines[3]
 
 
 @pytest.mark.real_data

@@ -12,16 +12,12 @@ from tests.models.conftest import CONFIGS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from bench_ppo import log_normal_ends, operations, ratios
-from bench_ppo_runs import Phases, Settings, check_ends, forced_ends
+from bench_ppo import KEYS, Phases, Settings, check_ends, forced_ends, log_normal_ends, operations, ratios
 
 PROMPTS, ENDS = [[5, 6, 7], [8, 9], [3, 3, 3, 3]], [1, 7, 4]
 
 
-def settings(ends=None) -> Settings:
-    return Settings(
-        policy="p", reward="r", prompts=PROMPTS, ends=ends, new_tokens=7, epochs=4, iterations=1
-    )  # fmt: skip
+SETTINGS = Settings("p", "r", PROMPTS, ENDS, new_tokens=7, iterations=1)
 
 
 def test_log_normal_ends_have_their_mean_and_stay_in_range():
@@ -32,18 +28,18 @@ def test_log_normal_ends_have_their_mean_and_stay_in_range():
 
 def test_our_sampler_ends_each_response_where_its_row_says_and_no_earlier():
     model = build_language_model(CONFIGS["llama"]).eval()
-    with forced_ends(settings(ENDS), stop=2):
+    with forced_ends(SETTINGS, stop=2):
         responses = decode_responses(model, PROMPTS, SamplingConfig(max_new_tokens=7), stop_ids=[2])
     assert [len(ids) for ids in responses.token_ids] == ENDS
     assert [ids.index(2) for ids in responses.token_ids] == [0, 6, 3] and responses.ended == [True] * 3
-    check_ends(settings(ENDS), PROMPTS[::-1], ENDS[::-1])
+    check_ends(SETTINGS, PROMPTS[::-1], ENDS[::-1])
     with pytest.raises(SystemExit, match="were wanted"):
-        check_ends(settings(ENDS), PROMPTS, [1, 7, 5])
+        check_ends(SETTINGS, PROMPTS, [1, 7, 5])
 
 
 def test_useful_operations_of_an_iteration():
     """9 prompt tokens and 12 of responses; 4 forwards at 2 operations, 4 updates of 2 networks at 6."""
-    assert operations(settings(ENDS), weights=100) == 100 * 21 * (4 * 2 + 4 * 2 * 6)
+    assert operations(SETTINGS, weights=100) == 100 * 21 * (4 * 2 + 4 * 2 * 6)
 
 
 def test_phases_leave_the_first_iteration_out():
@@ -56,6 +52,6 @@ def test_phases_leave_the_first_iteration_out():
 
 
 def test_ratios_are_theirs_over_ours_in_time_and_ours_over_theirs_in_memory():
-    ours = dict.fromkeys(("seconds", "cpu_seconds", "sampling", "scoring", "update", "peak_mb"), 2.0)
+    ours = dict.fromkeys(KEYS, 2.0)
     found = ratios([ours], [dict.fromkeys(ours, 5.0)])
     assert found["seconds"] == 2.5 and found["peak_mb"] == 0.4

@@ -13,14 +13,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import memory  # noqa: E402
 
 
-def test_ours_is_given_as_a_part_of_the_other_checkout():
-    row = {"bench": "ppo lora", "size": "tiny", "before": 1.0, "seconds": 2.0}
-    mine = row | {"code": str(memory.ROOT), "weights": 30.0, "peak": 45.0}
-    other = row | {"code": "/elsewhere/old", "weights": 120.0, "peak": 90.0}
-    text = memory.table([mine, other])
-    assert "ppo lora: 0.25 of its weights, 0.50 of its peak" in text and text.count("old") == 1
-
-
 def test_weights_alive_count_each_tensor_once():
     import torch
 

@@ -50,13 +50,6 @@ def test_what_is_gone_and_what_is_new_are_differences():
     assert witness.compare(OLD, {"dpo": {}}) == ["dpo: only in the new record"]
 
 
-def test_a_metric_with_another_name_is_compared_by_its_old_one(monkeypatch):
-    new = {"sft": {"metrics": [{"step": 1, "cost": 0.5}, {"step": 2, "cost": 0.25}], "weights": "abc"}}
-    assert len(witness.compare(OLD, new)) == 4
-    monkeypatch.setattr(witness, "RENAMED", {"cost": "loss"})
-    assert witness.compare(OLD, new) == []
-
-
 def test_the_exit_code_and_the_last_word(tmp_path, capsys):
     files = {name: tmp_path / f"{name}.json" for name in ("old", "part", "other")}
     other = {"sft": {**OLD["sft"], "weights": "abd"}, "generate": OLD["generate"]}

@@ -74,10 +74,7 @@ class Bar(NamedTuple):
 
 @lru_cache(maxsize=512)
 def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
-    """Noisy measurements over time: the raw line pale, a moving average strong.
-
-    A recipe's report shows charts that its stages' pages have shown; they are drawn once. Coordinates must be tuples.
-    """
+    """Noisy measurements over time, drawn once: the raw line pale, a moving average strong. Coordinates must be tuples."""
     with mpl.rc_context(STYLE):
         # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
         figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
@@ -98,11 +95,7 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
 
 
 def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, *, noisy: bool = False) -> Markup:
-    """Paths through a plane, in order, a dot at each point and a larger one at the end.
-
-    Args:
-        noisy: the points are measurements with noise: the path is their moving average, and a ring marks where it begins.
-    """
+    """Paths through a plane; of noisy points the moving average, from a ring to a large dot."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure(250)
         for curve in curves:
@@ -122,12 +115,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
 
 
 def bar_chart(
-    label: str,
-    bars: Sequence[Bar],
-    *,
-    limits: tuple[float, float],
-    percent: bool = False,
-    line_at: float | None = None,
+    label: str, bars: Sequence[Bar], *, limits: tuple[float, float], percent: bool = False, line_at: float | None = None
 ) -> Markup:
     """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
     with mpl.rc_context(STYLE):
@@ -159,12 +147,7 @@ def bar_chart(
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
-    """Bars of rates with their intervals, beside one half; a rate that is None is left out.
-
-    Args:
-        rates: label -> mapping with rate, low and high.
-        colors: label -> number of its color; None: one for all.
-    """
+    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside one half; a rate that is None is left out."""
     bars = [
         Bar(name, rate["rate"], (rate["low"], rate["high"]), (colors or {}).get(name, 0))
         for name, rate in rates.items()

@@ -1,8 +1,9 @@
 """Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -24,7 +25,16 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page; notes stand at its end, such as the reason why a figure is missing."""
+    """A section of a page; its parts are shown in this order.
+
+    Attributes:
+        name: of its anchor.
+        points: sentences, as a list.
+        folded: charts that open with a click.
+        samples: `{prompt, responses: {policy: {text, score, color}}}`; a prompt is text or chat messages.
+        settings: headline -> key -> value, that open with a click.
+        notes: such as the reason why a figure is missing.
+    """
 
     name: str
     title: str
@@ -32,28 +42,28 @@ class Section:
     charts: Sequence[Chart] = ()
     tables: Sequence[Sequence[Row]] = ()
     notes: Sequence[str] = ()
+    points: Sequence[str] = ()
+    folded: Sequence[Chart] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def render_page(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
+def render_page(path: Path, *, kind: str, title: str, summary: str, sections: Sequence[Section]) -> Path:
+    """Write a page and return its path. All text is escaped, and the page runs no script."""
+    return render(path, "page.html.jinja", kind=kind, title=title, summary=summary, sections=sections)
+
+
+def render(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
     """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error."""
-    environment = Environment(
-        loader=FileSystemLoader(templates),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"cell": _breakable_cell, "duration": format_duration}
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(templates), **options)
+    environment.filters["cell"] = _breakable_cell
     write_text(Path(path), environment.get_template(template).render(content))
     return Path(path)
 
 
 def format_cell(value: object) -> str:
-    """A table cell: numbers with three significant digits, rates with their interval, a dash for nothing.
-
-    Args:
-        value: text, a number, or a mapping with rate, low and high.
-    """
+    """A table cell: numbers with three significant digits, rates (rate, low, high) with their interval, a dash for nothing."""
     if value is None or value == "":
         return "–"
     if isinstance(value, Mapping):

@@ -4,24 +4,26 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignment.evaluation.report.charts import (
     SERIES,
     Bar,
     Curve,
     bar_chart,
+    curve_chart,
     is_finite_number,
     padded_limits,
     path_chart,
     rate_chart,
 )
-from alignment.evaluation.report.html import Chart, Row, render_page
-from alignment.evaluation.report.metric_charts import Log, stage_charts
+from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 
+Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
+HELD_OUT = "held_out_"
 PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of the table, note of the chart
     "chosen_log_prob_change": (
         "chosen, change in nats",
@@ -30,16 +32,64 @@ PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of
     "rejected_log_prob_change": ("rejected, change in nats", "of rejected responses, nats"),
     "margin": ("pair margin, nats", "change of the chosen minus change of the rejected response, nats"),
 }
-OVEROPTIMIZATION = (  # metric, title, note
-    ("score", "Proxy reward", "what was optimized: the reward model's score"),
-    (
-        "gold_score",
-        "Gold score",
-        "the true score: where it falls while the proxy rises, the policy exploits its reward model",
-    ),
-)
+OVEROPTIMIZATION = {  # metric -> title, note
+    "score": ("Proxy reward", "what was optimized: the reward model's score"),
+    "gold_score": ("Gold score", "where it falls while the proxy rises, the policy exploits its reward model"),
+}
 SAMPLES_SHOWN = 8
-RESULTS = tuple(prefix + metric for prefix in ("", "held_out_") for metric in ("loss", "perplexity", "accuracy"))
+CHARTS_SHOWN = 3  # of a stage at least, where there are so many; the others are folded
+RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("loss", "perplexity", "accuracy"))
+LEADS = {
+    "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
+    "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the pair "
+    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Policies are compared with "
+    "the baseline, not with each other.",
+    "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its part.",
+    "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
+    "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "
+    "same scale.",
+    "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are single "
+    "updates, the line is their moving average from the ring, where training begins, to the large dot, where it ends.",
+}
+
+
+class Panel(NamedTuple):
+    """One chart of a stage: its title, a few words of explanation, and metric -> label; no metrics: the title's own."""
+
+    title: str
+    note: str = ""
+    metrics: Mapping[str, str] = {}
+
+
+# Metric -> its panel; a panel of several metrics stands at the first one's.
+MAIN = {
+    "loss": Panel("Loss", "nats"),
+    "accuracy": Panel("Accuracy", "share of pairs ranked as labeled; ties count half"),
+    "score": Panel("Score", "mean reward-model score per response"),
+    "kl": Panel("KL to the reference", "nats per response"),
+    "chosen_reward": Panel(
+        "Implicit rewards", "beta times log-ratio", {"chosen_reward": "chosen", "rejected_reward": "rejected"}
+    ),
+    "chosen_log_prob": Panel(
+        "Log-probabilities", "nats per response", {"chosen_log_prob": "chosen", "rejected_log_prob": "rejected"}
+    ),
+    "margin": Panel("Margin", "chosen minus rejected"),
+    "language_loss": Panel("Language-model loss", "held-out text, nats per token"),
+    "pretrain_loss": Panel("Pretraining loss", "nats per token, in the mix"),
+    "policy_loss": Panel("Policy loss"),
+    "value_loss": Panel("Value loss"),
+    "entropy": Panel("Entropy", "nats per token"),
+    "response_tokens": Panel("Response length", "tokens"),
+    "ended_share": Panel("Responses that ended", "share that stopped by themselves"),
+}
+FURTHER = {
+    "learning_rate": Panel("Learning rate"),
+    "grad_norm": Panel("Gradient norm", "before clipping"),
+    "approx_kl": Panel("KL of one update", "nats per token"),
+    "clip_fraction": Panel("Clipped share", "tokens whose gradient is clipped"),
+    "first_ratio_error": Panel("First ratio error", "largest |ratio − 1| before any update"),
+    "explained_variance": Panel("Explained variance", "1: a perfect critic"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +101,6 @@ class ReportData:
         verdicts: sentences that say who won.
         tables: in order.
         results: of `evaluate winrate`, as in results.json.
-        paths: policy -> lines of its log with its KL to the reference, in order of training.
         stages: stage -> lines of its metrics.jsonl.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt is text or chat messages.
         lineage: the stages in order.
@@ -62,7 +111,6 @@ class ReportData:
     verdicts: Sequence[str] = ()
     tables: Sequence[Sequence[Row]] = ()
     results: Mapping[str, Any] = field(default_factory=dict)
-    paths: Mapping[str, Log] = field(default_factory=dict)
     stages: Mapping[str, Log] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
     lineage: Sequence[StageRecord] = ()
@@ -71,24 +119,49 @@ class ReportData:
 def write_report(path: Path, data: ReportData) -> Path:
     """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
     models = data.results.get("models", {})
-    names = [*models, *data.paths, *(name for sample in data.samples for name in sample["responses"])]
+    paths = {name: log for name, log in data.stages.items() if any("kl" in line for line in log)}
+    names = [*models, *paths, *(name for sample in data.samples for name in sample["responses"])]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
-    stages = {name: stage_charts(name, log) for name, log in data.stages.items()}
-    return render_page(
-        path,
-        "report.html.jinja",
-        data=data,
-        tables=[table for table in data.tables if table],
-        colors=colors,
-        judged={name: model for name, model in models.items() if "win_rate" in model},
-        win_rate_charts=win_rate_charts(data.results, colors),
-        gold_charts=gold_charts(models, colors),
-        pair_charts=pair_charts(models, colors),
-        overoptimization_charts=overoptimization_charts(data.paths, colors),
-        stages={name: charts for name, charts in stages.items() if any(charts)},
-        settings={record.name: dict(flatten_settings(record.settings)) for record in data.lineage},
-        longest_seconds=max((record.seconds or 0 for record in data.lineage), default=0),
-    )
+    charts = {
+        "win-rates": ("Win rates", win_rate_charts(data.results, colors)),
+        "gold": ("Gold score", gold_charts(models, colors)),
+        "pairs": ("Held-out pairs", pair_charts(models, colors)),
+        "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
+    }
+    samples = [
+        {
+            "prompt": sample["prompt"],
+            "responses": {name: {**own, "color": colors[name]} for name, own in sample["responses"].items()},
+        }
+        for sample in data.samples
+    ]
+    counts = {"win-rates": [_judgment_table(data.results)]}
+    sections = [
+        Section("results", "Results", points=data.verdicts, tables=[table for table in data.tables if table]),
+        *(Section(name, title, LEADS[name], own, counts.get(name, ())) for name, (title, own) in charts.items() if own),
+        Section("samples", "Samples", samples=samples),
+        *_training(data.stages),
+        _lineage(data.lineage),
+    ]
+    shown = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
+    return render_page(path, kind="report", title=data.title, summary=data.summary, sections=shown)
+
+
+def _judgment_table(results: Mapping[str, Any]) -> list[Row]:
+    return [
+        {
+            "policy": name,
+            "baseline": results["baseline"],
+            "judge": results["judge"],
+            "win rate": model["win_rate"],
+            **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
+            "orders disagree": model["inconsistent"]["count"],
+            "shown first preferred": model["position_bias"],
+            "not judged": model["failures"],
+        }
+        for name, model in results.get("models", {}).items()
+        if "win_rate" in model
+    ]
 
 
 def win_rate_charts(results: Mapping[str, Any], colors: Colors) -> list[Chart]:
@@ -124,17 +197,81 @@ def pair_charts(models: Models, colors: Colors) -> list[Chart]:
 def overoptimization_charts(paths: Mapping[str, Log], colors: Colors) -> list[Chart]:
     """Two charts over the same KL: the score that was optimized, and the true one."""
     charts = []
-    for metric, title, note in OVEROPTIMIZATION:
-        curves = []
-        for policy, log in paths.items():
-            points = [(line.get("kl"), line.get(metric)) for line in log]
-            if known := [point for point in points if all(map(is_finite_number, point))]:
-                kl, scores = zip(*known, strict=True)
-                curves.append(Curve(policy, kl, scores, colors[policy]))
+    for metric, (title, note) in OVEROPTIMIZATION.items():
+        points = {policy: _points(log, "kl", metric) for policy, log in paths.items()}
+        curves = [Curve(policy, *known, colors[policy]) for policy, known in points.items() if known[0]]
         if curves:
             svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title, noisy=True)
             charts.append(Chart(title, note, svg))
     return charts
+
+
+def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Columns of the lines in which both metrics are finite numbers."""
+    points = [(line[x], line[y]) for line in log if is_finite_number(line.get(x)) and is_finite_number(line.get(y))]
+    return tuple(one for one, _ in points), tuple(other for _, other in points)
+
+
+# Training
+
+
+def _training(stages: Mapping[str, Log]) -> Iterator[Section]:
+    """A section for each stage."""
+    for number, (name, log) in enumerate(stages.items(), 1):
+        main = stage_charts(name, log, MAIN)
+        further = stage_charts(name, log, source_panels(log) | FURTHER | _other_panels(log))
+        moved = max(CHARTS_SHOWN - len(main), 0)
+        yield Section(f"training-{number}", f"Training: {name}", charts=main + further[:moved], folded=further[moved:])
+
+
+def source_panels(log: Log) -> dict[str, Panel]:
+    """One chart for each metric that is logged by source, such as loss/NAME, with a curve for each source."""
+    panels: dict[str, Panel] = {}
+    for key in dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line if "/" in key):
+        metric, _, name = key.partition("/")
+        named = panels.get(f"{metric}/", Panel("")).metrics
+        title = f"{metric.replace('_', ' ').capitalize()} by source"
+        panels[f"{metric}/"] = Panel(title, metrics={**named, key: name})
+    return panels
+
+
+def _other_panels(log: Log) -> dict[str, Panel]:
+    """A panel for each metric that no known panel shows."""
+    shown = {"step", "tokens", *MAIN, *FURTHER, *(key for panel in MAIN.values() for key in panel.metrics)}
+    keys = dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line if "/" not in key)
+    return {key: Panel(key.replace("_", " ").capitalize()) for key in keys if key not in shown}
+
+
+def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Chart]:
+    """Charts of the panels for which a stage has measurements, of training and held out."""
+    charts = []
+    for key, (title, note, metrics) in panels.items():
+        columns = []
+        for metric, label in (metrics or {key: ""}).items():
+            own, held_out = ("training", "held out") if len(metrics) < 2 else (label, f"{label}, held out")
+            columns += [(metric, own), (HELD_OUT + metric, held_out)]
+        points = [(label, _points(log, "step", name), color) for color, (name, label) in enumerate(columns)]
+        curves = tuple(Curve(label, *known, color) for label, known, color in points if known[0])
+        if curves:
+            charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
+    return charts
+
+
+# Lineage
+
+
+def _lineage(records: Sequence[StageRecord]) -> Section:
+    rows = [
+        {
+            "stage": record.name,
+            "made from": ", ".join(record.parents),
+            "hash": record.hash[:12],
+            "time": format_duration(record.seconds),
+        }
+        for record in records
+    ]
+    settings = {record.name: dict(flatten_settings(record.settings)) for record in records}
+    return Section("lineage", "Lineage", tables=[rows], settings=settings)
 
 
 def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -172,12 +309,7 @@ def write_run_report(directory: Path) -> Path:
 
 
 def source_table(directory: Path, log: list[dict[str, Any]]) -> list[dict[str, object]]:
-    """One row for each data source: rows, share drawn, and the last value of each metric; none where a run has one source.
-
-    Args:
-        directory: of a run; its sources.json says what was read.
-        log: lines of its metrics.jsonl.
-    """
+    """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
     path = directory / "sources.json"
     table = []
     for source in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:

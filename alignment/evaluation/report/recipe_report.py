@@ -58,7 +58,6 @@ def run(config: ReportConfig) -> Path:
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
         tables=[table, budgets],
         results=results,
-        paths={name: lines for name, lines in metrics.items() if any("kl" in line for line in lines)},
         stages=metrics,
         samples=results.get("samples", []),
         lineage=lineage,

@@ -1,6 +1,6 @@
 """card.html: a reward model's card in one file that loads nothing else. The figures are computed in reward_card.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,11 @@ K_WAY = {
     "groups of K > 2": "groups", "picks a best one": "top_1", "low": "low", "high": "high", "by chance": "top_1_by_chance",
     "Kendall's tau": "kendall_tau_b",
 }  # fmt: skip
-CALIBRATION = {
-    "ECE": "ece", "Brier": "brier", "temperature": "temperature", "ECE there": "calibrated.ece",
-    "Brier there": "calibrated.brier",
-}  # fmt: skip
-BINS = {
-    "predicted from": "low", "to": "high", "pairs": "pairs", "mean prediction": "predicted", "observed": "observed",
-}  # fmt: skip
+CALIBRATION = {"ECE": "ece", "Brier": "brier"}
 LENGTH = {
-    "score per 100 tokens": "slope_per_100_tokens", "low": "low", "high": "high", "in deviations": "slope_in_deviations",
-    "correlation": "correlation", "prefers the longer": "prefers_longer", "always longer": "always_longer",
-    "accuracy, chosen longer": "chosen_longer", "accuracy, chosen shorter": "chosen_shorter",
-}  # fmt: skip
-ENSEMBLE = {
-    "mean": "mean", "median": "median", "accuracy, members agree more": "accuracy_where_low",
-    "accuracy, members agree less": "accuracy_where_high",
+    "score per 100 tokens": "slope_per_100_tokens", "low": "low", "high": "high", "correlation": "correlation",
+    "always longer": "always_longer", "accuracy, chosen longer": "chosen_longer",
+    "accuracy, chosen shorter": "chosen_shorter",
 }  # fmt: skip
 ROBUSTNESS = {
     "largest change": "largest", "in deviations of the scores": "largest_in_deviations", "mean change": "mean",
@@ -45,8 +35,6 @@ BEST_OF_N = {
 }  # fmt: skip
 FORMS = {
     "alone": "each text in a batch of its own",
-    "other batches": "smaller batches",
-    "reversed order": "the texts in reversed order",
     "padded right": "rectangles padded on the right",
     "padded left": "rectangles padded on the left",
 }
@@ -61,24 +49,11 @@ def write_reward_page(path: Path, card: Card) -> Path:
         f"A{'n' if model['architecture'] == 'encoder' else ''} {model['architecture']} of {model['parameters']:,} "
         f"parameters, held in {model['dtype']}{trained}."
     )
-    sections = [
-        _accuracy(card["accuracy"]),
-        _calibration(card["calibration"]),
-        _agreement(card["agreement"]),
-        _length(card["length"]),
-        _ensemble(card["ensemble"]),
-        _robustness(card["robustness"]),
-        _best_of_n(card["best_of_n"]),
-        Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]),
-    ]
-    return render_page(
-        path,
-        "sections.html.jinja",
-        kind="reward-model card",
-        title=card["reward_model"],
-        summary=summary,
-        sections=sections,
-    )
+    sections = [_accuracy(card["accuracy"]), _calibration(card["calibration"]), _length(card["length"])]
+    sections += [_robustness(card["robustness"])] if card["robustness"] else []
+    sections += [_best_of_n(card["best_of_n"])] if card["best_of_n"] else []
+    sections.append(Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]))
+    return render_page(path, kind="reward-model card", title=card["reward_model"], summary=summary, sections=sections)
 
 
 def _table(first: str, parts: Mapping[str, Card], columns: Mapping[str, str]) -> list[Row]:
@@ -94,10 +69,6 @@ def _pick(figures: Card, key: str) -> Any:
     for part in key.split("."):
         found = None if found is None else found.get(part)
     return found
-
-
-def _missing(part: Card) -> list[str]:
-    return [part["missing"]] if "missing" in part else []
 
 
 def _accuracy(parts: Card) -> Section:
@@ -131,23 +102,12 @@ def _calibration(parts: Card) -> Section:
         ]
         svg = path_chart(f"Reliability, {name}", curves, "predicted probability", "share of pairs")
         charts.append(Chart(f"Reliability, {name}", "below the line the model is too sure", svg))
-    bins = [{label: one[key] for label, key in BINS.items()} for one in parts["all"]["bins"]]
-    notes = [parts["all"]["temperature_missing"]] if "temperature_missing" in parts["all"] else []
     lead = (
         "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it is. "
-        "ECE: expected calibration error. The temperature divides differences so that they are calibrated on these pairs."
+        "ECE: expected calibration error."
     )
-    return Section("calibration", "Reliability", lead, charts, [_table("source", parts, CALIBRATION), bins], notes)
-
-
-def _agreement(found: Card) -> Section:
-    charts, tables, notes = [], [], _missing(found)
-    if not notes:
-        strengths = {f"{one['from']:.3g} to {one['to']:.3g}": one["agreement"] for one in found["by_strength"]}
-        charts = [rate_chart("Agreement by strength of the preference", "95 % interval", strengths)]
-        tables = [[{"strength": name, "agreement": rate, "pairs": rate["n"]} for name, rate in strengths.items()]]
-    lead = "How often the model agrees with the annotators, where they were sure and where they were not."
-    return Section("agreement", "Agreement with annotators", lead, charts, tables, notes)
+    tables = [_table("source", parts, CALIBRATION), parts["all"]["bins"]]
+    return Section("calibration", "Reliability", lead, charts, tables)
 
 
 def _length(parts: Card) -> Section:
@@ -162,44 +122,31 @@ def _length(parts: Card) -> Section:
     return Section("length", "Length", lead, charts, [_table("source", parts, LENGTH)], notes)
 
 
-def _ensemble(parts: Card) -> Section:
-    lead, notes = "Deviation of the score difference over the members of the ensemble.", _missing(parts)
-    tables = [] if notes else [_table("source", parts, ENSEMBLE)]
-    return Section("ensemble", "Spread of the ensemble", lead, tables=tables, notes=notes)
-
-
 def _robustness(found: Card) -> Section:
-    tables, notes = [], _missing(found)
-    if not notes:
-        forms = {FORMS.get(name, f"weights in {name}"): figures for name, figures in found["forms"].items()}
-        tables = [_table("form", forms, ROBUSTNESS)]
-        notes = [
-            f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}."
-        ]
-        notes += [f"{name}: not compared: {why}" for name, why in found["not_compared"].items()]
+    forms = {FORMS.get(name, f"weights in {name}"): figures for name, figures in found["forms"].items()}
+    notes = [f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}."]
+    notes += [f"{name}: not compared: {why}" for name, why in found["not_compared"].items()]
     lead = "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order."
+    tables = [_table("form", forms, ROBUSTNESS)]
     return Section("robustness", "Padding, batching and type", lead, tables=tables, notes=notes)
 
 
 def _best_of_n(found: Card) -> Section:
-    charts, tables, notes = [], [], _missing(found)
-    if not notes:
-        curve: Sequence[Card] = found["curve"]
-        kl, axis = [one["kl"] for one in curve], "KL bound, nats"
-        lines = {key: [one[key] for one in curve] for key in ("gold", "low", "high", "proxy")}
-        true = [Curve(name, kl, lines[name], color) for name, color in (("gold", 0), ("low", 7), ("high", 7))]
-        extent = f"n = {curve[0]['n']} to {curve[-1]['n']}; {found['gold']}"
-        charts = [
-            Chart("True score", extent, path_chart("True score of the best of n", true, axis, "true score")),
-            Chart(
-                "Reward model's score",
-                "of its own picks",
-                path_chart("Score of the best of n", [Curve("", kl, lines["proxy"])], axis, "score"),
-            ),
-        ]
-        tables = [_table("n", {str(one["n"]): one for one in curve}, BEST_OF_N)]
-        notes = [f"True score: {found['judge']}; {found['gold']}."]
-        if found["policy"]:
-            notes = [f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. {notes[0]}"]
+    curve, axis = found["curve"], "KL bound, nats"
+    kl, gold, low, high, proxy = ([one[key] for one in curve] for key in ("kl", "gold", "low", "high", "proxy"))
+    true = [Curve("gold", kl, gold, 0), Curve("low", kl, low, 7), Curve("high", kl, high, 7)]
+    extent = f"n = {curve[0]['n']} to {curve[-1]['n']}; higher is better"
+    charts = [
+        Chart("True score", extent, path_chart("True score of the best of n", true, axis, "true score")),
+        Chart(
+            "Reward model's score",
+            "of its own picks",
+            path_chart("Score of the best of n", [Curve("", kl, proxy)], axis, "score"),
+        ),
+    ]
     lead = "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on its KL."
+    notes = [
+        f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."
+    ]
+    tables = [_table("n", {str(one["n"]): one for one in curve}, BEST_OF_N)]
     return Section("best-of-n", "Best of n", lead, charts, tables, notes)
