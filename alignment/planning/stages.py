@@ -284,7 +284,7 @@ def packaged_bases() -> dict[str, tuple[str, HFConfig]]:
 
 
 def _config_that_writes(path: Path, near: Path | None) -> Path | None:
-    """The config file whose run writes `path`, which ends in `model`: one own the user's, else a packaged one."""
+    """The config file whose run writes `path`, which ends in `model`: one in the user's folder, else a packaged one."""
     if path.name != "model":
         return None
     own = [] if near is None else sorted(near.glob("*.yaml"))
