@@ -249,15 +249,10 @@ def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
 
 def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer) -> None:
     """Write the tokenizer's padding and stop tokens into the configs of a model about to be saved."""
-    ends = _end_ids(tokenizer)
+    try:
+        ends = sorted(stop_token_ids(tokenizer))
+    except UserError:  # a broken template must not keep a trained model from being saved
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
     model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     set_end_tokens(model, ends, tokenizer.pad_token_id)
-
-
-def _end_ids(tokenizer: Tokenizer) -> list[int]:
-    """Ids of the stop tokens; the end-of-text token alone if the chat template does not work; may be empty."""
-    try:
-        return sorted(stop_token_ids(tokenizer))
-    except UserError:  # a broken template must not keep a trained model from being saved
-        return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -218,10 +218,10 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     for key, value in (values.get("deepspeed_config") or {}).items():
         sent[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(value)
     sent["LOCAL_WORLD_SIZE"] = str(processes // int(values.get("num_machines", 1)))
-    return layout_of("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
+    return sent_layout("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
 
 
-def layout_of(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
+def sent_layout(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
     """The layout of `size` processes of a kind of process group, from the variables that Accelerate's launcher sends."""
 
     def value(name: str, default: str) -> str:

@@ -24,7 +24,7 @@ from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
-from alignment.planning.layout import Device, Layout, free_memory, layout_of
+from alignment.planning.layout import Device, Layout, free_memory, sent_layout
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
@@ -264,16 +264,13 @@ def run_length(
         forward, (total, trained) = forward_per_token(networks[role], length), parameter_count(networks[role])
         operations += forward * (network.forwards + network.updates * (2 + trained / total))
     tokens = steps * training.batch_size * mean
-    decoding = steps * _decoding_bytes(config, stage, networks, gpus) if stage.responses else 0.0
+    decoding = 0.0
+    if isinstance(config, OnlineDPOConfig | PPOConfig):
+        responses = math.ceil(training.batch_size / gpus) * stage.responses
+        passes = steps * math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
+        types = computing_types(networks["policy"], training.precision)
+        decoding = float(passes * whole_bytes(types, lambda _: True))
     return RunLength(data.rows, steps, tokens, tokens * operations, bool(data.examples), decoding)
-
-
-def _decoding_bytes(config: StageConfig, stage: Workload, networks: Mapping[str, nn.Module], gpus: int) -> float:
-    """Bytes of weights that a device reads to sample one update's responses, all as long as they may be."""
-    responses = math.ceil(config.training.batch_size / gpus) * stage.responses
-    assert isinstance(config, OnlineDPOConfig | PPOConfig)
-    passes = math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
-    return float(passes * whole_bytes(computing_types(networks["policy"], config.training.precision), lambda _: True))
 
 
 def forward_per_token(model: nn.Module, length: int) -> float:
@@ -324,7 +321,7 @@ def _choose(config: StageConfig) -> int:
     # Rank 0 traces the model: the others would find the same, and may have less time.
     tokens, refused = 0, ""
     if group.is_main:
-        layout = layout_of(group.kind, group.size, os.environ)
+        layout = sent_layout(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:

@@ -284,11 +284,11 @@ def packaged_bases() -> dict[str, tuple[str, HFConfig]]:
 
 
 def _config_that_writes(path: Path, near: Path | None) -> Path | None:
-    """The config file whose run writes `path`, which ends in `model`: one beside the user's, else a packaged one."""
+    """The config file whose run writes `path`, which ends in `model`: one in the user's folder, else a packaged one."""
     if path.name != "model":
         return None
-    beside = [] if near is None else sorted(near.glob("*.yaml"))
-    for file in [*beside, *sorted(packaged_folder("configs").glob("*/*.yaml"))]:
+    own = [] if near is None else sorted(near.glob("*.yaml"))
+    for file in [*own, *sorted(packaged_folder("configs").glob("*/*.yaml"))]:
         values = read_yaml(file).values if file.parent.name not in ("evaluate", "launch") else None
         if isinstance(values, dict) and "data" in values and values.get("output") == str(path.parent):
             return file

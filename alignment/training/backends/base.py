@@ -185,13 +185,11 @@ def autocast_context(
     """A function that makes contexts in which matrix products run in `precision`; weights keep their type.
 
     Args:
-        keep_casts: whether the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where
-            weights are sharded, the copies of all blocks together would take what sharding saves.
+        keep_casts: the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where weights
+            are sharded, the copies of all blocks together would take what sharding saves.
     """
     if precision == "fp32":
         return nullcontext
-    if precision != "bf16":
-        raise ValueError(f"precision must be fp32 or bf16, got {precision!r}")
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=keep_casts)
 
 
