@@ -46,8 +46,7 @@ from alignment.models.layers import (
 )
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 from alignment.ragged import Ragged
-from alignment.training.optim import OptimConfig, learning_rate_at
-from alignment.training.optimizers import build_optimizer
+from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at
 
 Change = Callable[[TransformerSpec], TransformerSpec]
 EVALUATED = 256  # documents of the held-out part, spread evenly; fewer where it is shorter

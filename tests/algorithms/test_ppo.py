@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from alignment.rewards.normalize import PartNormalizer
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
@@ -25,7 +26,6 @@ from alignment.hotel_world.gold import gold_score
 from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.rewards.build import response_scorer
-from alignment.rewards.normalize import PartNormalizer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
 from tests.examples import prompt_example
