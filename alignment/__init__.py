@@ -17,20 +17,13 @@ if TYPE_CHECKING:
     from alignment.pipeline.in_memory import best_of_n, dpo, evaluate, finetune, online_dpo, ppo, pretrain, reward, sft
     from alignment.reward_model import load_reward_model
 
+_STAGES = ("pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "finetune", "best_of_n", "evaluate")
 _MODULES = {
     "load_model": "alignment.loading",
     "load_tokenizer": "alignment.loading",
     "load_reward_model": "alignment.reward_model",
     "generate": "alignment.generation",
-    "pretrain": "alignment.pipeline.in_memory",
-    "sft": "alignment.pipeline.in_memory",
-    "reward": "alignment.pipeline.in_memory",
-    "dpo": "alignment.pipeline.in_memory",
-    "online_dpo": "alignment.pipeline.in_memory",
-    "ppo": "alignment.pipeline.in_memory",
-    "finetune": "alignment.pipeline.in_memory",
-    "best_of_n": "alignment.pipeline.in_memory",
-    "evaluate": "alignment.pipeline.in_memory",
+    **dict.fromkeys(_STAGES, "alignment.pipeline.in_memory"),
 }
 
 __all__ = [

@@ -31,14 +31,17 @@ Launch = Annotated[
     str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Type of the weights; auto: the checkpoint's."),
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's.")
 ]
 Quantize = Annotated[
     Literal["nf4", "int8"] | None, typer.Option(help="Quantize the blocks, or (export) what an adapter was trained on.")
 ]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
+ChatTemplate = Annotated[str | None, typer.Option(help="Built-in chat template or a file.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Texts = list[str] | None
 # As in data.rows.records.
 Kind = Literal["text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"]
 
@@ -89,7 +92,7 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[stage.key=value]...")] = None,
     output: Annotated[str | None, typer.Option(help="Where results go; runs/RECIPE by default.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it again.")
+        str | None, typer.Option("--from", metavar="STAGE", help="Run it and those after it again.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone, again.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Fail if a result is outside its expected range.")] = False,
@@ -212,9 +215,6 @@ def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> 
     Args:
         gpus: number of processes; None: that of the launch file.
         launch: file or packaged name for Accelerate's launcher; None: torch's launcher, with the whole model on every GPU.
-
-    Raises:
-        UserError: fewer GPUs than asked for, no such launch file, or this is a launched process already.
     """
     import torch
 
@@ -248,7 +248,7 @@ def generate(
     model: ModelName,
     overrides: Overrides = None,
     adapter: AdapterName = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="One prompt; may be given several times.")] = None,
+    prompt: Annotated[Texts, typer.Option(help="One prompt; may be given several times.")] = None,
     prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
@@ -277,11 +277,11 @@ def generate(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    model: Model,
     adapter: AdapterName = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    chat_template: Annotated[str | None, typer.Option(help="Built-in chat template or a file.")] = None,
+    chat_template: ChatTemplate = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Probability of the tokens that are kept.")] = 1.0,
@@ -306,17 +306,15 @@ def chat(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    model: Model,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines reach it.")] = False,
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the key that clients must send.")
-    ] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable with the clients' key.")] = None,
     adapter: AdapterName = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    chat_template: Annotated[str | None, typer.Option(help="Built-in chat template or a file.")] = None,
+    chat_template: ChatTemplate = None,
     name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
@@ -338,17 +336,9 @@ def export(
     adapter: AdapterName = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Chat template to give it: a built-in name or a file; adds the tokens it needs.")
-    ] = None,
-    add_token: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Token to add, one wherever a text has it; may be given several times."),
-    ] = None,
-    add_special_token: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Control token to add, for a chat template; may be given several times."),
-    ] = None,
+    chat_template: ChatTemplate = None,
+    add_token: Annotated[Texts, typer.Option(metavar="TEXT", help="Token to add; may be given several times.")] = None,
+    add_special_token: Annotated[Texts, typer.Option(metavar="TEXT", help="Control token to add; likewise.")] = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
@@ -367,7 +357,7 @@ def plan(
     stage: Annotated[str | None, typer.Option(help="Of the config, where its name and keys do not tell.")] = None,
     mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the device's peak rate that is reached.")] = 0.4,
     tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
@@ -391,19 +381,11 @@ def data_check(
     kind: Annotated[Kind, typer.Option(help="Kind of its rows.")],
     tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
     chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template", "--template", help="Built-in chat template or a file, in place of the tokenizer's."
-        ),
+        str | None, typer.Option("--chat-template", "--template", help="In place of the tokenizer's.")
     ] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; longer rows are cut.")] = 1024,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the file's; may be given several times."),
-    ] = None,
-    evaluation: Annotated[
-        str | None, typer.Option(help="Held-out rows: which of their prompts are in FILE too.")
-    ] = None,
+    columns: Annotated[Texts, typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the file's.")] = None,
+    evaluation: Annotated[str | None, typer.Option(help="Held-out rows: which prompts are in FILE too.")] = None,
 ) -> None:
     """Read rows as training does, and list what is wrong with them: a file, directory, glob or Hub id."""
     names = [pair.partition("=") for pair in columns or []]
@@ -427,11 +409,9 @@ def data_check(
 def data_cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete the entries listed.")] = False,
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Only those that no run has used for so many days.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Only those unused for so long.")
     ] = None,
-    directory: Annotated[
-        str | None, typer.Option("--dir", metavar="DIR", help="ALIGNMENT_CACHE or the user's cache by default.")
-    ] = None,
+    directory: Annotated[str | None, typer.Option("--dir", help="ALIGNMENT_CACHE or the user's by default.")] = None,
 ) -> None:
     """List the prepared rows that are kept on disk, or delete them; a run whose rows are missing prepares them again."""
     from alignment.data.cache import cache_lines
@@ -441,21 +421,19 @@ def data_cache(
 
 @inspect.command("attention")
 def inspect_attention(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    model: Model,
     text: Annotated[list[str], typer.Option(help="Input text; may be given several times.")],
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="Decoder input of an encoder-decoder, one per text; else what it generates."),
-    ] = None,
+    target: Annotated[Texts, typer.Option(help="Decoder inputs of an encoder-decoder; else what it generates.")] = None,
     output: Annotated[str, typer.Option(help="HTML file to write.")] = "attention.html",
     layers: Annotated[str | None, typer.Option(metavar="0,3", help="Layers to show, from 0; all by default.")] = None,
 ) -> None:
     """Write a page with the attention maps of every layer and head."""
-    if layers is not None and not all(part.strip().isdecimal() for part in layers.split(",")):
+    parts = None if layers is None else layers.split(",")
+    if parts is not None and not all(part.strip().isdecimal() for part in parts):
         raise UserError(f"--layers {layers!r}: give numbers from 0 with commas between, such as 0,3")
-    numbers = None if layers is None else [int(part) for part in layers.split(",")]
     from alignment.analysis import write_attention
 
+    numbers = None if parts is None else [int(part) for part in parts]
     print(write_attention(model, text, output, layers=numbers, targets=target or []))
 
 
@@ -476,14 +454,15 @@ def schema(
 @app.command()
 def doctor(
     run: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of a run: what went wrong in it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines; with --run.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Versions, devices and backends; with --run the likely causes of a run's failures, and settings to try."""
     if run is None:
         from alignment.commands.doctor import examine
 
-        print("\n".join(examine()))
-        return
+        if as_json:
+            raise UserError("--json goes with --run DIR")
+        return print("\n".join(examine()))
     from alignment.evaluation.diagnosis import diagnose, report_json, report_lines
     from alignment.evaluation.run_log import read_run_log
 

@@ -20,19 +20,17 @@ import os
 import re
 import secrets
 import shutil
-import stat
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError, raise_all
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
+TOO_LARGE = f"{{path}}: {{size}} bytes; files of its kind may have {MAX_JSON_BYTES}"
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
-MEMO_BYTES = 2**20  # smaller files are hashed every time
-SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again under the same time
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
 
@@ -46,11 +44,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it over `path`.
-
-    Raises:
-        UserError: the disk is full; `path` is as it was.
-    """
+    """Let `write` fill a temporary file beside `path`, then rename it over `path`, which a full disk leaves as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
@@ -117,32 +111,19 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk, which names no file, into one that names the file and the bytes.
-
-    Args:
-        path: the target, for the message.
-        written: the temporary file or directory written so far.
-
-    Raises:
-        UserError: the disk, or the user's share of it, is full.
-    """
+    """Turn the system's error for a full disk, which names no file, into a UserError with `path` and the bytes `written`."""
     try:
         yield
     except Exception as error:
-        if not (_is_full(error) or _is_full(error.__cause__)):  # an inner call has already explained it
-            raise
-        files = [written, *written.rglob("*")] if written.is_dir() else [written]
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        free = shutil.disk_usage(path.parent).free
-        raise UserError(
-            f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. What was "
-            "there before is untouched; make room and run again"
-        ) from (error.__cause__ or error)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Whether an error means a full disk; safetensors raises its own type with the system's message in its text."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
+        for each in (error, error.__cause__):  # an inner call may have explained it; safetensors has a type of its own
+            if getattr(each, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(each):
+                size = sum(file.stat().st_size for file in [written, *written.rglob("*")] if file.is_file())
+                free = shutil.disk_usage(path.parent).free
+                raise UserError(
+                    f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. What was "
+                    "there before is untouched; make room and run again"
+                ) from each
+        raise
 
 
 @contextmanager
@@ -164,18 +145,14 @@ def _neighbor(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
 
 def _lock(path: Path, operation: int) -> int | None:
     """A descriptor that locks `path`; None if it is locked already, gone, or on a file system without locks."""
-    try:
+    with suppress(OSError), ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
+        stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, operation)
-        locked = os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        locked = False
-    if not locked:
-        os.close(descriptor)
-    return descriptor if locked else None
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            stack.pop_all()
+            return descriptor
+    return None
 
 
 def _replace(new: Path, path: Path) -> None:
@@ -229,37 +206,6 @@ def cache_directory(named: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
 
 
-def file_hash(path: Path, cache: Path) -> str:
-    """SHA-256 of a file. That of a large file is computed once for each version of it.
-
-    A version is known by path, device, inode, size, and the times of the last change of content and of inode in
-    nanoseconds. It is assumed that a file system updates one of them with every change, which all local ones do, unless
-    two changes fall into one tick of its clock; so a hash is kept only where the file was last changed some seconds
-    before it was read. A hash that is kept in a damaged file is computed again.
-    """
-    version = _version(path)
-    if path.stat().st_size < MEMO_BYTES:
-        return sha256(path)
-    memo = cache / "hashes" / f"{hash_of(version)[:32]}.json"
-    try:
-        kept = json.loads(memo.read_text(encoding="utf-8"))
-        if kept["version"] == version and kept["check"] == hash_of([version, kept["sha256"]]):
-            return kept["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    settled = max(path.stat().st_mtime, path.stat().st_ctime) < time.time() - SETTLED_SECONDS
-    digest = sha256(path)
-    if settled and _version(path) == version:
-        with suppress(OSError):  # where the cache cannot be written, the hash is right all the same
-            write_json(memo, {"version": version, "sha256": digest, "check": hash_of([version, digest])})
-    return digest
-
-
-def _version(path: Path) -> list[str | int]:
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
 def hash_of(value: object) -> str:
     """Hex SHA-256 of a JSON-like value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
@@ -282,16 +228,29 @@ def check_directory(directory: Path) -> None:
         raise UserError(f"{directory}: cannot be read: {error.strerror or error}") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+def _file_problems(directory: Path) -> Iterator[str]:
+    own = Path(os.path.realpath(directory))
+    blobs = own.parent.parent / "blobs"
+    in_cache = own.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+    roots = [own, blobs] if in_cache else [own]
+    for path in [*sorted(directory.iterdir()), *sorted((directory / CHAT_TEMPLATE_DIRECTORY).glob("*"))]:
+        real = Path(os.path.realpath(path))
+        if not path.exists():
+            continue  # a dangling link is a missing file
+        if path.is_symlink() and not any(real.is_relative_to(root) for root in roots):
+            yield f"{path}: a link to {real}, outside the directory, is not followed; put the file itself there"
+        elif not (path.is_file() or path.is_dir()):
+            yield f"{path}: neither a file nor a directory; remove it"
+        elif path.suffix in READ_WHOLE and (size := path.stat().st_size) > MAX_JSON_BYTES:
+            yield TOO_LARGE.format(path=path, size=size)
 
-    Raises:
-        UserError: not readable, larger than `MAX_JSON_BYTES`, no JSON, nested too deeply, or no object.
-    """
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a UserError where it is none, not readable, or larger than `MAX_JSON_BYTES`."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise UserError(_too_large(path, size))
+            raise UserError(TOO_LARGE.format(path=path, size=size))
         value = json.loads(path.read_text(encoding="utf-8"))
     except UserError:
         raise
@@ -306,40 +265,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _file_problems(directory: Path) -> Iterator[str]:
-    """One message per file that `check_directory` refuses."""
-    roots = _allowed_roots(directory)
-    for path in [*sorted(directory.iterdir()), *sorted((directory / CHAT_TEMPLATE_DIRECTORY).glob("*"))]:
-        if path.is_symlink():
-            real = Path(os.path.realpath(path))
-            if real.exists() and not any(real.is_relative_to(root) for root in roots):
-                yield f"{path}: a link to {real}, outside the directory, is not followed; put the file itself there"
-                continue
-        mode = path.stat().st_mode if path.exists() else stat.S_IFREG  # a dangling link is a missing file
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            yield f"{path}: neither a file nor a directory; remove it"
-        elif path.suffix in READ_WHOLE and path.exists() and path.stat().st_size > MAX_JSON_BYTES:
-            yield _too_large(path, path.stat().st_size)
-
-
-def _allowed_roots(directory: Path) -> list[Path]:
-    """Resolved directories in which a file of `directory` may lie."""
-    own = Path(os.path.realpath(directory))
-    blobs = own.parent.parent / "blobs"
-    in_cache = own.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
-    return [own, blobs] if in_cache else [own]
-
-
-def _too_large(path: Path, size: int) -> str:
-    return f"{path}: {size} bytes; files of its kind may have {MAX_JSON_BYTES}"
-
-
 def byte_count(size: str) -> int:
-    """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30.
-
-    Raises:
-        ValueError: it is no such size, or below one byte.
-    """
+    """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30. ValueError where it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"{size!r} is no size; give a number and a unit, such as 5GB or 500MB")

@@ -1,4 +1,4 @@
-"""The base of config classes: limits are types, contradictions are a table, and one start names all of both.
+"""The base of config classes: limits are types, contradictions are a table, and one start names all of both; and patterns.
 
 A config is a frozen dataclass. What a single value may be is the type of its field; what values must not be together is a
 row of `RULES`. From Python a config is checked where it is made. From YAML `config.load.build` makes all sections first and
@@ -7,14 +7,21 @@ asks `contradictions` afterwards, so that one wrong section hides nothing in the
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, fields, is_dataclass
 from types import MethodType
-from typing import Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
+
+from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from regex import Pattern
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -23,6 +30,8 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # annotated_types' names, and pydantic's
+
+PATTERN_SECONDS = 1.0  # for one text, or all names of a model; an ordinary pattern takes microseconds
 
 Key = tuple[str | int, ...]
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
@@ -43,18 +52,8 @@ class Rule(NamedTuple):
     why: str = "{found}"
 
 
-class Contradiction(NamedTuple):
-    """A rule that a config breaks.
-
-    Attributes:
-        key: of the value to change, from the outermost section.
-        why: in words.
-        read: keys of the values that the rule looked at.
-    """
-
-    key: Key
-    why: str
-    read: frozenset[Key]
+Contradiction = tuple[Key, str, frozenset[Key]]
+"""Key of the value to change, from the outermost section; why, in words; keys of the values that the rule looked at."""
 
 
 class Settings:
@@ -69,7 +68,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not _deferred.get():
             wrong = list(_out_of_range(self)) or [
-                (".".join(map(str, each.key)), each.why) for each in _contradictions(self, ())
+                (".".join(map(str, key)), why) for key, why, _ in _contradictions(self, ())
             ]
             if wrong:
                 raise ValueError("\n".join(f"{name} {why}" for name, why in wrong))
@@ -122,9 +121,7 @@ def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
         for rule in cls.__dict__.get("RULES", ()):
             read: set[Key] = set()
             if found := rule.wrong(_Reader(settings, key, read)):
-                yield Contradiction(
-                    (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
-                )
+                yield (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
 
 
 def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -192,3 +189,45 @@ class _Reader:
             return value
         self._read.add((*self._key, name))
         return _Reader(value, (*self._key, name), self._read) if isinstance(value, Settings) else value
+
+
+# Regular expressions from a config, searched within a time limit in texts and in the names of a model's parts
+
+
+def compile_pattern(pattern: str, *, dotall: bool = False) -> "Pattern[str]":
+    """A pattern whose methods take `timeout=PATTERN_SECONDS` and then raise TimeoutError; ValueError where it is none.
+
+    With `dotall`, `.` matches line ends too.
+    """
+    import regex  # `re` has no timeout, and (.*)*(.*)*! on one long name never ends
+
+    try:
+        return regex.compile(pattern, regex.DOTALL if dotall else 0)
+    except regex.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def search_names(pattern: str, names: Sequence[str], setting: str) -> list[str]:
+    """The names in which `pattern` is found anywhere, in their order.
+
+    Raises:
+        UserError: the pattern takes too long; `setting` is its config key and the pattern as the user wrote them.
+    """
+    compiled, end = compile_pattern(pattern), time.monotonic() + PATTERN_SECONDS
+    try:
+        return [name for name in names if compiled.search(name, timeout=max(end - time.monotonic(), 1e-3))]
+    except TimeoutError as error:
+        raise UserError(
+            f"{setting} takes more than {PATTERN_SECONDS:g} seconds on the names of the model; "
+            "nest no repetitions, as in (a*)*"
+        ) from error
+
+
+def slow_pattern(pattern: str) -> str:
+    """The reason where a pattern runs into the time limit on one text."""
+    return f"pattern {pattern!r} takes more than {PATTERN_SECONDS:g} seconds; nest no repetitions, as in (a*)*"
+
+
+def without_numbers(names: Iterable[str]) -> list[str]:
+    """The names with * for each number between dots, every one once, sorted."""
+    return sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from alignment.errors import UserError
 from alignment.files import write_json
-from alignment.pipeline.expectations import flatten_numbers, read_json, read_metric
+from alignment.pipeline.recipe import flatten_numbers, read_json, read_metric
 
 POLICY = ("win_rate", "gold", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
 CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines

@@ -1,7 +1,6 @@
 """Configs: what is read, and that every mistake is named with its place and a way out."""
 
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +10,8 @@ import yaml
 
 import alignment.config.load
 from alignment.algorithms.runs import to_dict
-from alignment.config.load import build, load_config
-from alignment.config.yaml_source import SourcedYaml, parse_yaml
+from alignment.config.load import load_config
+from alignment.config.yaml_source import parse_yaml
 from alignment.errors import UserError
 from alignment.settings import PositiveFloat, Settings
 
@@ -150,19 +149,6 @@ def test_a_wrong_sibling_does_not_hide_an_optional_section_of_the_wrong_kind(tmp
     assert [problem.split(": ")[1] for problem in problems(tmp_path, text)] == ["single.kind", "batch_size"]
 
 
-def test_a_range_error_carries_the_key_and_its_line(tmp_path):
-    assert problems(tmp_path, GOOD.replace("1e-4", "-1.0")) == [
-        "stage.yaml:3: optim.learning_rate: must be above 0, got -1.0"
-    ]
-
-
-def test_not_a_number_is_no_learning_rate(tmp_path):
-    # nan <= 0 is False, so that a range check alone would let it through
-    assert problems(tmp_path, GOOD.replace("1e-4", ".nan")) == [
-        "stage.yaml:3: optim.learning_rate: must be a finite number, got NaN"
-    ]
-
-
 def test_overrides_win_and_the_last_one_wins(tmp_path):
     config = load(tmp_path, GOOD, "optim.learning_rate=1e-2", "batch_size=1", "batch_size=2", "train=[a, b]")
     assert (config.optim.learning_rate, config.batch_size, config.train) == (1e-2, 2, ["a", "b"])
@@ -205,25 +191,11 @@ def test_text_that_is_no_config_is_refused_with_its_line(tmp_path, text, message
     assert message in problems(tmp_path, text)[0]
 
 
-@pytest.mark.parametrize("line", ["k{}: 1\n", "- {}\n"])
-def test_a_file_of_very_many_keys_is_refused_before_it_is_read_whole(tmp_path, line):
-    """The 4 MB that a config may have hold 400,000 such lines, which would take minutes."""
-    began = time.monotonic()
-    assert "more than 10000 values" in problems(tmp_path, "".join(map(line.format, range(200_000))))[0]
-    assert time.monotonic() - began < 20
-
-
 def test_an_empty_file_is_a_config_without_keys(tmp_path):
     assert problems(tmp_path, "") == [
         "stage.yaml:1: policy: is missing; add it",
         "stage.yaml:1: optim: is missing; add it",
     ]
-
-
-def test_bytes_that_are_no_utf8_are_refused(tmp_path):
-    (tmp_path / "stage.yaml").write_bytes(b"policy: \xff\n")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
-        load_config(Stage, str(tmp_path / "stage.yaml"))
 
 
 def test_a_path_wins_over_a_packaged_name_and_an_unknown_name_gets_near_ones(tmp_path, monkeypatch):
@@ -248,18 +220,3 @@ def test_secrets_are_left_out_and_words_about_text_stay(tmp_path):
     assert plain["model"] == {"eos_token": "x", "n": [1]}
     assert plain["adapter"] == {"kind": "prefix", "tokens": 2}
     assert plain["optim"]["betas"] == [0.8, 1.0]
-
-
-def test_a_wrong_secret_is_not_shown(tmp_path):
-    (problem,) = problems(tmp_path, GOOD, "hub_token=12345")
-    assert problem == "override: hub_token: must be text"
-
-
-def test_a_config_survives_the_way_through_yaml(tmp_path):
-    config = load(tmp_path, GOOD)
-    assert load(tmp_path, yaml.safe_dump(to_dict(config) | {"hub_token": None})) == config
-
-
-def test_a_document_without_locations_still_names_the_key():
-    with pytest.raises(UserError, match=r"^config: polcy: unknown key; did you mean 'policy'\?"):
-        build(Stage, SourcedYaml({"polcy": "x", "policy": "y", "optim": {"learning_rate": 1}}))

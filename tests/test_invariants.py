@@ -27,7 +27,6 @@ from alignment.algorithms.ppo.metrics import response_means
 from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import ScoreNormalizer
-from alignment.commands.export import export_model
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
@@ -354,22 +353,6 @@ def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
             assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)
 
 
-@BY_FAMILY
-def test_I4_padding_tokens_change_nothing(family):
-    """Proves: which token stands at padding changes neither logits nor scores nor their gradient (H13, H18)."""
-    torch.manual_seed(0)
-    lengths = [9, 4, 6]
-    attention = torch.arange(9) < torch.tensor(lengths)[:, None]
-    ids = torch.randint(61, (3, 9))
-    for case in ("SFT", "reward model"):
-        gradients = []
-        for junk in (0, 60):
-            model = fresh(case, family, 61)
-            model(torch.where(attention, ids, junk), attention).logits.square().sum().backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
 # --- I5: who a row stands beside ------------------------------------------------------------------------------------
 
 
@@ -604,20 +587,6 @@ def disturb(model, seed=0):
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-
-
-@pytest.mark.parametrize("variant", ["", "lora", "prefix", "lora gpt2"])
-def test_I10_a_stage_saves_the_model_it_trained(variant, stage):
-    """Proves: a reward model scores alike on two loads, and a merged export of it agrees (H24)."""
-    model = str(stage(f"reward {variant}".strip()) / "model")
-    texts = [("Is it open?", "Yes."), ("Is it open?", "No, it is not, and never was.")]
-    scores = load_reward_model(model).score(texts)
-    assert torch.equal(scores, load_reward_model(model).score(texts))
-    assert scores.std() > 0
-    if "lora" in variant:
-        export_model(model, None, str(stage(f"reward {variant}").parent / f"merged {variant}"))
-        merged = load_reward_model(str(stage(f"reward {variant}").parent / f"merged {variant}"))
-        assert_close(merged.score(texts), scores, atol=1e-5, rtol=0)
 
 
 LLAMA = {

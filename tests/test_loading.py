@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,13 +51,6 @@ def test_a_directory_that_is_not_there_is_named(name):
         load_model(name)
 
 
-def test_a_file_is_no_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("model").write_text("")
-    with pytest.raises(UserError, match="no such model directory"):
-        load_model("model")
-
-
 def test_only_safe_files_are_fetched_from_the_hub(checkpoints, monkeypatch):
     asked = {}
 
@@ -101,13 +93,6 @@ def test_an_adapter_without_a_tokenizer_uses_its_bases(stage, checkpoints, tmp_p
     assert same_vocabulary(load_tokenizer(str(copied)), tokenizer)
 
 
-def test_tokenizers_that_end_texts_differently_are_not_the_same(checkpoints):
-    one, other = load_tokenizer(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
-    assert same_vocabulary(one, other)
-    other.eos_token = "<pad>"
-    assert not same_vocabulary(one, other)
-
-
 # --- scores ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,11 +131,6 @@ def test_a_pair_is_scored_as_it_was_trained_on(judge):
     assert_close(scores, judge.score([PAIRS[i] for i in order]), **TIGHT)
 
 
-def test_a_whole_text_gets_its_end_token(judge):
-    ids = [*judge.tokenizer("Where is the spa?").input_ids, judge.tokenizer.eos_token_id]
-    assert_close(judge.score(["Where is the spa?"]), judge.score_ids([ids]))
-
-
 def test_a_policy_is_no_reward_model(checkpoints, stage):
     for family, architecture in (("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel")):
         wanted = rf"this is no reward model but a language model \({architecture}\).*`alignment reward CONFIG policy="
@@ -183,13 +163,6 @@ def test_an_adapter_may_be_put_on_a_named_model(stage, checkpoints, tmp_path):
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():
         assert_close(load_model(str(output))(ids).logits, load_model(adapter)(ids).logits, **TIGHT)
-
-
-@pytest.mark.parametrize("name", ["reward", "reward lora", "reward lora gpt2"])
-def test_an_exported_reward_model_keeps_its_head(name, stage, tmp_path):
-    source = str(stage(name) / "model")
-    output = export_model(source, None, str(tmp_path / "out"))
-    assert_close(load_reward_model(str(output)).score(PAIRS), load_reward_model(source).score(PAIRS), **TIGHT)
 
 
 def test_a_prefix_cannot_be_exported_and_nothing_is_written(stage, tmp_path):

@@ -12,7 +12,7 @@ from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.native_model import NativeModel
-from alignment.patterns import search_names, without_numbers
+from alignment.settings import search_names, without_numbers
 
 AnyModel = NativeModel[Any] | ExternalModel
 INNER = "inner."  # in front of the names of a model that runs as transformers' class

@@ -46,7 +46,7 @@ from alignment.adapters.specs import AdapterSpec, DoRASpec, LoRASpec, LowRankSpe
 from alignment.errors import UserError
 from alignment.files import read_json_object
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
-from alignment.patterns import search_names
+from alignment.settings import search_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -42,38 +42,23 @@ def export_model(
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
-    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged
-    into these weights as they were, and how far they are from the original ones is printed.
+    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged into
+    these weights as they were, and how far they are from the original ones is printed. A reward model keeps its calibration and
+    the texts whose scores tell a damaged model: they must score as before, and are written with their new scores.
 
     Args:
-        model: directory or Hub name of a model or an adapter.
-        adapter: directory or Hub name of an adapter for it.
-        output: directory to write.
         dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
-        chat_template: give the tokenizer this template, a built-in one's name or a file; the special tokens that a built-in
-            one needs are added to the vocabulary, their rows the mean of the others.
-        add_tokens, add_special_tokens: further tokens to add in the same way; see `add_new_tokens`.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
-
-    A reward model keeps its calibration and the texts whose scores tell a damaged model: they are scored again, must have
-    the scores that they had, and are written with those of the model that is written.
+        chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary, their
+            rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
 
     Raises:
         UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter; an
             ensemble of adapters; a reward model whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
-    if (members := read_members(directory)) is not None:
-        raise UserError(
-            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
-            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
-            "ensemble.kind=heads, which is one model"
-        )
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
-    if updates is not None:
-        scalar = is_scalar_adapter(updates)
-    else:
-        scalar = str((read_config(directory).get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    scalar = _is_scalar(model, directory, updates)
     tokenizer = load_tokenizer(adapter or model)
     known = tokenizer.get_vocab()
     add_new_tokens(tokenizer, add_tokens, add_special_tokens)
@@ -98,6 +83,19 @@ def export_model(
         if scalar:
             _write_scale_and_canaries(RewardModel(written.eval(), changed), updates or directory, folder)
     return Path(output)
+
+
+def _is_scalar(model: str, directory: Path, updates: Path | None) -> bool:
+    """True where there is a reward model, or the adapter of one, to write; an ensemble of adapters is refused."""
+    if (members := read_members(directory)) is not None:
+        raise UserError(
+            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
+            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
+            "ensemble.kind=heads, which is one model"
+        )
+    if updates is not None:
+        return is_scalar_adapter(updates)
+    return str((read_config(directory).get("architectures") or [""])[0]).endswith("ForSequenceClassification")
 
 
 def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None, *, scalar: bool) -> Any:

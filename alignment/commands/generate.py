@@ -19,7 +19,7 @@ from alignment.settings import PositiveInt, Rule, refusal
 
 @dataclass(frozen=True)
 class GenerateConfig(SamplingConfig):
-    """Settings of `alignment generate`: those of `SamplingConfig`, of `BeamConfig`, and its own.
+    """Settings of `alignment generate`, beside `SamplingConfig` and `BeamConfig`.
 
     Attributes:
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
@@ -35,8 +35,7 @@ class GenerateConfig(SamplingConfig):
 
     RULES = (
         Rule(
-            "num_beams",
-            lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping),
+            "num_beams", lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping)
         ),
     )
 
@@ -57,19 +56,12 @@ def generate_responses(
 ) -> list[dict[str, Any]]:
     """One row per prompt: prompt, response, token_ids, log_probs, ended.
 
-    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits
-    processors. How the prompts are read and which tokens end a response is printed on standard error.
+    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits processors.
 
     Args:
-        model: directory or Hub name.
-        adapter: directory of an adapter for it.
         prompts: texts, or the name of a file of prompts.
         overrides: settings of `GenerateConfig`, as key=value.
-        weights: type that the model is held and computes in (auto: the checkpoint's), and whether it is quantized.
         raw: do not apply the model's chat template; with the template a text is one user message.
-
-    Raises:
-        UserError: wrong settings; no such model, adapter or file; bad rows; lists of messages without a chat template.
     """
     settings = asdict(build(GenerateConfig, override(SourcedYaml({}), overrides)))
     written: list[Any] = list(prompts)

@@ -6,7 +6,7 @@ Only the float32 export with the 7-integer header is read; quantized and version
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +22,6 @@ SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
 
 
-class Header(NamedTuple):
-    """The checkpoint's first seven integers."""
-
-    dim: int
-    hidden_dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    vocab_size: int
-    seq_len: int
-
-
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Hugging Face config and tensors of a llama2.c file.
 
@@ -43,86 +31,48 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     data = path.read_bytes()
     if len(data) < 28:
         raise UserError(f"{path}: {len(data)} bytes is too short for a llama2.c header")
-    header = Header(*struct.unpack("<7i", data[:28]))
-    tied = header.vocab_size > 0  # the export negates the size where the head is a matrix of its own
-    header = header._replace(vocab_size=abs(header.vocab_size))
-    if min(header) <= 0:
+    header = struct.unpack("<7i", data[:28])
+    dim, hidden, layers, heads, kv_heads, vocabulary, positions = map(abs, header)
+    tied = header[5] > 0  # the export negates the size where the head is a matrix of its own
+    if min(*header[:5], vocabulary, header[6]) <= 0:
         raise UserError(f"{path}: not a llama2.c header: {header}")
-    shapes = _shapes(header, tied)
-    needed = sum(int(np.prod(shape)) for shape in shapes.values())
+    half = dim // heads // 2
+    shapes: dict[str, tuple[int, ...]] = {  # the file's arrays in their order; {} stands for each layer
+        "model.embed_tokens.weight": (vocabulary, dim),
+        "model.layers.{}.input_layernorm.weight": (layers, dim),
+        "model.layers.{}.self_attn.q_proj.weight": (layers, dim, dim),
+        "model.layers.{}.self_attn.k_proj.weight": (layers, kv_heads * half * 2, dim),
+        "model.layers.{}.self_attn.v_proj.weight": (layers, kv_heads * half * 2, dim),
+        "model.layers.{}.self_attn.o_proj.weight": (layers, dim, dim),
+        "model.layers.{}.post_attention_layernorm.weight": (layers, dim),
+        "model.layers.{}.mlp.gate_proj.weight": (layers, hidden, dim),
+        "model.layers.{}.mlp.down_proj.weight": (layers, dim, hidden),
+        "model.layers.{}.mlp.up_proj.weight": (layers, hidden, dim),
+        "model.norm.weight": (dim,),
+        "cosines": (positions, half),
+        "sines": (positions, half),
+        **({} if tied else {"lm_head.weight": (vocabulary, dim)}),
+    }
+    sizes = [int(np.prod(shape)) for shape in shapes.values()]
     numbers = np.frombuffer(data, dtype="<f4", offset=28) if len(data) % 4 == 0 else np.empty(0)
-    if len(numbers) != needed:
-        raise UserError(f"{path}: {len(data) - 28} bytes of weights, the header asks for {4 * needed}")
-    pieces = np.split(numbers, np.cumsum([int(np.prod(shape)) for shape in shapes.values()])[:-1])
-    blocks = {
-        name: torch.from_numpy(piece.reshape(shape).copy())
-        for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
-    }
-    return _config(header, tied), _hf_tensors(header, blocks, tied)
-
-
-def _shapes(h: Header, tied: bool) -> dict[str, tuple[int, ...]]:
-    """The file's arrays in their order."""
-    head_dim = h.dim // h.n_heads
-    kv_dim = h.n_kv_heads * head_dim
-    return {
-        "embed": (h.vocab_size, h.dim),
-        "attention_norm": (h.n_layers, h.dim),
-        "wq": (h.n_layers, h.dim, h.dim),
-        "wk": (h.n_layers, kv_dim, h.dim),
-        "wv": (h.n_layers, kv_dim, h.dim),
-        "wo": (h.n_layers, h.dim, h.dim),
-        "ffn_norm": (h.n_layers, h.dim),
-        "w1": (h.n_layers, h.hidden_dim, h.dim),
-        "w2": (h.n_layers, h.dim, h.hidden_dim),
-        "w3": (h.n_layers, h.hidden_dim, h.dim),
-        "norm": (h.dim,),
-        "cosines": (h.seq_len, head_dim // 2),
-        "sines": (h.seq_len, head_dim // 2),
-        **({} if tied else {"head": (h.vocab_size, h.dim)}),
-    }
-
-
-def _config(h: Header, tied: bool) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": h.vocab_size,
-        "hidden_size": h.dim,
-        "intermediate_size": h.hidden_dim,
-        "num_hidden_layers": h.n_layers,
-        "num_attention_heads": h.n_heads,
-        "num_key_value_heads": h.n_kv_heads,
-        "max_position_embeddings": h.seq_len,
-        "rms_norm_eps": 1e-5,
+    if len(numbers) != sum(sizes):
+        raise UserError(f"{path}: {len(data) - 28} bytes of weights, the header asks for {4 * sum(sizes)}")
+    tensors: dict[str, Tensor] = {}
+    for (name, shape), piece in zip(shapes.items(), np.split(numbers, np.cumsum(sizes)[:-1]), strict=True):
+        array = torch.from_numpy(piece.reshape(shape).copy())
+        for layer, weight in enumerate(array if "{}" in name else [array]):
+            if "q_proj" in name or "k_proj" in name:
+                weight = half_split(weight, heads if "q_proj" in name else kv_heads)
+            tensors[name.format(layer)] = weight.contiguous()
+    del tensors["cosines"], tensors["sines"]
+    config = {
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": tied,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-
-
-def _hf_tensors(h: Header, blocks: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    tensors = {"model.embed_tokens.weight": blocks["embed"], "model.norm.weight": blocks["norm"]}
-    if not tied:
-        tensors["lm_head.weight"] = blocks["head"]
-    layer_names = {
-        "attention_norm": "input_layernorm",
-        "wq": "self_attn.q_proj",
-        "wk": "self_attn.k_proj",
-        "wv": "self_attn.v_proj",
-        "wo": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "w1": "mlp.gate_proj",
-        "w2": "mlp.down_proj",
-        "w3": "mlp.up_proj",
-    }
-    heads = {"wq": h.n_heads, "wk": h.n_kv_heads}
-    for block, name in layer_names.items():
-        for layer, weight in enumerate(blocks[block]):
-            weight = half_split(weight, heads[block]) if block in heads else weight
-            tensors[f"model.layers.{layer}.{name}.weight"] = weight.contiguous()
-    return tensors
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return config, tensors
 
 
 def half_split(weight: Tensor, heads: int) -> Tensor:

@@ -77,10 +77,6 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "sft_model_path": "policy",
     "target_modules": "adapter.layers",
 }
-UNSUPPORTED_VALUES = {  # (key, value) that other libraries accept -> why it is not accepted here
-    ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
-    ("precision", "float16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
-}
 
 
 class _Located(NamedTuple):
@@ -92,13 +88,7 @@ class _Located(NamedTuple):
 
 
 def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[tuple[Key, str]]:
-    """Each wrong key, and why.
-
-    Args:
-        cls: the config's dataclass.
-        values: that pydantic checked, under one key of its own.
-        errors: what pydantic found.
-    """
+    """Each wrong key, and why, of what pydantic found in `values`."""
     by_key: dict[Key, list[_Located]] = {}
     for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
         by_key.setdefault(each.key, []).append(each)
@@ -159,31 +149,22 @@ def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
     Pydantic tries `adapter: {kind: lora, rnk: 8}` as every kind of adapter and reports each failure; only those of `lora`
     help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
     """
-    of_others = _errors_of_other_members(located)
-    matching = [each for each, of_other in zip(located, of_others, strict=True) if not of_other]
-    explained = {each.key[:depth] for each in matching if each.members for depth in range(len(each.key) + 1)}
-    deeper = {each.key[:depth] for each in matching for depth in range(len(each.key))}
-    kept = []
-    for each, of_other in zip(located, of_others, strict=True):
-        if of_other:
-            if each.key[-1:] == ("kind",) and each.key[:-1] not in explained:  # no member matches: the kind is wrong
-                kept.append(each)
-        elif not (each.members and each.key in deeper):
-            kept.append(each)
-    return kept
-
-
-def _errors_of_other_members(located: Sequence[_Located]) -> list[bool]:
-    """True for each error of a union member whose `kind` is not the value's."""
-    other_kinds = [
-        (each.key[:-1], each.members)
+    wrong_kinds = [
+        each
         for each in located
         if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error"
     ]
-    return [
-        any(each.key[: len(key)] == key and each.members[: len(members)] == members for key, members in other_kinds)
+    others = {  # errors of a member whose `kind` is not the value's
+        id(each)
         for each in located
-    ]
+        for wrong in wrong_kinds
+        if each.key[: len(wrong.key) - 1] == wrong.key[:-1] and each.members[: len(wrong.members)] == wrong.members
+    }
+    matching = [each for each in located if id(each) not in others]
+    explained = {each.key[:depth] for each in matching if each.members for depth in range(len(each.key) + 1)}
+    deeper = {each.key[:depth] for each in matching for depth in range(len(each.key))}
+    kinds = [each for each in wrong_kinds if each.key[:-1] not in explained]  # no member matches: the kind is wrong
+    return [*kinds, *(each for each in matching if not (each.members and each.key in deeper))]
 
 
 def _reason(cls: type, group: Sequence[_Located]) -> str:
@@ -213,8 +194,7 @@ def _expected(cls: type, located: _Located) -> str:
     if kind == "missing":
         return "is missing; add it"
     if kind == "literal_error":
-        why = UNSUPPORTED_VALUES.get((name, str(error["input"])))
-        return f"must be {context['expected']}" + (f" ({why})" if why else "")
+        return f"must be {context['expected']}"
     if kind == "value_error":
         return str(context["error"])
     if bounds := context.keys() & BOUNDS.keys():

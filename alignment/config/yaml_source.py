@@ -1,7 +1,7 @@
 """YAML with the file and line of every key, dotted overrides, and `${...}` references. What keys mean is not known here."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from alignment.errors import UserError, raise_all
 
 Key = tuple[str | int, ...]
 REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # ${name}, replaced by `fill`
-MAX_BYTES = 4 * 2**20  # per file; a config has a few thousand
-MAX_VALUES = 10_000  # per document, every alias expanded; PyYAML takes a second for so many
+MAX_BYTES = 2**18  # per file; a config has a few thousand, and PyYAML takes seconds for so many
+MAX_VALUES = 10_000  # per document, every alias expanded
 MAX_DEPTH = 64  # of nested sections
 
 
@@ -48,19 +48,6 @@ class _Loader(yaml.SafeLoader):
     """Resolves plain scalars by YAML 1.2: 1e-4 is a number, `no` and 2026-01-01 are text. PyYAML follows YAML 1.1."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML keeps this table on the class)
-    composed = 0  # keys and values so far
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next key or value, which PyYAML asks for one after the other.
-
-        Raises:
-            UserError: there are too many, found before time is spent on the rest.
-        """
-        self.composed += 1
-        if self.composed > 2 * MAX_VALUES:
-            line = self.peek_event().start_mark.line + 1
-            raise UserError(f"{self.name}:{line}: more than {MAX_VALUES} values; a config has some hundred")
-        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
@@ -79,11 +66,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> SourcedYaml:
-    """A YAML file with the line of every key.
-
-    Raises:
-        UserError: not readable, not YAML, a key given twice, or above `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
-    """
+    """A YAML file with the line of every key, at most `MAX_BYTES`, `MAX_VALUES` and `MAX_DEPTH`."""
     try:
         if (size := Path(path).stat().st_size) > MAX_BYTES:
             raise UserError(f"{path}: {size} bytes; a config may have {MAX_BYTES}")
@@ -99,11 +82,8 @@ def parse_yaml(text: str, name: str) -> SourcedYaml:
     """Like `read_yaml`, from text; `name` is shown in place of the file in messages."""
     try:
         reader = _Reader(text, name)
-        try:
-            node = reader.loader.get_single_node()
-            values = None if node is None else reader.convert(node, (), ())
-        finally:
-            reader.loader.dispose()
+        node = reader.loader.get_single_node()
+        values = None if node is None else reader.convert(node, (), ())
     except RecursionError as error:
         raise UserError(f"{name}: sections are nested more than {MAX_DEPTH} deep") from error
     except UserError:
@@ -149,33 +129,20 @@ class _Reader:
 
     def _mapping(self, node: yaml.MappingNode, key: Key, path: tuple[yaml.Node, ...]) -> dict[str, Any]:
         """A section; its own keys override those that `<<` merges into it."""
-        values: dict[str, Any] = {}
-        for name_node, child in node.value:
-            name, location = _restore_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
-            if name == "<<":
-                continue
-            if name in values:
-                self.problems.append(f"{location}: {dotted((*key, name))}: is given twice; keep one")
-            self.locations[(*key, name)] = location
-            values[name] = self.convert(child, (*key, name), path)
+        own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for name_node, child in node.value:
-            if name_node.value == "<<":
-                merged = {**self._merged(child, key, path, values.keys()), **merged}
-        return {**merged, **values}
-
-    def _merged(self, node: yaml.Node, key: Key, path: tuple[yaml.Node, ...], own: Collection[str]) -> dict[str, Any]:
-        """The keys that `<<` merges into a section; no location is recorded for those that its `own` keys replace."""
-        locations, self.locations = self.locations, {}
-        merged = self.convert(node, key, path)
-        added, self.locations = self.locations, locations
-        for name, location in added.items():
-            if len(name) <= len(key) or name[len(key)] not in own:
-                self.locations.setdefault(name, location)
-        values: dict[str, Any] = {}
-        for section in merged if isinstance(merged, list) else [merged]:
-            values = {**section, **values} if isinstance(section, dict) else values
-        return values
+            name, location = _restore_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
+            if name in own:
+                self.problems.append(f"{location}: {dotted((*key, name))}: is given twice; keep one")
+            if name != "<<":
+                self.locations.setdefault((*key, name), location)
+                own[name] = self.convert(child, (*key, name), path)
+        for child in (child for name_node, child in node.value if name_node.value == "<<"):
+            found = self.convert(child, key, path)
+            for section in found if isinstance(found, list) else [found]:
+                merged = {**section, **merged} if isinstance(section, dict) else merged
+        return {**merged, **own}
 
 
 def _restore_braces(text: str) -> str:
@@ -184,11 +151,7 @@ def _restore_braces(text: str) -> str:
 
 
 def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
-    """The document with `dotted.key=value` settings applied; the last one wins.
-
-    Raises:
-        UserError: no `=`, or a key below something that is not a section.
-    """
+    """The document with `dotted.key=value` settings applied; the last one wins."""
     problems = []
     for text in overrides:
         name, equals, value = text.partition("=")

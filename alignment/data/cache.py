@@ -2,7 +2,6 @@
 
     DIRECTORY/entries/KEY/     manifest.json and the files that it lists
     DIRECTORY/locks/KEY        locked while one process looks for the entry or makes it
-    DIRECTORY/hashes/          hashes of large source files
 
 A key stands for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that prepares them.
 Settings count unless they are known not to matter, so that a new one counts from its first day.
@@ -12,7 +11,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +26,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.sources import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.files import atomic_directory, cache_directory, file_hash, hash_of, remove_directory, sha256
+from alignment.files import atomic_directory, cache_directory, hash_of, remove_directory, sha256
 
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
@@ -121,14 +119,14 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def table_key(
-    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None, cache: Path
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None
 ) -> str:
     """The key of one source's prepared rows; `name` is that of the preparation."""
     settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}
     own = {key: value for key, value in dataclasses.asdict(source).items() if key not in WITHOUT_EFFECT_OF_A_SOURCE}
     parts = {
         "preparation": name,
-        "rows": content_of(source, cache),
+        "rows": content_of(source),
         "source": own,
         "settings": settings,
         "max_rows": max_rows,
@@ -139,10 +137,10 @@ def table_key(
     return hash_of(parts)[:32]
 
 
-def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
+def content_of(source: SourceConfig) -> dict[str, str]:
     """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
     if files := source_files(source.source, str(source.split)):
-        return {str(file): file_hash(file, cache) for file in files}
+        return {str(file): sha256(file) for file in files}
     found = hub_source(source.source, str(source.split))
     if found is None:
         return {}  # no such file: reading it says so
@@ -214,7 +212,7 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
     Args:
         directory: of the cache; None: the default one.
         clear: delete the entries.
-        older_than: only those last used more than this many days ago; None: all, and the hashes of source files.
+        older_than: only those last used more than this many days ago; None: all.
     """
     cache = cache_directory(directory)
     entries, lines = list_entries(cache, older_than), list[str]()
@@ -226,8 +224,6 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
             except Timeout:
                 entries.remove(entry)
                 lines.append(f"left {entry.key}: a process is preparing it")
-        if older_than is None:
-            shutil.rmtree(cache / "hashes", ignore_errors=True)
     elif entries:
         cells = [
             ("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used"),

@@ -79,7 +79,7 @@ def run_on_rows(
     """
     if evaluation_rows is not None and stage in ("winrate", "best_of_n"):
         raise UserError("evaluation_rows: this stage trains nothing and reads `rows` alone; leave them out")
-    given = {"train": rows} if evaluation_rows is None else {"train": rows, "evaluation": evaluation_rows}
+    given = {"train": rows} | ({} if evaluation_rows is None else {"evaluation": evaluation_rows})
     data = settings.get("data", {})
     if not isinstance(data, Mapping):
         raise UserError(f"data: give its settings as a mapping, such as {{'max_length': 512}}; got {data!r}")
@@ -96,13 +96,9 @@ def stage_function(name: str, summary: str, stage: str = "") -> Callable[..., St
     """`run_on_rows` for one stage, named as its verb where `stage` does not name another."""
 
     def function(
-        *,
-        rows: Rows,
-        output: str | Path,
-        evaluation_rows: Rows | None = None,
-        on_update: OnUpdate | None = None,
+        *, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, on_update: OnUpdate | None = None,
         **settings: Any,
-    ) -> StageResult:
+    ) -> StageResult:  # fmt: skip
         own = {"evaluation_rows": evaluation_rows, "on_update": on_update}
         return run_on_rows(stage or name, rows=rows, output=output, **own, **settings)
 

@@ -1,19 +1,44 @@
-"""Recipes as written: stages in order, the settings of each, expected ranges. run.py runs them."""
+"""Recipes as written: stages in order, the settings of each, the ranges expected of results. run.py runs them."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any, Literal
 
 from alignment.config.load import build, code_folders, find_packaged
 from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
 from alignment.errors import UserError, raise_all, suggest
-from alignment.pipeline.expectations import Expectation
 from alignment.settings import NonNegativeInt, Rule, Settings
 
 FOLDERS = ("configs", "data", "recipe")  # names for `${...}`, in addition to stages and the seed
 RESERVED = (*FOLDERS, "seed")
+
+Over = Literal["first", "last", "min", "max", "mean"]
+
+
+@dataclass(frozen=True)
+class Expectation(Settings):
+    """The range in which a measured number must lie for the recipe to have worked.
+
+    Attributes:
+        stage: name of the stage that measured it.
+        metric: dotted key in the stage's results.json, or a key of its metrics.jsonl.
+        low, high: bounds, both included; at least one.
+        why: the reason for the bounds.
+        over: the lines of metrics.jsonl that count.
+    """
+
+    stage: str
+    metric: str
+    low: float | None = None
+    high: float | None = None
+    why: str = ""
+    over: Over = "last"
+
+    RULES = (Rule("low", lambda c: c.low is None and c.high is None, "or high must be given, or both"),)
 
 
 @dataclass(frozen=True)
@@ -74,15 +99,10 @@ class Recipe(Settings):
     )
 
 
-class StageSettings(NamedTuple):
-    """One stage as written, and its config with settings and overrides applied, before its references are replaced."""
-
-    entry: StageEntry
-    document: SourcedYaml
-
-
-def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Path, list[StageSettings]]:
-    """A recipe, its folder, and the settings of each stage.
+def read_recipe(
+    source: str, overrides: Sequence[str] = ()
+) -> tuple[Recipe, Path, list[tuple[StageEntry, SourcedYaml]]]:
+    """A recipe, its folder, and each stage with its config, settings and overrides applied, references not yet replaced.
 
     Args:
         source: folder, path of a recipe.yaml, or packaged name.
@@ -97,7 +117,7 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
     document = override(read_yaml(path), own)
     recipe = build(Recipe, document)
     below: dict[str, list[str]] = {name: [] for name in recipe.names}
-    problems, settings = [], []
+    problems, stages = [], []
     for text in (text for text in overrides if text not in own):
         name, _, rest = text.partition(".")
         if name in below:
@@ -106,35 +126,88 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
             problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
     for index, stage in enumerate(recipe.stages):
         try:
-            settings.append(_settings(stage, document.section(("stages", index)), path.parent, below[stage.name]))
+            written = _stage_config(stage, document.section(("stages", index)), path.parent)
+            stages.append((stage, override(written, below[stage.name])))
         except UserError as error:
             problems.append(f"stage {stage.name}: {error}")
     raise_all(problems)
-    return recipe, path.parent, settings
+    return recipe, path.parent, stages
 
 
-def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: Sequence[str]) -> StageSettings:
-    """The stage's config, changed by its settings, then by overrides."""
+def _stage_config(stage: StageEntry, written: SourcedYaml, folder: Path) -> SourcedYaml:
+    """The stage's config, changed by its settings."""
     if isinstance(stage.config, str):
         own = folder / stage.config
         document = read_yaml(own if own.is_file() else find_packaged(stage.config, "configs"))
-    elif stage.config is None:
-        document = SourcedYaml({}, {(): written.location(())})
     else:
-        document = written.section(("config",))
+        document = written.section(("config",)) if stage.config else SourcedYaml({}, {(): written.location(())})
     if not isinstance(document.values, (dict, type(None))):
         raise UserError(f"its config must be a section of keys ({document.location(())})")
     for name, value in stage.settings.items():
-        location = written.location(("settings", name))
         for key, leaf in _leaves(value, tuple(name.split("."))):
-            document = overlay(document, key, leaf, location)
-    return StageSettings(stage, override(document, overrides))
+            document = overlay(document, key, leaf, written.location(("settings", name)))
+    return document
 
 
 def _leaves(value: object, key: Key) -> Iterator[tuple[Key, object]]:
     """Keys and values of a section; a list or an empty section is a value."""
-    if not isinstance(value, dict) or not value:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, (*key, name))
+    else:
         yield key, value
-        return
-    for name, item in value.items():
-        yield from _leaves(item, (*key, name))
+
+
+# Results
+
+
+def check_expectations(expectations: Sequence[Expectation], output: Path) -> bool:
+    """Print each measured number with its expected range; True if all lie inside."""
+    rows = [("stage", "metric", "measured", "expected", "", "why")]
+    inside = True
+    for expected in expectations:
+        value = read_metric(output / expected.stage, expected.metric, expected.over)
+        low, high = expected.low, expected.high
+        good = value is not None and (low is None or value >= low) and (high is None or value <= high)
+        inside &= good
+        bounds = " .. ".join("" if bound is None else f"{bound:g}" for bound in (low, high))
+        measured = "missing" if value is None else f"{value:.6g}"
+        rows.append((expected.stage, expected.metric, measured, bounds, "ok" if good else "OUTSIDE", expected.why))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip())
+    return inside
+
+
+def read_metric(directory: Path, metric: str, over: Over = "last") -> float | None:
+    """A number that a stage wrote: a dotted key of results.json, else of a column of metrics.jsonl the line(s) `over`."""
+    values = flatten_numbers(read_json(directory / "results.json"))
+    if metric in values:
+        return values[metric]
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    column = [float(row[metric]) for row in map(json.loads, lines) if row.get(metric) is not None]
+    if not column:
+        return None
+    found = {"first": column[0], "last": column[-1], "min": min(column), "max": max(column), "mean": fmean(column)}
+    return found[over]
+
+
+def flatten_numbers(value: object, key: str = "") -> dict[str, float]:
+    """Numbers in nested mappings and lists, by dotted keys."""
+    if not isinstance(value, dict | list):
+        return {key: float(value)} if isinstance(value, (int, float)) else {}
+    found: dict[str, float] = {}
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= flatten_numbers(item, f"{key}.{name}" if key else str(name))
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); delete it to run the stage again") from error

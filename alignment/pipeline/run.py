@@ -14,11 +14,9 @@ from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, references, strings
 from alignment.errors import UserError, raise_all, suggest
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
-from alignment.pipeline.expectations import check_expectations, read_json
-from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
+from alignment.pipeline.recipe import FOLDERS, Recipe, StageEntry, check_expectations, read_json, read_recipe
 from alignment.pipeline.stages import STAGES, find_stage, missing_data, stage_file, with_micro_batch, write_page
 
-GIT_HASH = 40  # digits; a SHA-256 has 64
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
 
 
@@ -49,7 +47,7 @@ def run_recipe(
     only: str | None = None,
     check: bool = False,
 ) -> bool:
-    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges.
+    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges, or without `check`.
 
     Args:
         source: recipe folder, file, or packaged name.
@@ -57,7 +55,6 @@ def run_recipe(
         overrides: `stage.key=value`, or `seed=value`.
         start: run this stage and those after it again, finished or not.
         only: run this stage alone, again; those before it must be finished.
-        check: compare results with the expected ranges; without it the result is always True.
 
     Raises:
         UserError: a mistake in any stage, before the first one starts; or another run in `output`.
@@ -68,65 +65,54 @@ def run_recipe(
         )
     output = Path(output)
     recipe, stages = plan(source, output, overrides)
-    rerun, wanted = _choose([stage.name for stage in stages], start, only)
+    names = [stage.name for stage in stages]
+    if wrong := [name for name in (start, only) if name is not None and name not in names]:
+        raise UserError(f"there is no stage {wrong[0]!r}; {suggest(wrong[0], names)}")
+    if start is not None and only is not None:
+        raise UserError("--from and --only exclude each other")
+    rerun = {only} if only else set(names[names.index(start) :]) if start else set()
+    wanted = {only} if only else set(names)
     from alignment.training.run.directory import lock  # imports torch: not before the cheap checks
 
     with closing(lock(output)):
         _check_directories(stages, output, wanted)
         for number, stage in enumerate(stages, start=1):
-            title = f"[{number}/{len(stages)}] {stage.name}"
-            if stage.name not in wanted:
-                continue
-            if stage.name not in rerun and is_finished(stage, output):
-                print(f"{title}: finished before", flush=True)
-                continue
-            print(title, flush=True)
-            run_stage(stage, output, rerun=stage.name in rerun)
+            if stage.name in wanted:
+                done = stage.name not in rerun and is_finished(stage, output)
+                print(f"[{number}/{len(stages)}] {stage.name}{': finished before' if done else ''}", flush=True)
+                if not done:
+                    run_stage(stage, output, rerun=stage.name in rerun)
     return check_expectations(recipe.expect, output) if check else True
-
-
-def _choose(names: list[str], start: str | None, only: str | None) -> tuple[set[str], set[str]]:
-    """Stages to run even if finished, and stages to run or skip."""
-    for name in (start, only):
-        if name is not None and name not in names:
-            raise UserError(f"there is no stage {name!r}; {suggest(name, names)}")
-    if start is not None and only is not None:
-        raise UserError("--from and --only exclude each other")
-    if only is not None:
-        return {only}, {only}
-    return set(names[names.index(start) :]) if start else set(), set(names)
 
 
 # Planning
 
 
 def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Stage]]:
-    """A recipe's stages, every config checked and every data file found.
-
-    Raises:
-        UserError: every problem of every stage at once.
-    """
+    """A recipe's stages, every config checked and every data file found; a UserError names every problem of every stage."""
     recipe, folder, written = read_recipe(source, overrides)
-    problems = [each for i, stage in enumerate(written) for each in _wrong_references(stage, recipe.names[:i], folder)]
-    raise_all(problems)
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
     names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}
-    raise_all(problem for stage in written for problem in _missing_data(stage, names))
-    code, stages = code_hash(), dict[str, Stage]()
-    hashes = dict.fromkeys(recipe.names, "wrong")  # those that build on a wrong stage are still checked
-    for stage in written:
+    raise_all(each for i, stage in enumerate(written) for each in _wrong_references(*stage, recipe.names[:i], folder))
+    raise_all(problem for stage in written for problem in _missing_files(*stage, names))
+    problems, stages = [], list[Stage]()
+    code, hashes = (
+        code_hash(),
+        dict.fromkeys(recipe.names, "wrong"),
+    )  # those that build on a wrong stage are checked too
+    for entry, document in written:
         try:
-            stages[stage.entry.name] = found = _resolve(stage, names, hashes, code)
-            hashes[stage.entry.name] = found.hash
+            stages.append(_resolve(entry, document, names, hashes, code))
+            hashes[entry.name] = stages[-1].hash
         except UserError as error:
-            problems += [f"stage {stage.entry.name}: {line}" for line in str(error).splitlines()]
+            problems += [f"stage {entry.name}: {line}" for line in str(error).splitlines()]
     raise_all(problems)
-    return recipe, list(stages.values())
+    return recipe, stages
 
 
-def _wrong_references(stage: StageSettings, earlier: Sequence[str], folder: Path) -> Iterator[str]:
+def _wrong_references(entry: StageEntry, document: SourcedYaml, earlier: Sequence[str], folder: Path) -> Iterator[str]:
     """Unknown verbs and files of stages, and `${...}` that do not name an earlier stage."""
-    entry, values = stage.entry, dict(stage.document.values or {})
+    values = dict(document.values or {})
     own = stage_file(entry.run, folder)
     if own is None and entry.run not in STAGES:
         yield f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}"
@@ -139,26 +125,28 @@ def _wrong_references(stage: StageSettings, earlier: Sequence[str], folder: Path
         yield f"stage {entry.name}: ${{{name}}} is no stage before this one; {suggest(name, known)}"
 
 
-def _missing_data(stage: StageSettings, names: Mapping[str, object]) -> Iterator[str]:
+def _missing_files(entry: StageEntry, document: SourcedYaml, names: Mapping[str, object]) -> Iterator[str]:
     """Files below `${data}`, `${recipe}` or `${configs}` that do not exist."""
-    for text in strings(stage.document.values):
+    for text in strings(document.values):
         path = Path(str(fill(text, names)))
         if references(text) & set(FOLDERS) and not path.exists():
             advice = "; set ALIGNMENT_DATA to the folder of real data" if "data" in references(text) else ""
-            yield f"stage {stage.entry.name}: {path} is not there{advice}"
+            yield f"stage {entry.name}: {path} is not there{advice}"
 
 
-def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: Mapping[str, str], code: str) -> Stage:
+def _resolve(
+    entry: StageEntry, document: SourcedYaml, names: Mapping[str, object], hashes: Mapping[str, str], code: str
+) -> Stage:
     """Check a stage's config and collect everything that its result depends on."""
-    name, values, folder = stage.entry.name, dict(stage.document.values or {}), Path(str(names["recipe"]))
-    config_class, run = find_stage(stage.entry.run, folder)
-    filled = {**fill(values, names), "output": names[name]}
-    config = build(config_class, SourcedYaml(filled, stage.document.locations))
+    values, folder = dict(document.values or {}), Path(str(names["recipe"]))
+    config_class, run = find_stage(entry.run, folder)
+    filled = {**fill(values, names), "output": names[entry.name]}
+    config = build(config_class, SourcedYaml(filled, document.locations))
     values.pop("output", None)
     parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
-    own = stage_file(stage.entry.run, folder)
+    own = stage_file(entry.run, folder)
     lineage = {
-        "verb": stage.entry.run,
+        "verb": entry.run,
         "code": code,
         # Without directories, so that a run may be moved: parents are given by their hashes, data by its files.
         "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
@@ -166,7 +154,7 @@ def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: Mapping[
         "files": {text: found for text in strings(values) if (found := _content(text, names))}
         | ({} if own is None else {"stage": sha256(own)}),
     }
-    return Stage(name, config, run, lineage, hash_of(lineage))
+    return Stage(entry.name, config, run, lineage, hash_of(lineage))
 
 
 def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | None:
@@ -197,7 +185,7 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     An interrupted stage with unchanged settings resumes from its checkpoints; otherwise its directory is removed first.
     """
     directory, record = output / stage.name, read_json(output / "stages.json")
-    changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
+    changed = record.get(stage.name, {}).get("hash") != stage.hash
     if directory.exists() and (rerun or changed):
         remove_directory(directory)
     remove_leftovers(directory)
@@ -227,23 +215,7 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
 def is_finished(stage: Stage, output: Path) -> bool:
     """True where a stage was completed with the same code, settings, files and parents."""
     lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
-    same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
-    return same and not hub_start_changed(output / stage.name)
-
-
-def hub_start_changed(directory: Path) -> bool:
-    """True where a Hub model that a training run started from now has another commit on this machine.
-
-    The training run records the commit, which is unknown until the stage has fetched the model for the first time.
-    """
-    parents = read_json(directory / "lineage.json").get("parents", {})
-    named = parents.items() if isinstance(parents, dict) else []
-    commits = {name: commit for name, commit in named if isinstance(commit, str) and len(commit) == GIT_HASH}
-    if not commits:
-        return False
-    from alignment.training.run.lineage import hub_commit  # imports torch: only where it is needed
-
-    return any(hub_commit(name) != commit for name, commit in commits.items())
+    return lineage.get("complete") is True and lineage.get("hash") == stage.hash
 
 
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
@@ -252,10 +224,8 @@ def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) 
     foreign = [output / name for name in wanted if name not in record and any((output / name).glob("*"))]
     parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted
     unfinished = [name for name in sorted(parents) if not is_finished(by_name[name], output)]
-    raise_all(
-        [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
-        + [
-            f"stage {name} comes first and is not finished (or something it depends on has changed)"
-            for name in unfinished
-        ]
-    )
+    problems = [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
+    problems += [
+        f"stage {each} comes first and is not finished (or what it depends on has changed)" for each in unfinished
+    ]
+    raise_all(problems)

@@ -31,15 +31,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
 
 
 def find_stage(verb: str, folder: Path = Path()) -> tuple[type, Callable[[Any], Any]]:
-    """Config class and function of a stage; imports its module.
-
-    Args:
-        verb: a key of `STAGES`, or `FILE.py:FUNCTION` of a recipe's own stage, as `${recipe}` has it.
-        folder: of the recipe.
-
-    Raises:
-        UserError: the file has no such function.
-    """
+    """Config class and function of a stage, a key of `STAGES` or `FILE.py:FUNCTION` of a recipe; imports its module."""
     module_name, _, name = STAGES.get(verb, verb).partition(":")
     module = importlib.import_module(module_name) if verb in STAGES else load_stage_file(folder / module_name)
     function = getattr(module, name, None)

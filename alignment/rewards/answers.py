@@ -9,9 +9,9 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
 from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import AnswerMatch, AnswerSpec, LengthSpec, MatchSpec
+from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
 
 # 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic, and
 # 1/2/2020 is no fraction.
@@ -137,13 +137,7 @@ def _word(word: str) -> str:
 
 
 def is_right(match: AnswerMatch, response: str, reference: object) -> bool:
-    """True where a response's answer is the reference, or one of a list of them.
-
-    Args:
-        match: gsm8k, exact or boxed.
-        response: text.
-        reference: text, number, or a list of them.
-    """
+    """True where a response's answer is the reference: a text, a number, or a list of accepted ones."""
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
     answer = _read(match, response) if match != "boxed" or boxed_answer(response) is not None else None
     return answer is not None and any(answer == _read(match, str(one)) for one in accepted)
@@ -190,12 +184,7 @@ def length_reward(spec: LengthSpec) -> TextReward:
 
 
 def match_reward(spec: MatchSpec, *, whole: bool) -> TextReward:
-    """`value` where the pattern matches, else `otherwise`; None where it takes too long.
-
-    Args:
-        spec: pattern and numbers.
-        whole: the whole response has to match, not a part of it.
-    """
+    """`value` where the pattern matches the `whole` response, or a part of it, else `otherwise`; None where it takes too long."""
     pattern = compile_pattern(spec.pattern, dotall=True)
     matches = pattern.fullmatch if whole else pattern.search
 

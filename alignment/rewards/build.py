@@ -28,11 +28,7 @@ SHOWN = 3  # rows named in a message
 
 
 def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dict[str, TextReward]:
-    """The rewards that read texts, by name, reward models left out.
-
-    Args:
-        specs: entries of the config.
-        rows: all prompts.
+    """The rewards that read texts, by name, reward models left out; `rows` are all prompts.
 
     Raises:
         UserError: a function that is not there; columns that rows lack or that hold no answers or tests; a key that is
@@ -83,11 +79,7 @@ def _row_problems(name: str, spec: RewardSpec, rows: Sequence[Example]) -> Itera
 
 
 def _text_reward(name: str, spec: RewardSpec) -> TextReward:
-    """The reward of an entry that reads texts.
-
-    Raises:
-        UserError: no sandbox here, or no key in the environment.
-    """
+    """The reward of an entry that reads texts."""
     match spec.section:
         case None:
             return function_reward(load_reward_function(str(spec.function)), str(spec.function))
@@ -118,12 +110,9 @@ def build_rewards(
     """The score function of several rewards.
 
     Args:
-        specs: entries of the config.
         texts: what `prepare_rewards` gave.
         models: the scorers of the reward models, by the name of their entry.
-        tokenizer: the policy's.
         scaled: names of reward models whose scores have mean 0 and deviation 1 by their files.
-        reduce: adds a tensor over all ranks.
     """
     parts = []
     for name, spec in zip(names_of(specs), specs, strict=True):
@@ -146,13 +135,10 @@ def build_rewards(
 
 
 def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:
-    """Scores of responses by a reward model: of their ids where the tokenizers agree, else of the texts.
+    """Scores of responses by a reward model: of their ids where it shares the policy's tokenizer, else of the texts.
 
     A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through that
     template, and its own end token after a response that ended.
-
-    Args:
-        tokenizer: the policy's, of which the responses' ids are.
     """
     shares_ids = reward_model.shares_token_ids(tokenizer)
 

@@ -55,14 +55,7 @@ def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits)
 def share_of_tests(
     code: str, tests: Sequence[str | Mapping[str, str]], limits: SandboxLimits, *, all_of_them: bool = False
 ) -> float:
-    """Share of the tests that code passes, each in processes of its own.
-
-    Args:
-        code: Python source, not trusted.
-        tests: asserts, or mappings `{input, output}`.
-        limits: of each test.
-        all_of_them: 1 only where all pass, else 0; the first failure ends it.
-    """
+    """Share of the tests that code passes, each in processes of its own; with `all_of_them` 1 only where all pass, else 0."""
     if all_of_them:
         return float(all(passes_test(code, test, limits) for test in tests))
     return sum(passes_test(code, test, limits) for test in tests) / len(tests)

@@ -92,7 +92,7 @@ def as_scores(given: Tensor | Scores) -> Scores:
 # Normalization
 
 
-def moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+def _moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     """Number, mean and sum of squared distances from it of the values of all ranks that are numbers, in float64."""
     values = values[~values.isnan()].double()
     count, total = reduce(torch.stack([torch.ones_like(values).sum(), values.sum()])).tolist()
@@ -102,7 +102,7 @@ def moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
 
 def mean_and_deviation(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     """Number, mean and deviation (divided by n) of the values of all ranks that are numbers; 0 without any."""
-    count, mean, squares = moments(values, reduce)
+    count, mean, squares = _moments(values, reduce)
     return count, mean, (squares / max(1.0, count)) ** 0.5
 
 
@@ -127,12 +127,8 @@ class PartNormalizer:
     squares: float = 0.0
 
     def take_in(self, values: Tensor, reduce: Reduce) -> None:
-        """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply.
-
-        Raises:
-            UserError: `first`, and all samples are equal.
-        """
-        count, mean, squares = moments(values, reduce)
+        """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply."""
+        count, mean, squares = _moments(values, reduce)
         if not count or (self.mode == "first" and self.squares):
             return
         before, distance = self.count, mean - self.mean
@@ -237,11 +233,7 @@ class Rewards:
         return given
 
     def shape(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
-        """Scores of the numbers that `give` gave, which the statistics take in first.
-
-        Raises:
-            UserError: numbers that cannot be normalized.
-        """
+        """Scores of the numbers that `give` gave, which the statistics take in first."""
         for name, normalizer in self._normalizers.items():
             normalizer.take_in(given[name], self.reduce)
         return self._sum(given, prompts)
@@ -301,11 +293,7 @@ class Rewards:
         return {name: [each.count, each.mean, each.squares] for name, each in self._normalizers.items()}
 
     def load(self, state: dict[str, list[float]]) -> None:
-        """Take the statistics of a checkpoint.
-
-        Raises:
-            UserError: they are of other rewards.
-        """
+        """Take the statistics of a checkpoint; a UserError where they are of other rewards."""
         if set(state) != set(self._normalizers):
             raise UserError(
                 f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
@@ -316,13 +304,8 @@ class Rewards:
 
 
 def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
-    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`), and the share of the others.
-
-    `unscored_share/NAME` is given for all of them, 0 as a rule. A reward that applies to none has a mean of 0.
-
-    Args:
-        parts: numbers of each reward by its name, [B].
-        reduce: adds a tensor over all ranks.
+    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`; 0 where it applies to none), and the
+    share of the others (`unscored_share/NAME`), from the numbers of each reward, [B].
     """
     if not parts:
         return {}

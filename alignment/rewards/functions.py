@@ -26,11 +26,7 @@ GIVEN: dict[str, RewardFunction] = {}  # functions that were passed from Python,
 def with_names(settings: Mapping[str, object]) -> dict[str, object]:
     """Settings whose `rewards` name each function, `module:qualname`, where they held the function itself.
 
-    `rewards` may be one function, or a list of functions, of entries with a function, and of other entries. The functions
-    are found by `load_reward_function` in this process.
-
-    Raises:
-        UserError: two functions have one name.
+    `rewards` may be one function, or a list of functions, of entries with a function, and of other entries.
     """
     return {
         key: _named(value) if key == "rewards" else with_names(value) if isinstance(value, Mapping) else value
@@ -61,8 +57,6 @@ def _named(rewards: object) -> object:
 def load_reward_function(name: str) -> RewardFunction:
     """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order.
 
-    Both folders stay on Python's path, for what the module imports later.
-
     Raises:
         UserError: no such module or function, or it cannot be called with responses by their names.
     """
@@ -82,11 +76,7 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
-    """The file in which each reward function is written, by dotted key; none where it is not found: loading says so.
-
-    Args:
-        judge: module:name of a function too, or the name of another judge.
-    """
+    """The file in which each reward function, and the function of a `judge`, is written, by dotted key, where it is found."""
     found: dict[str, object] = {}
     with suppress(ImportError, ValueError):
         found |= {"judge": import_own(judge.partition(":")[0])} if ":" in judge else {}

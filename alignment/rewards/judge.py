@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
 from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import JudgeSpec, plain_url
+from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses after which the same request may succeed
 MAX_ANSWER_BYTES = 1 << 20
@@ -120,6 +120,7 @@ def _post_once(service: JudgeSpec, body: bytes) -> object:
     try:
         with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
             connection.request("POST", target, body, headers)
+            connection.sock.settimeout(max(1e-3, deadline - time.monotonic()))
             answer = connection.getresponse()
             while len(received) <= MAX_ANSWER_BYTES and (chunk := answer.read1(MAX_ANSWER_BYTES)):
                 received += chunk
@@ -161,11 +162,7 @@ def key_problem(variable: str) -> str:
 
 
 def read_score(spec: JudgeSpec, answer: object) -> float:
-    """The score in a service's answer.
-
-    Raises:
-        RequestFailed: it holds none, or one outside of `low` and `high`.
-    """
+    """The score in a service's answer; RequestFailed where it holds none, or one outside of `low` and `high`."""
     try:
         if spec.protocol == "json":
             value = answer["score"]  # type: ignore[index]  # what is no mapping has no score: TypeError
@@ -184,11 +181,7 @@ def read_score(spec: JudgeSpec, answer: object) -> float:
 
 
 def stated_score(text: str) -> float:
-    """The score in a judge's words, read as `JudgeSpec.pattern` says for null.
-
-    Raises:
-        RequestFailed: no number, or different ones.
-    """
+    """The score in a judge's words, read as `JudgeSpec.pattern` says for null."""
     without_scales = SCALE.sub("", RANGE.sub("", text))
     for form in FORMS:
         if found := {float(number) for number in form.findall(without_scales)}:

@@ -8,10 +8,11 @@ import contextlib
 import functools
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -61,11 +62,7 @@ class SandboxLimits(Settings):
 
 @functools.cache
 def require_sandbox() -> None:
-    """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals.
-
-    Raises:
-        UserError: another system than Linux, or a kernel without seccomp.
-    """
+    """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals."""
     if not sys.platform.startswith("linux"):
         raise UserError(
             f"rewards: code is run in a sandbox of the Linux kernel (seccomp), and this is {sys.platform}; train on Linux, or "
@@ -80,18 +77,13 @@ def require_sandbox() -> None:
 
 
 def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str, ...] = ()) -> str | None:
-    """The output of a program that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
+    """The output of an untrusted program that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
 
-    Args:
-        code: Python source, not trusted.
-        text: its standard input.
-        limits: of the run.
-        modules: loaded beside those that the code imports.
+    `modules` are loaded beside those that the code imports.
     """
-    task = {"code": code, "modules": modules, "input": text}
-    deadline = time.monotonic() + limits.wall_seconds
-    with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
+    task, deadline = {"code": code, "modules": modules, "input": text}, time.monotonic() + limits.wall_seconds
+    with task_file(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
+        output = printed_by(process, limits)
         try:  # a program may close its output and go on
             if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
                 return None
@@ -103,32 +95,35 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """True where code passes tests: Python source, asserts as a rule, that call its functions and classes.
 
-    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
-    tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other
-    objects stay where they are: operators, calls and attributes reach them there. No object of the answer equals a value
-    of the tests; objects of a class derived from a built-in one compare by their built-in content. Not-a-number compares
-    as in Python: `not abs(nan - 2) > 1e-6` holds.
-
-    Args:
-        code: Python source, not trusted.
-        tests: trusted, as far as their verdict counts.
-        limits: of each of the two processes; `wall_seconds` of both together.
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates, tuples
+    of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other objects stay
+    where they are: operators, calls and attributes reach them there. No object of the answer equals a value of the tests; one
+    of a class derived from a built-in one compares by its built-in content. `limits.wall_seconds` is for both together.
     """
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()
     settings = asdict(limits)
-    task = {"code": code, "tests": tests, "modules": ()}
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
             settings = settings | {"requests": from_tests, "replies": to_tests}
+            given = stack.enter_context(task_file({"code": code, "tests": tests, "modules": ()}))
             judge = stack.enter_context(
-                started("tests", settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
+                started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
             )
         finally:
             for end in (to_answer, from_tests, to_tests, from_answer):
                 os.close(end)
-        return printed_by(judge, json.dumps(task).encode() + b"\n", limits) == b"passed"
+        return printed_by(judge, limits) == b"passed"
+
+
+@contextlib.contextmanager
+def task_file(task: Mapping[str, object]) -> Iterator[int]:
+    """An open file without a name that holds a task as one line."""
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(task).encode() + b"\n")
+        file.seek(0)
+        yield file.fileno()
 
 
 @contextlib.contextmanager
@@ -137,11 +132,7 @@ def started(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A process of sandbox_program.py in a session of its own, killed with its whole group at the end.
 
-    Args:
-        role: program, answer or tests.
-        settings: limits, and the numbers of the pipes.
-        stdin, stdout: as for subprocess.
-        kept: further open files that it gets.
+    `role` is program, answer or tests, `settings` are limits and the numbers of the pipes, `kept` further open files.
     """
     arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
     process = subprocess.Popen(
@@ -154,39 +145,18 @@ def started(
         with contextlib.suppress(ProcessLookupError):  # a process that was not waited for keeps its number
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
-def printed_by(process: "subprocess.Popen[bytes]", given: bytes, limits: SandboxLimits) -> bytes | None:
-    """All that a process prints when it is given some bytes; None where it takes too long or prints too much."""
-    assert process.stdin is not None and process.stdout is not None
-    deadline, received = time.monotonic() + limits.wall_seconds, b""
-    os.set_blocking(process.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is process.stdin:
-                    given = _write_part(key.fd, given)
-                    if not given:
-                        selector.unregister(process.stdin)
-                    continue
-                part = os.read(key.fd, 65_536)
-                received += part
-                if len(received) > limits.output_bytes:
-                    return None
-                if not part:
-                    return received
+def printed_by(process: "subprocess.Popen[bytes]", limits: SandboxLimits) -> bytes | None:
+    """All that a process prints; None where it takes too long or prints too much."""
+    assert process.stdout is not None
+    deadline, received, poll = time.monotonic() + limits.wall_seconds, b"", select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0 and poll.poll(1000 * left):
+        part = os.read(process.stdout.fileno(), 65_536)
+        received += part
+        if not part or len(received) > limits.output_bytes:
+            return received if not part else None
     return None
-
-
-def _write_part(number: int, given: bytes) -> bytes:
-    """Write as much as a pipe takes and return the rest; a process that has closed it gets nothing more."""
-    try:
-        return given[os.write(number, given) :]
-    except BrokenPipeError:
-        return b""

@@ -52,6 +52,7 @@ HELPERS = frozenset({  # names of other libraries that tests forget to import: a
     "approx", "isclose", "allclose", "assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal",
     "array_equal", "raises", "pytest", "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch",
 })  # fmt: skip
+BINDING = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.arg, ast.ExceptHandler)  # besides names and imports
 LATER = {"datetime": ["_strptime"], "time": ["_strptime"], "collections": ["collections.abc", "heapq"]}  # on first use
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
@@ -383,11 +384,6 @@ def set_items(container: object, items: "list[object]") -> None:
         kind.__setitem__(container, key, item)
 
 
-def empty_container(kind: str) -> object:
-    """A container of the type of that name."""
-    return next(each for each in CONTAINERS if each.__name__ == kind)()
-
-
 class Peer:
     """One end of the pipes between answer and tests: it asks the other end, and serves what that asks meanwhile.
 
@@ -516,7 +512,8 @@ class Peer:
             self.receiving = True
             for number, kind, extra, _ in message["changes"]:
                 if kind and number > 0 and -number not in self.objects:
-                    self.add(-number, collections.deque(maxlen=extra) if kind == "deque" else empty_container(kind))
+                    made = next(each for each in CONTAINERS if each.__name__ == kind)
+                    self.add(-number, made(maxlen=extra) if kind == "deque" else made())
             for name in ("value", "error"):
                 if name in message:
                     message[name] = self.decode(message[name])
@@ -693,13 +690,8 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
 
 def overridden(kind: type) -> "list[str]":
     """The operators that a class or its bases define outside the library."""
-    return [
-        name
-        for each in kind.__mro__
-        if standard_name(each) is None
-        for name in vars(each)
-        if name in ARITHMETIC or name in REVERSED
-    ]
+    own = [name for each in kind.__mro__ if standard_name(each) is None for name in vars(each)]
+    return [name for name in own if name in ARITHMETIC or name in REVERSED]
 
 
 def plain_content(kind: type, value: object) -> object:
@@ -804,33 +796,25 @@ def names_of_tests(tree: ast.AST) -> "dict[str, list[str]]":
         imported and only read for their attributes; helpers: of other libraries, not imported; bound: defined or
         imported by the tests.
     """
-    read, whole, bound = {}, set(), set()
+    read, bound = {}, set()
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read[node.id] = True
-            if id(node) not in inner:
-                whole.add(node.id)
+            read[node.id] = (
+                read.get(node.id, True) and id(node) in inner
+            )  # False: read whole, not for an attribute alone
         elif isinstance(node, ast.Name):
             bound.add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
         elif isinstance(node, ast.alias):
             bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound)}
-    for name in read:
-        if name in dir(builtins):
-            found["builtins"].append(name)
-        elif name in MODULES and name not in whole and name not in bound:
-            found["modules"].append(name)
-        elif name in HELPERS and name not in bound:
-            found["helpers"].append(name)
-        elif not name.startswith("__"):
-            found["answer"].append(name)
+        elif isinstance(node, BINDING):
+            bound.add(node.arg if isinstance(node, ast.arg) else node.name)
+    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound - {None})}
+    for name, for_attributes in read.items():
+        kind = "builtins" if name in dir(builtins) else "" if name.startswith("__") else "answer"
+        if kind == "answer" and name not in bound:
+            kind = "modules" if name in MODULES and for_attributes else "helpers" if name in HELPERS else kind
+        found.get(kind, []).append(name)
     return found
 
 

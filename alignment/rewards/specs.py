@@ -11,10 +11,18 @@ from typing import ClassVar, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from alignment.errors import SECRET
-from alignment.patterns import compile_pattern
 from alignment.reward_model import Combine
 from alignment.rewards.sandbox import SandboxLimits
-from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings, Share, refusal
+from alignment.settings import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    Share,
+    compile_pattern,
+    refusal,
+)
 
 KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
@@ -322,11 +330,7 @@ def _group_problem(pattern: str) -> str:
 
 
 def names_of(specs: Sequence[RewardSpec]) -> list[str]:
-    """The name of each entry; those made of the kind get a number from the second of their kind on.
-
-    Raises:
-        ValueError: two entries have one name.
-    """
+    """The name of each entry; those made of the kind get a number from the second of their kind on."""
     given, names = [spec.name for spec in specs if spec.name is not None], list[str]()
     if twice := [name for name in given if given.count(name) > 1]:
         raise ValueError(f"rewards: two entries are named {twice[0]!r}; names have to differ")
@@ -343,10 +347,7 @@ def reward_models_of(reward_model: str | None, rewards: Sequence[RewardSpec]) ->
 
 
 def as_given_alone(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """The entries, of which a single one that does not say `normalize` is not normalized.
-
-    For what compares responses: a scale alone changes no order.
-    """
+    """The entries; a single one is not normalized unless it says so, as a scale alone changes no order of responses."""
     if len(specs) != 1:
         return list(specs)
     return [replace(spec, normalize=spec.normalize or "none") for spec in specs]
@@ -355,15 +356,7 @@ def as_given_alone(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
 def check_rewards(
     reward_model: str | None, rewards: Sequence[RewardSpec], combine: Combine = "mean", std_coef: float = 1.0
 ) -> None:
-    """Refuse no reward, both forms of it, and settings of the short form beside the list.
-
-    Args:
-        reward_model, combine, std_coef: the short form, one entry of kind reward_model.
-        rewards: the list.
-
-    Raises:
-        ValueError: in words.
-    """
+    """Refuse (ValueError) no reward, both the short form and the list, and settings of the short form beside the list."""
     if not rewards and reward_model is None:
         raise ValueError("say what is rewarded: reward_model=DIR, or a list `rewards` of entries")
     if rewards and reward_model is not None:

@@ -13,7 +13,6 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from alignment.errors import UserError, install_advice
-from alignment.patterns import compile_pattern, search_names, without_numbers
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,7 +21,10 @@ from alignment.settings import (
     Rule,
     Settings,
     Share,
+    compile_pattern,
     refusal,
+    search_names,
+    without_numbers,
 )
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "sgd"]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from alignment.rewards.normalize import PartNormalizer
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
@@ -26,6 +25,7 @@ from alignment.hotel_world.gold import gold_score
 from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.rewards.build import response_scorer
+from alignment.rewards.combine import PartNormalizer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
 from tests.examples import prompt_example
@@ -187,7 +187,7 @@ def test_one_response_has_no_deviation_and_is_told_as_that():
         ScoreNormalizer().fit(torch.tensor([-2.05]), lambda x: x)
     normalizer = PartNormalizer("first", name="style")
     with pytest.raises(UserError, match=r"style .* that of one response"):
-        normalizer.take_in(torch.tensor([0.5]), torch.tensor([0]), lambda x: x)
+        normalizer.take_in(torch.tensor([0.5]), lambda x: x)
 
 
 def test_scores_that_are_not_finite_are_named_by_their_reward_model_and_row(ppo):

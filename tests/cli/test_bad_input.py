@@ -41,25 +41,37 @@ def test_good_settings_run(sft):
     assert sft()[0] == 0
 
 
-def test_wrong_key(sft):
-    check(sft("optim.learning_rat=1e-3"), "learning_rat", "learning_rate")
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (["optim.learning_rat=1e-3"], ["learning_rat", "learning_rate"]),
+        (["training.batch_size=many"], ["training.batch_size", "many"]),
+        (["optim.learning_rate=-1.0", "data.train=none.jsonl"], ["learning_rate", "-1", "none.jsonl: no such file"]),
+        (["policy=./nowhere"], ["./nowhere"]),
+        (["adapter={kind: lora, layers: '(.*)*(.*)*(.*)*!'}"], ["adapter.layers", "names no linear layer"]),
+        (["adapter={kind: lora, layers: '(a|[a-z]|[a-z.]|[\\w.])+[#!]'}"], ["adapter.layers", "more than 1 seconds"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_key(sft, changes, parts):
+    check(sft(*changes), *parts)
 
 
-def test_wrong_key_in_the_file(sft, tmp_path):
+def test_wrong_keys_in_the_file_come_at_once_with_their_lines(sft):
     text = "policy: nowhere\noutput: out\ndata:\n  trian: rows.jsonl\noptim:\n  learning_rate: fast\n"
-    check(sft(text=text), "run.yaml:4", "trian", "run.yaml:6", "fast")  # both at once
+    check(sft(text=text), "run.yaml:4", "trian", "run.yaml:6", "fast")
 
 
-def test_wrong_type(sft):
-    check(sft("training.batch_size=many"), "training.batch_size", "many")
-
-
-def test_value_out_of_range(sft):
-    check(sft("optim.learning_rate=-1.0"), "learning_rate", "-1")
-
-
-def test_missing_data_file(sft):
-    check(sft("data.train=nowhere/rows.jsonl"), "nowhere/rows.jsonl")
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ('{"prompt": "a", "completion": " b"}\n{"prompt": "a", \n{"prompt": "a", "completion": 7}\n', [":2", ":3", "completion"]),
+        ('{"question": "a", "answer": "b"}\n', ["question", "prompt", "columns"]),
+        ("", ["0 rows"]),
+    ],
+)  # fmt: skip
+def test_wrong_rows_are_named_all_at_once(sft, tmp_path, rows, parts):
+    (tmp_path / "rows.jsonl").write_text(rows)
+    check(sft(f"data.train={tmp_path}/rows.jsonl"), f"{tmp_path}/rows.jsonl", *parts)
 
 
 @pytest.mark.parametrize(
@@ -91,21 +103,9 @@ def test_rows_are_looked_for_before_any_model(stage, base, tmp_path, capsys, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_are_not_there_are_told_with_what_else_is_wrong(sft):
-    code, message = sft("data.train=none.jsonl", "optim.learning_rate=-1")
-    assert code == 2 and "none.jsonl: no such file" in message and "learning_rate: must be" in message
-
-
 @pytest.mark.parametrize("name", ["~nouser/x", "a" * 5000])
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "sft NAME",
-        "sft run.yaml policy=NAME",
-        "sft run.yaml chat_template=NAME",
-        "plan run.yaml policy=NAME --stage sft",
-        "chat NAME",
-    ],
+    "arguments", ["sft NAME", "sft run.yaml policy=NAME", "sft run.yaml chat_template=NAME", "chat NAME"]
 )
 def test_a_name_that_no_file_can_have_is_a_mistake_of_the_user(sft, tmp_path, monkeypatch, capsys, name, arguments):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -142,28 +142,6 @@ def test_what_is_to_be_installed_is_an_extra_of_this_checkout():
     assert all(f"\n{extra} = [" in extras for extra in advised)
 
 
-def test_missing_model(sft):
-    check(sft("policy=./nowhere"), "./nowhere")
-
-
-def test_broken_rows_are_named_all_at_once(sft, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": " b"}\n{"prompt": "a", \n{"prompt": "a", "completion": 7}\n')
-    check(sft(f"data.train={rows}"), f"{rows}:2", f"{rows}:3", "completion")
-
-
-def test_wrong_columns(sft, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "a", "answer": "b"}\n')
-    check(sft(f"data.train={rows}"), "question", "prompt", "columns")
-
-
-def test_empty_file(sft, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("")
-    check(sft(f"data.train={rows}"), "0 rows", str(rows))
-
-
 def test_vocabulary_that_does_not_fit_the_model(sft, broken_model):
     file = broken_model / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -189,35 +167,12 @@ def test_code_in_a_checkpoint(sft, broken_model, file):
 @pytest.mark.parametrize(
     "override",
     [
-        "judge.api_key=open-sesame",
-        "judge.api_key=[open-sesame",
-        "judge.api_key={a: open-sesame}",
-        "judge={api_key: open-sesame}",
-        "judge=[{api_key: open-sesame}]",
-        "hub_token=open-sesame",
-        "hub_token open-sesame",
-        "hub_token:open-sesame",
+        "judge.api_key=open-sesame", "judge.api_key=[open-sesame", "judge.api_key={a: open-sesame}",
+        "judge=[{api_key: open-sesame}]", "hub_token open-sesame", "hub_token:open-sesame",
         "optim={api_key: open-sesame, learning_rate: fast}",
     ],
-)
+)  # fmt: skip
 def test_a_secret_is_not_on_the_screen(sft, override):
     code, message = sft(override, "--debug")
     assert code == 2 and "error: " in message
     assert "open-sesame" not in message
-
-
-@pytest.mark.parametrize(
-    ("layers", "why"),
-    [("(.*)*(.*)*(.*)*!", "names no linear layer"), (r"(a|[a-z]|[a-z.]|[\w.])+[#!]", "takes more than 1 seconds")],
-)
-def test_an_adapters_pattern_that_would_never_end(sft, layers, why):
-    check(sft(f"adapter={{kind: lora, layers: '{layers}'}}"), f"adapter.layers {layers!r} {why}")
-
-
-def test_a_wrong_key_of_a_model_names_its_directory(sft, broken_model):
-    config = json.loads((broken_model / "config.json").read_text())
-    (broken_model / "config.json").write_text(json.dumps({**config, "attention_sinks": 4, "hidden_act": "none"}))
-    code, message = sft(f"policy={broken_model}")
-    assert code == 2
-    lines = [line for line in message.splitlines() if "config.json" in line]
-    assert len(lines) == 2 and all(f"{broken_model}/config.json: " in line for line in lines)

@@ -46,12 +46,9 @@ def refusal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("adapter", "why"),
     [
-        ("adapter={kind: lora, rank: 0}", "rank: must be at least 1, got 0"),
-        ("adapter={kind: lora, alpha: -1}", "alpha: must be above 0, got -1"),
         ("adapter={kind: lora, dropout: 1.5}", "dropout: must be below 1, got 1.5"),
         ("adapter={kind: lora, layers: '('}", "layers: is no regular expression"),
         ("adapter={kind: prefix, tokens: 0}", "tokens: must be at least 1, got 0"),
-        ("adapter={kind: prefix, projection_width: -1}", "projection_width: must be at least 0"),
         ("adapter={rank: 0}", "rank: must be at least 1, got 0"),  # LoRA is meant, though not named
         ("adapter.rank=1000000000", "rank: must be at most 65,536"),
     ],
@@ -64,77 +61,45 @@ def test_an_adapter_out_of_range_is_one_line(refusal, adapter, why):
 @pytest.mark.parametrize(
     ("verb", "setting", "key"),
     [
-        ("ppo", "kl_coef=-0.1", "kl_coef"),
-        ("ppo", "kl_target=-6", "kl_target"),
         ("ppo", "kl_target=0", "kl_target"),
-        ("ppo", "clip_range=0", "clip_range"),
-        ("ppo", "clip_range_high=0", "clip_range_high"),
         ("ppo", "dual_clip=1.1", "dual_clip"),
-        ("ppo", "entropy_coef=-0.01", "entropy_coef"),
-        ("ppo", "target_kl=0", "target_kl"),
         ("ppo", "kl_in=loss", "kl_in"),
         ("ppo", "advantages=rloo", "advantages"),
-        ("ppo", "value_coef=0", "value_coef"),
         ("ppo", "value_coef=1", "value_coef"),
-        ("ppo", "value_warmup_steps=-1", "value_warmup_steps"),
-        ("ppo", "responses_per_prompt=0", "responses_per_prompt"),
-        ("ppo", "missing_end_penalty=-1", "missing_end_penalty"),
         ("ppo", f"max_new_tokens={10**12}", "max_new_tokens"),
-        ("sft", "training.seed=-1", "seed"),
         ("sft", f"training.seed={2**70}", "seed"),
         ("sft", "training.epochs=1e308", "epochs"),
         ("sft", f"training.max_steps={HUGE}", "max_steps"),
-        ("sft", f"training.batch_size={10**12}", "batch_size"),
-        ("sft", f"training.micro_batch_tokens={HUGE}", "micro_batch_tokens"),
-        ("sft", f"data.max_rows={HUGE}", "max_rows"),
         ("sft", "training.epochs=.nan", "epochs"),
         ("sft", "training.max_steps=.inf", "max_steps"),
         ("sft", "optim={learning_rate: 1e-4, eps: 1e-320}", "eps"),
         ("sft", "optim={learning_rate: 1e-4, betas: [0.9, .nan]}", "betas"),
         ("sft", "optim={learning_rate: 2e4}", "learning_rate"),
-        ("sft", "optim={learning_rate: 1e-4, momentum: 1.0, name: sgd}", "momentum"),
         ("sft", "optim={learning_rate: 1e-4, momentum: 0.9}", "momentum"),
         ("sft", "optim={learning_rate: 1e-4, name: sgd, eps: 1e-5}", "eps"),
-        ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 1.5}", "decay_ratio"),
         ("sft", "optim={learning_rate: 1e-4, decay_ratio: 0.2}", "decay_ratio"),
         ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 0.9, warmup_ratio: 0.2}", "warmup_ratio"),
-        ("sft", "optim={learning_rate: 1e-4, schedule: inverse_sqrt, timescale: 0}", "timescale"),
         ("sft", "optim={learning_rate: 1e-4, schedule: inverse_sqrt, min_learning_rate_ratio: 0.1}", "min_learning_rate_ratio"),
         ("sft", "optim={learning_rate: 1e-4, learning_rates: {'(': 2}}", "learning_rates"),
         ("sft", "optim={learning_rate: 1e-4, learning_rates: {head: 0}}", "head"),
         ("sft", "optim={learning_rate: 0.1, learning_rates: {lora_B: 16}}", "learning_rate"),
         ("pretrain", "objective={kind: infilling, density: -1}", "density"),
-        ("pretrain", "objective={kind: span_corruption, mean_span: 0}", "mean_span"),
         ("pretrain", f"objective={{kind: masked, masking: {{longest_span: {10**12}}}}}", "longest_span"),
-        ("pretrain", "sentinels=-1", "sentinels"),
         ("winrate", "temperature=-1", "temperature"),
-        ("winrate", "top_p=0", "top_p"),
-        ("winrate", "seed=-1", "seed"),
-        ("winrate", "batch_size=0", "batch_size"),
-        ("winrate", "max_new_tokens=0", "max_new_tokens"),
         ("winrate", "tie_margin=-0.5", "tie_margin"),
+        ("ppo", "kl_coef=0 kl_target=6", "kl_coef"),
+        ("sft", "optim={learning_rate: 1e-4,name: adamax}", "paged_adamw_8bit"),
     ],
 )  # fmt: skip
 def test_a_number_that_no_run_can_have_is_one_line(refusal, verb, setting, key):
-    (line,) = refusal(verb, setting).splitlines()
+    (line,) = refusal(verb, *(setting.split() if "{" not in setting else [setting])).splitlines()
     assert re.match(rf"error: override: .*\b{key}\b", line)
-
-
-@pytest.mark.parametrize(("key", "value"), [("name", "adamax"), ("schedule", "wave"), ("decay_type", "steep")])
-def test_an_unknown_optimizer_or_schedule_is_answered_with_the_known_ones(refusal, key, value):
-    message = refusal("sft", f"optim={{learning_rate: 1e-4, {key}: {value}}}")
-    known = {"name": "paged_adamw_8bit", "schedule": "inverse_sqrt", "decay_type": "1-sqrt"}[key]
-    assert f"optim.{key}" in message and known in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_value_optimizer_that_cannot_run_is_refused_before_any_model_is_looked_for(refusal):
     line = refusal("ppo", "value_optim={learning_rate: 1e-6, name: paged_adamw_8bit}")
     assert line.startswith("error: optim.name paged_adamw_8bit ")
-
-
-def test_a_controlled_kl_needs_a_coefficient_to_start_from(refusal):
-    assert "kl_coef: must be above 0 where kl_target is set" in refusal("ppo", "kl_coef=0", "kl_target=6")
 
 
 def test_a_large_eps_makes_a_large_learning_rate_plain_gradient_descent():
@@ -156,43 +121,21 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
 
 
 @pytest.mark.parametrize(
-    ("setting", "advice"),
+    ("verb", "setting", "advice"),
     [
-        ("lr=1e-4", "here it is called optim.learning_rate"),
-        ("lora_r=8", "here it is called adapter.rank"),
-        ("per_device_train_batch_size=4", "here it is called training.batch_size (rows per update over all devices)"),
-        ("batch_size=4", "here it is called training.batch_size"),
-        ("num_train_epochs=3", "here it is called training.epochs"),
-        ("load_in_4bit=true", "here it is called weights.quantize=nf4"),
-        ("load_in_8bit=true", "here it is called weights.quantize=int8"),
-        ("quantization=4bit", "here it is called weights.quantize (nf4 or int8)"),
-        ("quantize=nf4", "here it is called weights.quantize (nf4 or int8)"),
-        ("data.epochs=3", "here it is called training.epochs"),
+        ("sft", "lr=1e-4", "optim.learning_rate"),
+        ("sft", "per_device_train_batch_size=4", "training.batch_size (rows per update over all devices)"),
+        ("sft", "batch_size=4", "training.batch_size"),
+        ("sft", "load_in_4bit=true", "weights.quantize=nf4"),
+        ("sft", "quantize=nf4", "weights.quantize (nf4 or int8)"),
+        ("sft", "data.epochs=3", "training.epochs"),
+        ("ppo", "num_generations=8", "responses_per_prompt"),
+        ("ppo", "beta=0.04", "kl_coef"),
     ],
 )
-def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, setting, advice):
-    name = setting.partition("=")[0]
-    assert refusal("sft", setting).splitlines()[0] == f"error: override: {name}: unknown key; {advice}"
-
-
-@pytest.mark.parametrize(
-    ("setting", "advice"),
-    [
-        ("num_generations=8", "here it is called responses_per_prompt"),
-        ("beta=0.04", "here it is called kl_coef"),
-        ("max_completion_length=64", "here it is called max_new_tokens"),
-    ],
-)
-def test_keys_of_grpo_elsewhere_are_told_what_they_are_called_here(refusal, setting, advice):
-    assert advice in refusal("ppo", setting)
-
-
-def test_the_loss_of_dpo_is_known_by_its_own_name():
-    from alignment.algorithms.dpo import DPOConfig
-    from alignment.data.config import DataConfig
-
-    [loss] = DPOConfig("p", DataConfig(train="t"), "o", loss="dpo").losses
-    assert loss.name == "sigmoid"
+def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, verb, setting, advice):
+    said = f"error: override: {setting.partition('=')[0]}: unknown key; here it is called {advice}"
+    assert refusal(verb, setting).splitlines()[0] == said
 
 
 def test_every_key_that_another_program_s_name_leads_to_exists():
@@ -224,7 +167,7 @@ def limits(cls: type, document: SourcedYaml) -> set[str]:
     return {line for line in told if " must " in line}
 
 
-@pytest.mark.parametrize("verb", ["sft", "reward", "dpo", "ppo", "pretrain", "winrate", "language", "reward_eval"])
+@pytest.mark.parametrize("verb", GOOD)
 def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, monkeypatch):
     monkeypatch.setattr("alignment.config.load.raise_all", partial(raise_all, cap=1000))
     cls, good = find_stage(verb)[0], parse_yaml(GOOD[verb], "run.yaml")
@@ -254,7 +197,3 @@ def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, m
 def test_a_wrong_value_is_the_only_one_told_where_others_depend_on_it(refusal, verb, setting):
     (line,) = refusal(verb, *setting).splitlines()
     assert setting[0].partition("=")[0].rpartition(".")[2] in line
-
-
-def test_fp16_is_refused_with_the_reason(refusal):
-    assert "fp16 loses small gradients unless the loss is scaled" in refusal("sft", "training.precision=fp16")

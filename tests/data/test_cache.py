@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from alignment import files
 from alignment.data import cache as cache_module
 from alignment.data import prepare as prepare_module
 from alignment.data.cache import cache_lines, list_entries
@@ -23,7 +22,6 @@ from alignment.data.table import JoinedTables, Table, TableWriter
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.training.run.lineage import input_hashes
 
 ROWS = [{"prompt": f"p {n} the cat", "completion": f"c {n} sat on the mat"} for n in range(40)]
 
@@ -92,8 +90,7 @@ def test_h09_one_character_of_the_template_prepares_anew(cache, jsonl, chatml, t
     assert table_of(DataConfig(rows), chatml).key == before.key
 
 
-def test_h09_one_byte_of_the_file_prepares_anew_even_where_its_times_are_set_back(cache, tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(files, "MEMO_BYTES", 1)
+def test_h09_one_byte_of_the_file_prepares_anew_even_where_its_times_are_set_back(cache, tmp_path, bpe):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     stat = path.stat()
@@ -290,22 +287,6 @@ def test_findings_of_the_checks_are_kept_with_the_rows(cache, jsonl, bpe, small_
     first, again = table_of(config, bpe), table_of(config, bpe)
     assert again.cached and first.findings == again.findings
     assert any("20 rows are exact copies" in finding["text"] for finding in again.findings), again.findings
-
-
-def test_a_start_hashes_a_large_file_once_for_key_and_lineage(cache, jsonl, bpe, monkeypatch):
-    path, read = jsonl(*ROWS), []
-    monkeypatch.setattr(files, "MEMO_BYTES", 1)
-    monkeypatch.setattr(files, "SETTLED_SECONDS", -1.0)
-    hashed = files.sha256
-    monkeypatch.setattr(files, "sha256", lambda each: read.append(str(each)) or hashed(each))
-    first = input_hashes({"data": {"train": path}})
-    table_of(DataConfig(path), bpe)
-    assert read.count(path) == 1 and input_hashes({"data": {"train": [{"source": path}]}}) == {
-        "data.train.0.source": hashed(Path(path))
-    }
-    assert first == {"data.train": hashed(Path(path))} and read.count(path) == 1
-    jsonl(*ROWS, ROWS[0])
-    assert input_hashes({"data": {"train": path}}) == {"data.train": hashed(Path(path))} != first
 
 
 def test_h09_columns_and_splits_of_a_source_prepare_anew(cache, jsonl, bpe):

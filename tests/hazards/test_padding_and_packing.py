@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from alignment.algorithms.language import language_loss_fn
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.examples import Example
 from alignment.models.build import build_language_model
-from alignment.ragged import Ragged
 from tests.examples import sides
 
 ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -86,30 +84,6 @@ def test_h08_no_response_reads_another_one_of_the_same_prompt(model):
             assert len(batch.ragged.tokens) == 30 + 9 + 9
             found.append(model(batch=batch.ragged).log_probs)
     assert (found[0][9:] - found[1][9:]).abs().max() <= 1e-6 < 1e-2 < (found[0][:9] - found[1][:9]).abs().max()
-
-
-def test_h08_the_packed_loss_is_the_loss_of_documents_by_themselves(model):
-    examples = [example(str(n), length, n, prompt=length // 3 + 1) for n, length in enumerate((20, 17, 5, 31))]
-    loss_fn = language_loss_fn(model)
-    [packed] = collate(examples, 1000)
-    alone = [batch for each in examples for batch in collate([each], 1000)]
-    together = loss_fn(packed).total / packed.weight
-    apart = torch.stack([loss_fn(batch).total for batch in alone]).sum() / sum(batch.weight for batch in alone)
-    assert abs(together.item() - apart.item()) <= 1e-6
-    one, other = gradient(model, together), gradient(model, apart)
-    assert (one - other).norm() <= 1e-6 * other.norm()
-
-
-def test_h18_padding_on_either_side_changes_no_log_prob(model):
-    """The same document with 0, 1 and 5 pads on either side, alone and beside a longer one."""
-    document, longer = example("a", 12, 0), example("b", 25, 1)
-    with torch.no_grad():
-        expected = model(batch=Ragged.build([document.ids])).log_probs
-        for side in ("left", "right"):
-            for extra in (0, 1, 5):
-                assert (padded_log_probs(model, [document], side, extra) - expected).abs().max() <= 1e-5
-            beside = padded_log_probs(model, [document, longer], side)
-            assert (beside[: len(expected)] - expected).abs().max() <= 1e-5
 
 
 def test_h18_padded_packed_and_shared_forms_have_one_loss_and_one_gradient(model):

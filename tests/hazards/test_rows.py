@@ -1,10 +1,8 @@
 """Hazards of rows by name: truncation that removes the answer, pairs that become identical, duplicates."""
 
 import json
-import math
 
 import pytest
-import torch
 
 from alignment.data.batches import collate_pairs
 from alignment.data.checks import Checks
@@ -13,7 +11,6 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Tally
 from alignment.data.tokenize import (
-    EMPTY,
     EQUAL,
     FEW_RESPONSES,
     PROMPT_CUT,
@@ -24,7 +21,6 @@ from alignment.data.tokenize import (
 )
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.losses import bradley_terry_loss, dpo_loss
 from tests.examples import sides
 
 PROMPT = "abcdefgh" * 5  # 40 tokens
@@ -65,13 +61,6 @@ def test_h06_no_row_that_is_kept_lacks_something_to_learn(bytes_only, max_length
     assert all(any(example.mask) and len(example.ids) <= max_length for example in examples)
 
 
-def test_h06_rows_with_nothing_to_learn_are_dropped_counted_and_named(bytes_only):
-    rows = [Demonstration("p", "</s>", "empty"), Demonstration("p", "x", "fine")]
-    examples, counts = tokenize_demonstrations(rows, bytes_only, 16)
-    assert [example.row_id for example in examples] == ["fine"]
-    assert counts.dropped == {EMPTY: 1} and counts.first == {EMPTY: ["empty"]}
-
-
 def test_h06_a_run_that_would_lose_more_than_a_set_share_is_refused(bytes_only, tmp_path):
     lost, kept = {"prompt": "p", "response": "</s>"}, {"prompt": "p", "response": "x"}
     path = write(tmp_path / "rows.jsonl", lost, kept)
@@ -92,19 +81,6 @@ def test_h07_a_pair_that_is_cut_to_the_same_tokens_is_dropped_and_counted(bytes_
     assert (len(pairs), counts.kept, counts.dropped, counts.first) == (0, 0, {EQUAL: 1}, {EQUAL: ["r"]})
     pairs, counts = tokenize_comparisons([row], bytes_only, 64)  # where they fit, they differ
     assert (len(pairs), counts.dropped) == (1, {})
-
-
-def test_h07_kept_it_would_cost_ln_2_and_teach_nothing():
-    score = torch.tensor([1.7], requires_grad=True)
-    loss = bradley_terry_loss(score, score)
-    assert loss.item() == pytest.approx(math.log(2), abs=1e-6)
-    loss.sum().backward()
-    assert score.grad is not None and score.grad.norm() == 0
-    log_probs = torch.tensor([-3.0], requires_grad=True)
-    loss = dpo_loss(log_probs + 4, log_probs + 4, beta=0.1)
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(0.693147, abs=1e-6)
-    assert log_probs.grad is not None and log_probs.grad.norm() == 0
 
 
 def test_h07_responses_of_a_ranking_that_become_equal_form_no_pair(bytes_only):

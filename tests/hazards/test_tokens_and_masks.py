@@ -3,8 +3,6 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.batches import collate
-from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
 from alignment.data.text import chat
 from alignment.data.tokenize import (
@@ -54,16 +52,6 @@ def sequences(tokenizer, prompt, responses=("46", "$46")):
     if dialogue is not None:
         [made["dialogue"]], _ = tokenize_demonstrations([Demonstration(prompt, first, "r", dialogue)], tokenizer, 100)
     return made
-
-
-def test_h01_end_token_is_kept_when_pad_is_eos(tokenizer):
-    """eos = pad: rows of 8 and 15 tokens that end in it have two supervised end tokens, and no padding counts."""
-    end = tokenizer.eos_token_id
-    rows = [Example.single([5] * (size - 1) + [end], [False] + [True] * (size - 1), str(size)) for size in (8, 15)]
-    [batch] = collate(rows, 100)
-    assert int((batch.tokens[batch.target_index] == end).sum()) == 2
-    assert set(batch.last.tolist()) <= set(batch.target_index.tolist())
-    assert batch.weight == 7 + 14  # every token but each row's first, no padding
 
 
 @pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
@@ -119,9 +107,3 @@ def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
         chat.chat_ids(tokenizer, ASKED)
     with pytest.raises(UserError, match="needs an assistant message"):  # nothing before it: everything would count
         chat.chat_ids(tokenizer, [DIALOGUE[1]])
-
-
-def test_h05_a_template_without_generation_markers_gets_a_mask_all_the_same(tokenizer):
-    assert "generation" not in CHATML.replace("add_generation_prompt", "")
-    [row], _ = tokenize_demonstrations([Demonstration(DIALOGUE[:-1], "$46", "r", DIALOGUE)], tokenizer, 100)
-    assert 0 < sum(row.mask) < len(row.mask)

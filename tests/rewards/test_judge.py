@@ -11,7 +11,6 @@ from alignment.errors import UserError
 from alignment.rewards import JudgeSpec, RewardSpec, SampledTexts
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.combine import RewardPart, Rewards
-from alignment.rewards.http import retry_after
 from alignment.rewards.judge import judge_reward
 from tests.examples import prompt_example
 from tests.stub_server import good, serving
@@ -39,10 +38,36 @@ def test_a_score_for_each_response_in_order_with_its_columns(serve):
     assert server.requests[0][0]["columns"].keys() == {"bonus"}
 
 
-def test_too_many_requests_twice_then_a_score(serve):
-    server = serve(lambda body, count: (429, {"Retry-After": "0"}, "busy") if count < 3 else good(0.5))
-    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [0.5]
-    assert len(server.requests) == 3
+@pytest.mark.parametrize(
+    ("answer", "requests", "score"),
+    [
+        (lambda body, count: (429, {"Retry-After": "0"}, "busy") if count < 3 else good(0.5), 3, 0.5),
+        (lambda body, count: (500, {}, "broken"), 4, None),
+        (lambda body, count: (401, {}, "no"), 1, None),
+        (lambda body, count: (200, {}, "x" * (3 << 20)), 1, None),  # an answer without end is cut off
+        (lambda body, count: (200, {}, "no json"), 4, None),
+        (lambda body, count: (200, {}, "[" * 100_000), 4, None),
+        *((lambda body, count, text=text: (200, {}, text), 1, None) for text in (
+            "3", "null", "{}", '{"score": "3"}', '{"score": true}', '{"score": NaN}', '{"score": 11}',
+        )),
+    ],
+)  # fmt: skip
+def test_what_may_succeed_is_tried_again_and_what_is_no_score_is_none(serve, answer, requests, score):
+    server = serve(answer)
+    assert judge_reward(JudgeSpec(server.url, low=0, high=10, **QUICK))(samples("a")) == [score]
+    assert len(server.requests) == requests
+    gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    assert len(gaps) < 3 or gaps[2] >= 0.02  # 0.01 * 2^2 * [0.5, 1]
+
+
+def test_a_server_that_hangs_or_sends_a_byte_now_and_then_is_given_up(serve):
+    hang = serve(lambda body, count: time.sleep(3) or good(1))
+    slow = serve(lambda body, count: (200, {}, list('{"score": 1}')))
+    for url, longest in ((hang.url, 2), (slow.url, 3), ("http://127.0.0.1:9/score", 1)):
+        began = time.monotonic()
+        assert judge_reward(JudgeSpec(url, **QUICK | {"retries": 1}))(samples("a")) == [None]
+        assert time.monotonic() - began < longest
+    assert len(hang.requests) == 2
 
 
 def test_a_retry_after_header_is_waited_for_and_a_long_one_is_a_failure(serve):
@@ -54,76 +79,6 @@ def test_a_retry_after_header_is_waited_for_and_a_long_one_is_a_failure(serve):
     began = time.monotonic()
     assert judge_reward(JudgeSpec(server.url, **settings))(samples("a")) == [None]
     assert len(server.requests) == 1 and time.monotonic() - began < 1
-
-
-def test_retry_after_is_read_in_seconds_and_as_a_date():
-    assert retry_after("7", 0) == 7
-    assert retry_after("Thu, 01 Jan 1970 00:01:40 GMT", 40) == 60
-    assert retry_after("Thu, 01 Jan 1970 00:00:10 GMT", 40) == 0
-    assert retry_after("soon", 0) == retry_after("", 0) == retry_after("-3", 0) == 0
-
-
-def test_a_server_that_hangs_is_given_up(serve):
-    def hang(body, count):
-        time.sleep(3)
-        return good(1)
-
-    server = serve(hang)
-    began = time.monotonic()
-    assert judge_reward(JudgeSpec(server.url, **QUICK | {"retries": 1}))(samples("a")) == [None]
-    assert time.monotonic() - began < 2 and len(server.requests) == 2
-
-
-def test_a_server_that_sends_a_byte_now_and_then_is_given_up(serve):
-    server = serve(lambda body, count: (200, {}, list('{"score": 1}')))
-    began = time.monotonic()
-    assert judge_reward(JudgeSpec(server.url, **QUICK | {"retries": 0}))(samples("a")) == [None]
-    assert time.monotonic() - began < 1.5
-
-
-def test_errors_for_ever_stop_after_the_retries(serve):
-    server = serve(lambda body, count: (500, {}, "broken"))
-    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
-    assert len(server.requests) == 4
-    gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
-    assert gaps[2] > gaps[0] and gaps[2] >= 0.02  # 0.01 * 2^2 * [0.5, 1]
-
-
-def test_a_refusal_is_not_tried_again(serve):
-    server = serve(lambda body, count: (401, {}, "no"))
-    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
-    assert len(server.requests) == 1
-
-
-def test_no_server_at_all():
-    spec = JudgeSpec("http://127.0.0.1:9/score", **QUICK | {"retries": 1})
-    assert judge_reward(spec)(samples("a")) == [None]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no json",
-        "[" * 100_000,
-        "3",
-        "null",
-        '{"score": "3"}',
-        '{"score": true}',
-        '{"score": NaN}',
-        '{"score": 11}',
-        "{}",
-    ],
-)
-def test_malformed_answers_are_no_scores(serve, text):
-    server = serve(lambda body, count: (200, {}, text))
-    spec = JudgeSpec(server.url, low=0, high=10, **QUICK | {"retries": 1})
-    assert judge_reward(spec)(samples("a")) == [None]
-
-
-def test_an_answer_without_end_is_cut_off(serve):
-    server = serve(lambda body, count: (200, {}, "x" * (3 << 20)))
-    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
-    assert len(server.requests) == 1
 
 
 def test_finished_scores_are_kept_and_failed_ones_asked_for_again(serve):
@@ -178,22 +133,16 @@ def test_the_score_is_read_and_not_its_scale(serve, text, score):
     assert judge_reward(spec)(samples("a")) == [score]
 
 
-def test_a_pattern_of_ones_own_reads_its_last_match(serve):
-    content = "Style: 3. Total: 5. Total: 6"
+@pytest.mark.parametrize(
+    ("content", "pattern", "score"),
+    [("Style: 3. Total: 5. Total: 6", r"Total: (\d+)", 6), ("a" * 34 + "!", "(a|aa)+$", None)],
+)
+def test_a_pattern_of_ones_own_reads_its_last_match_in_a_second(serve, content, pattern, score):
     server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})))
     chat = {"protocol": "openai", "model": "m", "template": "{response}"}
-    assert judge_reward(JudgeSpec(server.url, pattern=r"Total: (\d+)", **chat, **QUICK))(samples("a")) == [6]
-    with pytest.raises(ValueError, match="go with protocol: openai"):
-        JudgeSpec(server.url, pattern=r"(\d+)")
-
-
-def test_a_pattern_that_backtracks_is_a_failure(serve):
-    content = "a" * 34 + "!"
-    server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})))
-    spec = JudgeSpec(server.url, protocol="openai", model="m", template="{response}", pattern="(a|aa)+$", **QUICK)
     asked = samples("a")
-    assert judge_reward(spec)(asked) == [None]
-    assert "(a|aa)+$" in next(iter(asked.failures))
+    assert judge_reward(JudgeSpec(server.url, pattern=pattern, **chat, **QUICK))(asked) == [score]
+    assert score is not None or pattern in next(iter(asked.failures))
 
 
 def example(row, **extra):
@@ -229,21 +178,19 @@ def test_the_key_must_be_in_the_environment_and_is_in_no_message(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "why"),
     [
-        "http://host/score?key=sesame",
-        "http://host/score?model=m&api-key=sesame",
-        "http://host/score?access_token=sesame",
-        "http://sesame@host/score",
-        "http://sesame@host:port/score",
+        ("http://host/score?key=sesame", "key_variable"),
+        ("http://host/score?model=m&api-key=sesame", "key_variable"),
+        ("http://host/score?access_token=sesame", "key_variable"),
+        ("http://sesame@host/score", "key_variable"),
+        *((url, "must be a URL") for url in ("http://sesame@host:port/score", "host/score", "ftp://host", "http://")),
     ],
 )
-def test_a_key_in_the_url_is_refused_and_not_shown(url):
-    with pytest.raises(ValueError, match="judge ") as error:
+def test_a_key_in_the_url_is_refused_and_not_shown(url, why):
+    with pytest.raises(ValueError, match=f"judge .*{why}") as error:
         RewardSpec(judge=url)
     assert "sesame" not in str(error.value)
-    if ":port" not in url:
-        assert "key_variable" in str(error.value)
     JudgeSpec("http://host/score?model=m")
 
 
@@ -271,18 +218,12 @@ def test_failures_are_named_with_their_number_service_and_key(serve, tokenizer, 
     spec = RewardSpec(judge=JudgeSpec(url, key_variable="STUB_KEY", **QUICK | {"requests": 1}))
     rows = [example(i) for i in range(4)]
     parts = {"texts": prepare_rewards([spec], rows), "models": {}, "tokenizer": tokenizer}
-    rewards = build_rewards([spec], **parts, sources=1, reduce=lambda x: x)
+    rewards = build_rewards([spec], **parts, reduce=lambda x: x)
     with pytest.raises(UserError, match="no score for 4 of 4") as error:
         rewards(rows, [[i + 5] for i in range(4)], [False] * 4)
     text = str(error.value)
     assert f"3 x status 401 from {server.url} with the key in STUB_KEY" in text and "1 x an answer without" in text
     assert "sesame" not in text and "user=me" not in text
-
-
-@pytest.mark.parametrize("url", ["host/score", "ftp://host", "http://", "http://host:port/", "http://host:99999/"])
-def test_an_url_must_be_one(url):
-    with pytest.raises(ValueError, match="must be a URL"):
-        RewardSpec(judge=url)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +232,11 @@ def test_an_url_must_be_one(url):
         ("{response} {topc}", "neither prompt, response nor one of columns"),
         ("{prompt}", "does not show"),
         ("{response", "is not of the form"),
-        ("{response.__class__}", "neither prompt"),
+        ("{response.__class__}", "does not show"),
     ],
 )
 def test_a_template_must_show_what_there_is(template, why):
     with pytest.raises(ValueError, match=why):
         JudgeSpec("http://h", protocol="openai", model="m", template=template, columns=("topic",))
+    with pytest.raises(ValueError, match="go with protocol: openai"):
+        JudgeSpec("http://h", pattern=r"(\d+)")

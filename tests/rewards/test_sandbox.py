@@ -25,44 +25,6 @@ def test_this_machine_shuts_the_sandbox():
     require_sandbox()
 
 
-# --- right and wrong answers ----------------------------------------------------------------------------------------
-
-CHECK = "def check(candidate):\n    assert candidate([3, 1, 2]) == [1, 2, 3]\n    assert candidate([]) == []\n\ncheck(order)"
-RAISES = "try:\n    f(-1)\n    raise RuntimeError\nexcept ValueError:\n    pass\nassert f(4) == 2.0"
-STACK = "s = Stack()\ns.push(4)\ns.push((1, 'a'))\nassert len(s) == 2 and s.pop() == (1, 'a') and s.items == [4]"
-
-
-@pytest.mark.parametrize(
-    ("code", "test", "right"),
-    [
-        ("def f(a, b):\n    return a + b", TEST, True),
-        ("def f(a, b):\n    return a * b", TEST, False),
-        ("def order(x):\n    return sorted(x)", CHECK, True),
-        ("def order(x):\n    return x", CHECK, False),
-        ("def f(x):\n    if x < 0:\n        raise ValueError(x)\n    return x ** 0.5", RAISES, True),
-        ("def f(x):\n    return abs(x) ** 0.5", RAISES, False),
-        ("def sort(x):\n    x.sort()", "x = [3, 1]\nsort(x)\nassert x == [1, 3]", True),  # changes its argument
-        (
-            "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-            "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)",
-            STACK,
-            True,
-        ),
-        (
-            "from collections import Counter\nimport math\ndef f(s):\n    return Counter(s), {1, math.inf}, b'x', None, 1j",
-            "assert f('aab') == ({'a': 2, 'b': 1}, {1, float('inf')}, b'x', None, 1j)",
-            True,
-        ),
-        ("import numpy\ndef f(a, b):\n    return a + b", TEST, False),  # no packages in there
-        ("def f(a, b) return a + b", TEST, False),
-        ("def g(a, b):\n    return a + b", TEST, False),
-        ("print('x' * 5000)\ndef f(a, b):\n    print('noise')\n    return a + b", TEST, True),
-    ],
-)
-def test_an_answer_passes_exactly_where_it_is_right(code, test, right):
-    assert passes(code, test, LIMITS) is right
-
-
 def test_a_program_is_compared_by_what_it_prints():
     assert run_program("a, b = map(int, input().split())\nprint(a + b)", "2 3\n", LIMITS) == "5\n"
     assert run_program("import sys\nprint(sum(map(int, sys.stdin)))", "1\n2\n3\n", LIMITS) == "6\n"

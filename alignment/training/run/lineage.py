@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.files import cache_directory, file_hash, hash_of, sha256
+from alignment.files import hash_of, sha256
 
 ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
@@ -148,17 +148,13 @@ def input_hashes(
 ) -> dict[str, str | dict[str, str]]:
     """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends.
 
-    The hash of a large file is computed once for each version of it, and kept in the data cache.
-
     Args:
         files: by dotted key, the files behind a setting that is no file's name: a directory of rows, a module.
     """
     data: Any = config.get("data") if isinstance(config.get("data"), dict) else {}
-    cache = cache_directory(data.get("cache"))
 
     def hash_input(key: str, path: Path) -> str:
-        streamed = data.get("streaming") and key.startswith("data.train")
-        return hash_of_ends(path) if streamed else file_hash(path, cache)
+        return hash_of_ends(path) if data.get("streaming") and key.startswith("data.train") else sha256(path)
 
     named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if _is_file(text)}
     return named | {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
