@@ -82,17 +82,12 @@ def report(row: dict[str, Any], times: tuple[list[float], list[float]], tokens: 
     ratio = statistics.median(theirs / ours for ours, theirs in zip(*times, strict=True))
     for who, values in zip(("alignment", "transformers"), times, strict=True):
         median = statistics.median(values)
-        figures = {
-            "seconds_median": round(median, 5),
-            "seconds_min": round(min(values), 5),
-            "seconds_max": round(max(values), 5),
-            "tokens_per_second": round(tokens / median),
-            "mfu": round(flops / median / rate, 3),
-        }
-        print(
-            json.dumps({**row, "impl": who, **figures} | ({"ratio": round(ratio, 2)} if who == "alignment" else {})),
-            flush=True,
-        )
+        figures: dict[str, Any] = {
+            "seconds_median": round(median, 5), "seconds_min": round(min(values), 5), "seconds_max": round(max(values), 5),
+            "tokens_per_second": round(tokens / median), "mfu": round(flops / median / rate, 3),
+        }  # fmt: skip
+        figures |= {"ratio": round(ratio, 2)} if who == "alignment" else {}
+        print(json.dumps({**row, "impl": who, **figures}), flush=True)
 
 
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
@@ -111,14 +106,8 @@ def models(size: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     if size == "llama-1b":
         config = {"model_type": "llama", "max_position_embeddings": WIDTH * 16, **shape}
     else:
-        config = {
-            "model_type": "gpt2",
-            "n_positions": WIDTH * 4,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            **shape,
-        }
+        config = {"model_type": "gpt2", "n_positions": WIDTH * 4, **shape}
+        config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
     ours = build_language_model(config)
     kind = config.pop("model_type")
@@ -219,15 +208,8 @@ def decode(bench: Bench) -> Measured:
         return decode_responses(bench.ours, prompts, SamplingConfig(max_new_tokens=steps, temperature=0.0), [])
 
     def theirs() -> Any:
-        return bench.theirs.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+        options = {"max_new_tokens": steps, "min_new_tokens": steps, "pad_token_id": 0, "eos_token_id": None}
+        return bench.theirs.generate(ids, attention_mask=mask, do_sample=False, **options)
 
     flops = sum(operations(bench, [len(prompt)]) for prompt in prompts)
     flops += sum(operations(bench, [len(prompt) + steps]) - operations(bench, [len(prompt)]) for prompt in prompts)

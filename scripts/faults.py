@@ -310,12 +310,10 @@ def met(bench: Bench, config: Any, newest: Path, file: Path, *, deleted: bool) -
 
 
 def halve(path: Path) -> None:
-    """Keep the first half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def empty(path: Path) -> None:
-    """Keep nothing."""
     os.truncate(path, 0)
 
 

@@ -1,9 +1,8 @@
 """Whether the stack learns what it should on real text; JSON lines on standard output, exit 1 where a bound is missed.
 
-    python scripts/learn.py shakespeare|spans|distillation|encoder [--seeds N ...] [--steps N] [--peer]
+    python scripts/learn.py shakespeare|spans|distillation|encoder [--seeds N ...] [--steps N]
 
-shakespeare    a character model of nanoGPT's CPU size; loss on the last tenth of the file at most 1.90 nats (--peer:
-               the same run with transformers' GPT-2 beside it, wall time of both)
+shakespeare    a character model of nanoGPT's CPU size; loss on the last tenth of the file at most 1.90 nats
 spans          a small T5 by span corruption on gsm8k; loss and accuracy of the written spans against their unigram
                distribution
 distillation   half the layers, trained on a teacher's distributions or on the text's own tokens, at equal steps
@@ -33,7 +32,6 @@ from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked,
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.stream import Stream
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -47,7 +45,6 @@ def main() -> int:
     parser.add_argument("what", choices=list(SHOWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--peer", action="store_true")
     arguments = parser.parse_args()
     data = Path(os.environ.get("ALIGNMENT_DATA", "../shared/data"))
     with tempfile.TemporaryDirectory() as folder:
@@ -112,53 +109,7 @@ def shakespeare(data: Path, folder: Path, arguments: argparse.Namespace) -> bool
         seconds = time.perf_counter() - began
         losses.append(last_line(config.output)["held_out_loss"])
         say(show="shakespeare", impl="alignment", seed=seed, held_out_loss=losses[-1], seconds=seconds)
-        if arguments.peer:
-            peer_run(config, seed)
     return max(losses) <= 1.90
-
-
-def peer_run(config: PretrainConfig, seed: int) -> None:
-    """The same windows, order, optimizer and steps with transformers' GPT-2; evaluation included in its time."""
-    from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
-
-    from alignment.data.pretraining.prepare import prepare_text
-
-    tokenizer = load_tokenizer(str(Path(config.output, "model")))
-    train, held_out = (prepare_text(config.data, "causal", tokenizer, part)[0] for part in ("train", "evaluation"))
-    torch.manual_seed(seed)
-    shape = {key: value for key, value in NANO.items() if key != "model_type"}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": 0}
-    made = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape, **off)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
-    steps = config.training.max_steps or 0
-    matrices = [x for x in model.parameters() if x.dim() > 1]
-    vectors = [x for x in model.parameters() if x.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 100, steps, min_lr_rate=0.1)
-    stream = Stream(train, config.training.batch_size, seed)
-
-    def loss_of(rows: list[Any]) -> tuple[torch.Tensor, int]:
-        width = max(len(row.ids) for row in rows)
-        ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows])
-        mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
-        whole = bool(mask.all())
-        out = model(input_ids=ids, attention_mask=None if whole else mask, labels=ids.masked_fill(mask == 0, -100))
-        return out.loss, int(mask[:, 1:].sum())
-
-    began = time.perf_counter()
-    for step in range(steps):
-        loss, _ = loss_of(stream.rows_at(step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        found = [loss_of(held_out[i : i + 128]) for i in range(0, len(held_out), 128)]
-    seconds = time.perf_counter() - began
-    loss = sum(float(value) * count for value, count in found) / sum(count for _, count in found)
-    say(show="shakespeare", impl="transformers", seed=seed, held_out_loss=loss, seconds=seconds)
 
 
 # --- a teacher ------------------------------------------------------------------------------------------------------

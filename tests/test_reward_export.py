@@ -79,7 +79,7 @@ def test_an_ensemble_of_adapters_is_exported_by_its_members(train, tmp_path):
 
 
 def test_theta_is_saved_with_the_model(checkpoints, make_stage, tmp_path, world):
-    rows = [{"prompt": "How is it?", "responses": [" a", " b", " c"], "ranks": [0, 0, 1]}] * 8
+    rows = [{"prompt": "How is it?", "responses": [" a", " b", " c"], "ranking": [[0, 1], 2]}] * 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     from alignment.data.config import DataConfig
 

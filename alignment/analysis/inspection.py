@@ -43,13 +43,13 @@ class Maps(NamedTuple):
     Attributes:
         title: says which tokens look at which.
         rows, columns: tokens that look, and that are looked at, as shown.
-        layers: number of a layer -> its weights, [H, rows, columns].
+        layers: weights of each, [H, rows, columns].
     """
 
     title: str
     rows: Sequence[str]
     columns: Sequence[str]
-    layers: dict[int, Tensor]
+    layers: Sequence[Tensor]
 
 
 def write_attention(
@@ -79,22 +79,23 @@ def write_attention(
     if start is None and targets:
         raise UserError(f"--target is for an encoder-decoder, and {model} has one side only; leave it out")
     decoded = [] if start is None else target_ids(loaded, tokenizer, documents, targets, start)
-    found: list[list[Maps]] = []
+    found = []
     for i, source in enumerate(documents):
         read = shown(tokenizer, source)
         if start is None:
-            own = dict(enumerate(attention_maps(loaded, source)))
-            found.append([Maps("Self-attention", read, read, own)])
-            continue
-        maps, written = encoder_decoder_attention_maps(loaded, source, decoded[i]), shown(tokenizer, decoded[i])
-        kinds = (
-            ("Encoder: self-attention", read, read, maps.encoder),
-            ("Decoder: self-attention", written, written, maps.decoder),
-            ("Decoder on encoder: cross-attention", written, read, maps.cross),
-        )
-        found.append([Maps(title, rows, columns, dict(enumerate(each))) for title, rows, columns, each in kinds])
-    chosen = [[_with_layers(maps, layers) for maps in kinds] for kinds in found]
-    return write_attention_page(Path(output), str(model), list(zip(texts, chosen, strict=True)))
+            kinds = [Maps("Self-attention", read, read, attention_maps(loaded, source))]
+        else:
+            maps, written = encoder_decoder_attention_maps(loaded, source, decoded[i]), shown(tokenizer, decoded[i])
+            kinds = [
+                Maps("Encoder: self-attention", read, read, maps.encoder),
+                Maps("Decoder: self-attention", written, written, maps.decoder),
+                Maps("Decoder on encoder: cross-attention", written, read, maps.cross),
+            ]
+        found.append([(maps, drawn_heads(maps, layers), _cell_size(maps)) for maps in kinds])
+    script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    content = {"title": str(model), "texts": list(zip(texts, found, strict=True)), "script": script}
+    return render(Path(output), "attention.html.jinja", templates=TEMPLATES, script_hash=script_hash, **content)
 
 
 def load_any(source: str) -> Any:
@@ -136,17 +137,6 @@ def target_ids(
     return [[start, *ids] for ids in encoded(tokenizer, targets, "--target")]
 
 
-def _with_layers(maps: Maps, layers: Sequence[int] | None) -> Maps:
-    """The maps of some layers only."""
-    wanted = list(maps.layers) if layers is None else sorted(set(layers))
-    if not set(wanted) <= set(maps.layers) or not wanted:
-        raise UserError(
-            f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(maps.layers) - 1} "
-            f"({maps.title.lower()}), {len(maps.layers)} in all"
-        )
-    return maps._replace(layers={layer: maps.layers[layer] for layer in wanted})
-
-
 def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Each token as a reader knows it, white space made visible; half of a letter as the vocabulary writes it."""
     tokens = []
@@ -160,21 +150,24 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 # The page
 
 
-def write_attention_page(path: Path, title: str, texts: Sequence[tuple[str, Sequence[Maps]]]) -> Path:
-    """Write the page of some texts with the maps of each, and return its path. All text is escaped."""
-    script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    drawn = [(text, [(maps, pictures(maps), _cell_size(maps)) for maps in kinds]) for text, kinds in texts]
-    heading = {"title": title, "texts": drawn, "script": script, "script_hash": script_hash}
-    return render(path, "attention.html.jinja", templates=TEMPLATES, **heading)
-
-
-def pictures(maps: Maps) -> list[list[dict[str, object]]]:
-    """The heads of each layer: layer, number and picture, as an address that holds it."""
-    return [
-        [{"layer": layer, "head": head, "address": address_of(pixels(each))} for head, each in enumerate(weights)]
-        for layer, weights in maps.layers.items()
-    ]
+def drawn_heads(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, object]]]:
+    """The heads of each layer that is to be shown: layer, number and picture, as an address that holds it."""
+    wanted = range(len(maps.layers)) if layers is None else sorted(set(layers))
+    if not set(wanted) <= set(range(len(maps.layers))) or not wanted:
+        raise UserError(
+            f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(maps.layers) - 1} "
+            f"({maps.title.lower()}), {len(maps.layers)} in all"
+        )
+    drawn = []
+    for layer in wanted:
+        heads = []
+        for head, weights in enumerate(maps.layers[layer]):
+            file = io.BytesIO()
+            Image.fromarray(pixels(weights).cpu().numpy()).save(file, "PNG")
+            address = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            heads.append({"layer": layer, "head": head, "address": address})
+        drawn.append(heads)
+    return drawn
 
 
 def _cell_size(maps: Maps) -> int:
@@ -188,10 +181,3 @@ def pixels(weights: Tensor) -> Tensor:
     The root of the weight is what darkens: 0.01 can be seen then, and 255 levels are finest among small weights.
     """
     return LEVELS - (LEVELS * weights.clamp(0, 1).sqrt()).round().to(torch.uint8)
-
-
-def address_of(grey: Tensor) -> str:
-    """Bytes [T, S] as the address of a picture, which holds it."""
-    file = io.BytesIO()
-    Image.fromarray(grey.cpu().numpy()).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -276,7 +276,7 @@ def test_padded_calls_of_every_member_of_an_ensemble_give_its_scores(kind, stage
 def test_pairs_of_one_ranking_are_clustered_and_what_is_not_asked_for_is_left_out(stage, tmp_path):
     rows = write_lines(
         tmp_path / "rows.jsonl",
-        [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranks": [1, 2, 3]} for i in range(4)],
+        [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranking": [0, 1, 2]} for i in range(4)],
     )
     model, output = str(stage("reward") / "model"), str(tmp_path / "out")
     reward_accuracy.run(RewardEvalConfig(model, DataConfig(train=rows), output, robustness_rows=0))

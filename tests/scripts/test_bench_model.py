@@ -36,19 +36,7 @@ def test_operations_are_matrices_once_per_token_and_the_causal_half_of_attention
 
 @pytest.mark.parametrize("work", ["forward", "train", "decode"])
 def test_a_line_for_each_side(work, tiny, monkeypatch, capsys):
-    arguments = [
-        "bench_model.py",
-        "--sizes",
-        "nano",
-        "--batches",
-        "half",
-        "--work",
-        work,
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    arguments = f"bench_model.py --sizes nano --batches half --work {work} --rounds 1 --device cpu".split()
     monkeypatch.setattr(sys, "argv", arguments)
     bench_model.main()
     rate, ours, theirs = map(json.loads, capsys.readouterr().out.strip().splitlines())
