@@ -318,7 +318,6 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
-    kept_tokens: Annotated[int, typer.Option(min=0, help="Tokens kept for prompts that begin alike; 0: none.")] = 16384,
 ) -> None:
     """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""
     from alignment.commands import serve as serving
@@ -326,7 +325,7 @@ def serve(
 
     serving.require_extra()
     weights = WeightsConfig(dtype, quantize)
-    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens, kept_tokens)
+    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
 
 
@@ -356,22 +355,24 @@ def plan(
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU, GB of 10^9 bytes.")] = None,
     launch: Launch = None,
     stage: Annotated[str | None, typer.Option(help="Of the config, where its name and keys do not tell.")] = None,
-    mfu: Annotated[float, typer.Option(help="Share of the device's peak rate that training reaches.")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the device's peak rate that is reached.")] = 0.4,
     tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
-    from alignment.planning.plan import shortfall
 
-    options = planning.PlanOptions(gpus, gpu_memory, launch, stage, mfu, tflops)
-    found, changes = planning.plan_config(config, overrides or [], options)
+    options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
+    found = planning.plan_config(config, overrides or [], **options)
     if as_json:
-        print(json.dumps(planning.as_json(found, changes, mfu), indent=2))
+        print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
-        print("\n".join(planning.plan_lines(found, changes, mfu)))
+        print("\n".join(planning.plan_lines(found, mfu)))
     if found.fits is False:
-        raise UserError(shortfall(found))
+        from alignment.planning.plan import SMALLER
+
+        lacking = (found.needed - (found.device.memory or 0)) / 1e9
+        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 @data.command("check")

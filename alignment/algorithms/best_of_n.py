@@ -21,7 +21,7 @@ from alignment.algorithms.scoring import check_combine, check_judged
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.prepare import preparation_of, prepare_with
-from alignment.data.rows.kinds import ROW_FORMATS
+from alignment.data.rows.read import ROW_FORMATS
 from alignment.data.rows.records import Kind, Message
 from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids

@@ -8,7 +8,7 @@ from torch import nn
 from alignment.models.shared_weights import refuse_trained
 from alignment.models.weight_bytes import Bytes, held_bytes, written
 from alignment.training import Engine, Run
-from alignment.training.optimizers import hidden_matrices, optimizer_bytes, trainable_parameters
+from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable_parameters
 
 
 @dataclass(frozen=True)

@@ -238,9 +238,8 @@ def _load_start(
             return policy
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
-        from alignment.adapters.attach import merge_adapter
+        from alignment.adapters.attach import load_adapter, merge_adapter, read_spec
         from alignment.adapters.lora import can_stack, keep_as_start
-        from alignment.adapters.peft_files import load_adapter, read_spec
 
         earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
         base, revision = read_base(start.directory), read_revision(start.directory)
@@ -270,8 +269,7 @@ def _load_start(
 
 def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
     """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
-    from alignment.adapters.attach import merge_adapter
-    from alignment.adapters.peft_files import load_adapter
+    from alignment.adapters.attach import load_adapter, merge_adapter
 
     model = reader.own(start.base, dtype=None)  # in the checkpoint's type
     model = merge_adapter(load_adapter(model, start.directory, with_head=reader.with_head))
@@ -392,7 +390,7 @@ def save_policy(
     Args:
         extra_files: writes further files into the same directory.
     """
-    from alignment.adapters.peft_files import adapter_state, save_adapter
+    from alignment.adapters.attach import adapter_state, save_adapter
 
     model = engine.backend.unwrapped
     assert isinstance(model, NativeModel | ExternalModel)

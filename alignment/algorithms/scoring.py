@@ -11,7 +11,7 @@ from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.rows.records import Prompt
-from alignment.data.table import column_of, name_of_row
+from alignment.data.table import column_of
 from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -190,7 +190,7 @@ def check_judged(
     if reward_model.shares_token_ids(tokenizer):
         return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
     if cut := column_of(prompts, "cut").nonzero()[0].tolist():
-        names = ", ".join(name_of_row(prompts, row) for row in cut[:3])
+        names = ", ".join(prompts[row].row_id for row in cut[:3])
         raise UserError(
             f"{name}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
             f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "

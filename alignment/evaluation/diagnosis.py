@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from alignment.evaluation.run_log import ENOUGH, RunLog, Series
-from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
+from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 
 # Of any run
 SPIKE = 10.0  # times the median of grad_norm: far outside what batches of rows differ by

@@ -17,7 +17,7 @@ from alignment.data.examples import Example
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
-    from alignment.data.rows.messages import Messages
+    from alignment.data.rows.records import Messages
 
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 SHOWN = 3  # reasons of failures in a message

@@ -23,7 +23,7 @@ from alignment.algorithms.language import LogProbModel, language_loss_fn
 from alignment.algorithms.runs import sources_of
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
 from alignment.data.examples import Example, TokenizedRow
-from alignment.data.mixture import stream_of
+from alignment.data.stream import stream_of
 from alignment.data.text.truncation import truncate
 from alignment.data.tokenize import last_span
 from alignment.losses.preference import BatchOrder

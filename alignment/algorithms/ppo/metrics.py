@@ -21,8 +21,8 @@ from alignment.models.transformer import TransformerSpec
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.functions import import_own
 from alignment.training import Run
-from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 from alignment.training.distributed import ProcessGroup
+from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 from alignment.training.speed import peak_tflops
 
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
