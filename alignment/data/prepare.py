@@ -186,13 +186,10 @@ def _prepare_source(
     preparation: Preparation, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, max_rows: int | None
 ) -> Table:
     """The table of one source, from the cache or made."""
+    cache = cache_directory(config.cache)
     name = f"{preparation.kind}: {preparation.name}"
     key = table_key(source, config, tokenizer, name=name, max_rows=max_rows)
-    entry = get_entry(
-        cache_directory(config.cache),
-        key,
-        lambda directory: _make(preparation, source, config, tokenizer, max_rows, directory),
-    )
+    entry = get_entry(cache, key, lambda directory: _make(preparation, source, config, tokenizer, max_rows, directory))
     return Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
 
 

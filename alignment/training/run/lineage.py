@@ -154,7 +154,8 @@ def input_hashes(
     data: Any = config.get("data") if isinstance(config.get("data"), dict) else {}
 
     def hash_input(key: str, path: Path) -> str:
-        return hash_of_ends(path) if data.get("streaming") and key.startswith("data.train") else sha256(path)
+        streamed = data.get("streaming") and key.startswith("data.train")
+        return hash_of_ends(path) if streamed else sha256(path)
 
     named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if _is_file(text)}
     return named | {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
