@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo.online_dpo import make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.setup import build_online_state, read_online_data
+from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_learn
 from alignment.algorithms.ppo import rollout
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import collect, draw_samples
+from alignment.algorithms.ppo.setup import read_data
 from alignment.algorithms.ppo.state import DrawnResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
@@ -44,7 +44,7 @@ def settings(stage, make_stage, tmp_path):
 def built(config):
     """State and first prompts of a config, built as a run builds them."""
     with Run(config.output, {}, stage="online_dpo") as directory:
-        data = read_online_data(config, directory)
+        data = read_data(config, directory)
         return build_online_state(config, data, directory), data.prompts.rows_at(0)
 
 
@@ -152,7 +152,7 @@ def test_bad_settings_are_refused(changes, problem):
 
 
 def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
-    from alignment.algorithms.online_dpo import setup
+    from alignment.algorithms.ppo import setup
 
     monkeypatch.setattr(setup, "load_policy", lambda *_, **__: pytest.fail("a network was loaded"))
     answer = RewardSpec(answer=AnswerSpec("exact", column="solution"))

@@ -124,7 +124,7 @@ def test_samples_are_written_with_their_numbers():
     parts = {"length": torch.tensor([0.5, math.nan, 1.0])}
     columns = sample_columns(made(score_parts=parts), count=2)
     assert json.loads(json.dumps(columns)) == {
-        "score/length": [0.5, None], "kl": [-1.0, -2.0], "tokens": [4, 1], "ended": [False, True],
+        "score": [3.0, 1.0], "score/length": [0.5, None], "kl": [-1.0, -2.0], "tokens": [4, 1], "ended": [False, True],
     }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Runs on rankings and on labels, demonstrations beside preferences, and the reference's numbers on disk."""
 
 import dataclasses
-import hashlib
 import json
 import math
+import zipfile
 
 import numpy as np
 import pytest
@@ -264,31 +264,21 @@ def cached(stage, make_stage, tmp_path):
     return run, config, file
 
 
-def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(cached, tmp_path):
-    run, config, file = cached
-    with open(file, "rb") as opened:
-        values = np.load(opened)
-    with open(file, "wb") as opened:
-        np.save(opened, values + np.float32(0.01))
-        opened.write(hashlib.sha256((values + np.float32(0.01)).tobytes()).digest())
-    with pytest.raises(UserError, match=r"gives other log-probabilities: .* on disk, .* now.*Delete the file"):
-        run(dataclasses.replace(config, output=str(tmp_path / "wrong")))
-
-
-@pytest.mark.parametrize("form", ["short", "no header", "a header of 10^12 numbers", "a directory"])
+@pytest.mark.parametrize("form", ["short", "a flipped bit", "no header", "a header of 10^12 numbers", "a directory"])
 def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, read_metrics, capsys):
     run, config, file = cached
     content = file.read_bytes()
     match form:
         case "short":
             file.write_bytes(content[:-4])
+        case "a flipped bit":
+            file.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
         case "no header":
             file.write_bytes(b"x")
         case "a header of 10^12 numbers":
-            with open(file, "wb") as opened:
-                np.lib.format.write_array_header_1_0(
-                    opened, {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
-                )
+            with zipfile.ZipFile(file, "w") as opened, opened.open("values.npy", "w") as member:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
+                np.lib.format.write_array_header_1_0(member, header)
         case "a directory":
             file.unlink()
             (file / "inside").mkdir(parents=True)
