@@ -230,12 +230,11 @@ def _load_start(
     start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
     """
     model: Any
-    source, device = start.source, start_device(adapter, reader.weights)
-    if not start.is_adapter:
-        if adapter is None:
-            policy = Policy(reader.own(start.directory, device=start_device()), tokenizer, source=source)
-            check_vocabulary(tokenizer, policy.model.spec.vocabulary)
-            return policy
+    device, attaches = start_device(adapter, reader.weights), adapter is not None
+    base = revision = None
+    if not start.is_adapter and adapter is None:
+        model = reader.own(start.directory, device=start_device())
+    elif not start.is_adapter:
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
         from alignment.adapters.attach import merge_adapter
@@ -247,25 +246,22 @@ def _load_start(
         if isinstance(earlier, UNMERGEABLE):
             if adapter not in (None, earlier):
                 raise UserError(
-                    f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
+                    f"{start.source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
                 )
             model = reader.frozen(start.base, device=start_device(earlier, reader.weights))
-            model = train_in_float32(read(model, start.directory))
-            check_vocabulary(tokenizer, model.spec.vocabulary)
-            return Policy(model, tokenizer, earlier, base, revision, source)
-        if adapter is None:
-            model = merge_adapter(read(reader.own(start.base), start.directory))
-            check_vocabulary(tokenizer, model.spec.vocabulary)
-            return Policy(model, tokenizer, source=source)
-        if can_stack(earlier, adapter):
+            model, adapter, attaches = train_in_float32(read(model, start.directory)), earlier, False
+        elif adapter is None:
+            model, base, revision = merge_adapter(read(reader.own(start.base), start.directory)), None, None
+        elif can_stack(earlier, adapter):
             model = keep_as_start(read(reader.frozen(start.base, device=device), start.directory))
         else:
             model, base, revision = _merged_start(start, tokenizer, output, reader), _base_folder(output), None
     check_vocabulary(tokenizer, model.spec.vocabulary)
-    from alignment.adapters.attach import attach
+    if adapter is not None and attaches:
+        from alignment.adapters.attach import attach
 
-    train_in_float32(attach(model, adapter, tokenizer=tokenizer))
-    return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
+        train_in_float32(attach(model, adapter, tokenizer=tokenizer))
+    return Policy(model, tokenizer, adapter, base, revision, start.source, disabled_is_start=attaches)
 
 
 def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:

@@ -16,7 +16,6 @@ from alignment.algorithms.dpo.global_inputs import (
     with_sft,
 )
 from alignment.algorithms.dpo.kin import PREPARATIONS, collate_of, cost_of_kin
-from alignment.algorithms.dpo.reference_cache import cached_reference
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
 from alignment.algorithms.language import LogProbModel
 from alignment.algorithms.memory_notes import Role, note_memory
@@ -57,6 +56,8 @@ def run(config: DPOConfig) -> Path:
 
         reference, roles = None, [Role("policy", engine.backend.unwrapped, engine)]
         if config.cached:
+            from alignment.algorithms.dpo.reference_cache import cached_reference
+
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
             roles.append(Role("reference", None, remark="its log-probabilities, computed beforehand"))
         elif config.refers:

@@ -53,13 +53,13 @@ class GlobalInputs:
     first: int = 0
     mean_tokens: Tensor | None = None
 
-    def order(self, batch: PairBatch, *, paired: bool) -> BatchOrder | None:
+    def order(self, batch: PreferenceBatch, *, paired: bool) -> BatchOrder | None:
         """AOT's values of all pairs; None: the batch is alone.
 
         Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of the
         chosen and of the rejected responses.
         """
-        if self.pairs is None or batch.pair_positions is None:
+        if self.pairs is None or not isinstance(batch, PairBatch) or batch.pair_positions is None:
             return None
         policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
         if paired:
