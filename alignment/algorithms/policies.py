@@ -1,4 +1,4 @@
-"""Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
+"""Networks about to be trained: a policy or a value model is loaded, gets its reference, is saved; their memory is noted."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from alignment.adapters.files import is_scalar_adapter, read_base, read_revision, score_rows
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
-from alignment.algorithms.memory_notes import Role
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -42,11 +41,13 @@ from alignment.models.new_weights import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
 from alignment.models.safetensors_files import read_config
-from alignment.models.shared_weights import SharedWeights
+from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.weight_bytes import held_bytes, written
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
+from alignment.training.optimizers import hidden_matrices, optimizer_bytes, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Reference:
             return model(batch=batch, **asked)
 
     @property
-    def role(self) -> Role:
+    def role(self) -> "Role":
         """What is said of its memory."""
         return Role("reference", self.model, remark="the policy with its new adapter off")
 
@@ -431,3 +432,61 @@ def save_output(
             pass
     engine.process_group.barrier()
     return directory
+
+
+# What the networks of a run hold in memory
+
+
+@dataclass(frozen=True)
+class Role:
+    """A network of a run.
+
+    Attributes:
+        name: policy, value model, reward model or reference.
+        model: its modules; None where it has none of its own.
+        engine: of one that trains.
+        remark: what it is, where it has no modules of its own.
+    """
+
+    name: str
+    model: nn.Module | None
+    engine: Engine | None = None
+    remark: str = ""
+
+
+def note_memory(run: Run, roles: Sequence[Role]) -> None:
+    """Note a line per role, and one for all: bytes of weights on this process, of gradients and of optimizer state.
+
+    Gradients and optimizer state are those after the first update, of all processes that divide them together. Activations
+    and caches are not counted.
+
+    Raises:
+        ValueError: one network trains a weight that another one holds.
+    """
+    models = {role.name: role.model for role in roles if role.model is not None}
+    refuse_trained(models)
+    held = {name: held_bytes(model) for name, model in models.items()}
+    gradients = optimizers = 0
+    for role in roles:
+        if role.model is None:
+            run.note(f"memory: {role.name}: {role.remark}, no weights of its own")
+            continue
+        own = held[role.name]
+        others = [name for name, part in held.items() if name != role.name and own.keys() & part.keys()]
+        sharing = f" (some shared with {' and '.join(others)})" if others else ""
+        trains = "nothing of it trains"
+        if role.engine is not None:
+            trained = trainable_parameters(role.model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+            optimizer = optimizer_bytes(shapes, role.engine.config, hidden=hidden_matrices(role.model))
+            count = sum(parameter.numel() for parameter in trained.values())
+            gradients, optimizers = gradients + 4 * count, optimizers + optimizer
+            trains = (
+                f"trains {count:,} numbers: {written(4 * count)} of gradients, {written(optimizer)} of optimizer state"
+            )
+        run.note(f"memory: {role.name}: {written(sum(own.values()))} of weights{sharing}; {trains}")
+    together = {key: size for part in held.values() for key, size in part.items()}
+    run.note(
+        f"memory: together {written(sum(together.values()))} of weights, {written(gradients)} of gradients, "
+        f"{written(optimizers)} of optimizer state"
+    )

@@ -9,21 +9,18 @@ from typing import Annotated
 from annotated_types import Gt
 
 from alignment.adapters.specs import AdapterSpec
-from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import Policy
+from alignment.algorithms.policies import Policy, Role, note_memory
 from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, RewardLoss, objective_loss_fn
 from alignment.algorithms.reward_networks import (
     EnsembleConfig,
-    load_reward_start,
-    networks_of,
-    save_reward_model,
-    tie_parameter,
-)
-from alignment.algorithms.reward_reference import (
     NormalizeConfig,
+    load_reward_start,
     measure_reference,
+    networks_of,
     reference_rows,
     reference_texts,
+    save_reward_model,
+    tie_parameter,
     write_reference,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.policies import Role
 from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example

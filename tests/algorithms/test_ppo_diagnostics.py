@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.policies import Role
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.advantages import correction_weights
 from alignment.algorithms.ppo.metrics import (

@@ -18,8 +18,7 @@ from alignment.algorithms.dpo.global_inputs import (
 from alignment.algorithms.dpo.kin import PREPARATIONS, collate_of, cost_of_kin
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
 from alignment.algorithms.language import LogProbModel
-from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import load_policy, note_dropout_off, reference_of, save_policy
+from alignment.algorithms.policies import Role, load_policy, note_dropout_off, note_memory, reference_of, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_examples, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
 from alignment.data.tokenizers.tokenizer import bos_id

@@ -17,8 +17,7 @@ from alignment.algorithms.finetune.metrics import (
 )
 from alignment.data.tasks.examples import LabeledExamples, TaskBatch, TaskExample, TaskFormat, collate_tasks
 from alignment.data.tasks.rows import FinetuneTask
-from alignment.losses.classification import IGNORED, label_loss, span_loss
-from alignment.losses.language import mean_language_loss
+from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss
 from alignment.models.outputs import ClassifierOutput, DoubleHeadsOutput
 from alignment.ragged import Ragged, group_by_length
 from alignment.training import LossSum

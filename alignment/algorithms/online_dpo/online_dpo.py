@@ -16,10 +16,9 @@ from torch import Tensor
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
-from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
-from alignment.algorithms.policies import Reference, reference_of
+from alignment.algorithms.policies import Reference, Role, reference_of
 from alignment.algorithms.ppo.loop import learn_from_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.algorithms.memory_notes import note_memory
-from alignment.algorithms.policies import note_dropout_off, save_policy
+from alignment.algorithms.policies import note_dropout_off, note_memory, save_policy
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.policies import Role
 from alignment.algorithms.ppo.config import METRICS, PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.state import Alarms, MetricFn, PPOState, SamplingState

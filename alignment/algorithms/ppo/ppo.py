@@ -38,7 +38,7 @@ def run(config: PPOConfig) -> Path:
         UserError: bad data or checkpoints, before any training.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
-        details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
+        details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.policy`.
     """
     parents = [config.policy, *config.judging_models, config.reference]
     files = function_files(config.rewards)

@@ -10,8 +10,7 @@ import torch
 
 from alignment.adapters.files import read_members
 from alignment.adapters.specs import PrefixSpec, PromptSpec
-from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.policies import Policy, Role, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.metrics import load_metrics
 from alignment.algorithms.ppo.state import (

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import Policy, Reference
+from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.data.examples import Example
 from alignment.errors import UserError

@@ -25,8 +25,7 @@ from alignment.data.pretraining.examples import (
 from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.losses.classification import label_loss, next_sentence_loss
-from alignment.losses.language import distillation_loss, hidden_cosine_loss
+from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss, next_sentence_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
