@@ -114,17 +114,7 @@ def load_value_model(
     members: int = 1,
     bases: SharedWeights | None = None,
 ) -> Policy:
-    """Load a model with one number per token to train: a reward model or PPO's value model.
-
-    Args:
-        source, adapter, tokenizer, bases: as for `load_policy`.
-        output: as for `load_policy`; None: the model is never saved.
-        head: the new head's weights; None keeps the checkpoint's head.
-        members: outputs of a new head, one for each member of an ensemble.
-
-    Raises:
-        UserError: as for `load_policy`.
-    """
+    """Load a model with one number per token to train: a reward model or PPO's value model."""
     start, bases = open_checkpoint(source), bases or SharedWeights()
     advice = "a reward model is trained on a decoder's last token; start from a decoder"
     if output is None:
@@ -152,16 +142,7 @@ def load_pretraining_start(
     task: str,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> Policy:
-    """Load a language model of any architecture to train further on text.
-
-    Args:
-        source, adapter, tokenizer, output: as for `load_policy`.
-        task: which of its family's heads it has, as for `load_pretrained`.
-        weights: how frozen weights are held.
-
-    Raises:
-        UserError: as for `load_policy`.
-    """
+    """Load a language model of any architecture to train further on text."""
 
     def frozen(directory: Path, device: str) -> nn.Module:
         return store_frozen(load_pretrained(directory, task, None, device), weights)
@@ -171,11 +152,7 @@ def load_pretraining_start(
 
 
 def check_new_tokens(source: str | Checkpoint) -> None:
-    """Refuse a start to whose vocabulary no tokens can be added, before it is loaded.
-
-    Raises:
-        UserError: it is an adapter, or no decoder of this library's own families.
-    """
+    """Refuse a start to whose vocabulary no tokens can be added, before it is loaded."""
     start = open_checkpoint(source)
     if start.is_adapter:
         raise UserError(
@@ -361,15 +338,7 @@ class Reference:
 def reference_of(
     policy: Policy, source: str | None, engine: Engine, *, bases: SharedWeights | None = None
 ) -> Reference:
-    """The reference of a policy.
-
-    Args:
-        policy: the network in training.
-        source: checkpoint of the reference; None: the checkpoint that the policy started from. That is the policy with
-            its adapter disabled where it has a fresh one; otherwise a frozen network is loaded.
-        engine: the policy's.
-        bases: gives the weights of a frozen network, which other networks may share.
-    """
+    """The reference of a policy."""
     if source is None and policy.disabled_is_start:
         return Reference(engine, None)
     device = engine.process_group.device
@@ -384,11 +353,7 @@ def save_policy(
     max_shard_size: str = MAX_SHARD_SIZE,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it.
-
-    Args:
-        extra_files: writes further files into the same directory.
-    """
+    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
     from alignment.adapters.peft_files import adapter_state, save_adapter
 
     model = engine.backend.unwrapped
@@ -415,12 +380,7 @@ def save_output(
     names: Sequence[str],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> Path:
-    """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it.
-
-    Args:
-        names: of the tensors in the trained model's state dict that are written.
-        write: (directory, these tensors with their names, one at a time) -> writes the model's files there.
-    """
+    """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it."""
     directory = Path(output) / "model"
     tensors = engine.backend.gather(names)
     if engine.process_group.is_main:
@@ -459,9 +419,6 @@ def note_memory(run: Run, roles: Sequence[Role]) -> None:
 
     Gradients and optimizer state are those after the first update, of all processes that divide them together. Activations
     and caches are not counted.
-
-    Raises:
-        ValueError: one network trains a weight that another one holds.
     """
     models = {role.name: role.model for role in roles if role.model is not None}
     refuse_trained(models)

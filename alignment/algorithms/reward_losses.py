@@ -92,11 +92,7 @@ class Objective:
         return self.collate if self.kind == "steps" else partial(self.collate, share_prompts=sharing)
 
     def preparation_for(self, source: str) -> Preparation:
-        """How rows become examples for a checkpoint; no weights are read.
-
-        Raises:
-            UserError: only decoders can learn this, and the checkpoint is none.
-        """
+        """How rows become examples for a checkpoint; no weights are read."""
         start = Checkpoint(source)
         architecture = architecture_of(start)
         if architecture == "decoder":
@@ -219,17 +215,7 @@ def objective_loss_fn(
     is_encoder: bool = False,
     sources: Sources = ONE_SOURCE,
 ) -> LossFn:
-    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts.
-
-    Args:
-        model: of one score or of an ensemble.
-        objective: of `OBJECTIVES`.
-        center_coef: weight of the penalty that holds scores near 0.
-        theta: the parameter of ties, where the loss has one.
-        bootstrap: how often each member counts each row; None: once.
-        is_encoder: the model reads segments and gives a score per document.
-        sources: whose loss and accuracy are told apart, and how much each counts.
-    """
+    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts."""
 
     def loss_fn(batch: RaggedBatch) -> LossSum:
         ragged: Ragged = with_segments(batch.ragged) if is_encoder else batch.ragged

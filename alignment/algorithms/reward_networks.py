@@ -65,19 +65,7 @@ def load_reward_start(
     weights: WeightsConfig,
     ensemble: EnsembleConfig | None = None,
 ) -> Policy:
-    """A reward model with a new head, from a decoder's or an encoder's checkpoint.
-
-    Args:
-        source: directory or Hub name.
-        adapter: attached to the model; None trains every weight.
-        tokenizer: the checkpoint's.
-        output: the run's directory.
-        weights: how frozen weights are held.
-        ensemble: its members; None: one model.
-
-    Raises:
-        UserError: the checkpoint does not go with the adapter or the ensemble.
-    """
+    """A reward model with a new head, from a decoder's or an encoder's checkpoint."""
     members = 1 if ensemble is None else ensemble.members
     if architecture_of(source) == "encoder":
         if ensemble is not None and ensemble.kind == "adapters":
@@ -125,15 +113,7 @@ def _encoder_start(
 def save_reward_model(
     engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str, extra_files: WriteFiles
 ) -> Path:
-    """Write `output/model` and return it; every rank must call it.
-
-    Args:
-        engine: that trained the model.
-        policy: as it was loaded.
-        output: the run's directory.
-        max_shard_size: of a file of weights.
-        extra_files: writes further files into the same directory.
-    """
+    """Write `output/model` and return it; every rank must call it."""
     model = engine.backend.unwrapped
     if isinstance(model, AdapterEnsemble):
         return _save_ensemble(engine, policy, model, output, extra_files=extra_files)
@@ -197,16 +177,7 @@ def networks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def tie_parameter(model: nn.Module, theta: float, *, learned: bool) -> Callable[[], Tensor | float]:
-    """The parameter of ties: the number itself, or one that trains with the model and is not among its saved weights.
-
-    Args:
-        model: about to be trained; gets the parameter ln(theta - 1) where it is learned.
-        theta: its (first) value, above 1.
-        learned: whether it trains.
-
-    Raises:
-        UserError: it is to be learned, and the launch shards parameters.
-    """
+    """The parameter of ties: the number itself, or one that trains with the model and is not among its saved weights."""
     if not learned:
         return lambda: theta
     if launched_kind() in ("fsdp2", "deepspeed"):
@@ -253,18 +224,7 @@ class NormalizeConfig(Settings):
 def reference_rows(
     config: NormalizeConfig, policy: str, rows: Sequence[Example], tokenizer: Tokenizer, *, max_length: int
 ) -> Sequence[Example]:
-    """What the reference samples will be made of, prompts or rows; no network is loaded.
-
-    Args:
-        config: which samples.
-        policy: the run's starting checkpoint, which answers prompts.
-        rows: examples of the run, for given responses.
-        tokenizer: of the policy and the reward model.
-        max_length: of prompts, in tokens.
-
-    Raises:
-        UserError: bad prompts, a policy that cannot answer them, or fewer than two samples.
-    """
+    """What the reference samples will be made of, prompts or rows; no network is loaded."""
     if config.responses == "sampled":
         found, count = _prompts(config, policy, tokenizer, max_length), 1
     else:
@@ -328,16 +288,7 @@ def measure_reference(
     references: tuple[list[Encoded], str] | None,
     theta: Tensor | float | None = None,
 ) -> tuple[Canaries, Calibration]:
-    """The canaries of the trained model in memory, and its calibration; a collective operation.
-
-    Args:
-        engine: that trained the model.
-        policy: as it was loaded.
-        training: the run's settings.
-        loss: the run's.
-        references: from `reference_texts`; None: scores stay as they are.
-        theta: the parameter of ties; None: the loss has none.
-    """
+    """The canaries of the trained model in memory, and its calibration; a collective operation."""
     model = engine.backend.unwrapped
     was_training = model.training
     engine.model.eval()

@@ -41,16 +41,6 @@ def response_writer(
     """A function that writes responses of the model in training after an update, given its number.
 
     It is a collective operation: every rank must call it.
-
-    Args:
-        config: how many, and how they are sampled.
-        policy: for its tokenizer.
-        engine: of the same model.
-        examples: demonstrations; a prompt is all that comes before the last response.
-        run: where they are written.
-
-    Raises:
-        UserError: a prompt and its response do not fit the model's positions.
     """
     chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
     prompts = _Prompts([prompt_of(example) for example in chosen])

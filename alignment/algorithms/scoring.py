@@ -57,11 +57,7 @@ class RewardSource:
         return {name: spec for name, spec in named if spec.reward_model is not None}
 
     def prepare(self, prompts: Sequence[Example]) -> dict[str, TextReward]:
-        """Return the rewards that read texts, by name, before any network is loaded.
-
-        Raises:
-            UserError: as for `prepare_rewards`; members are combined of a reward model that is no ensemble.
-        """
+        """Return the rewards that read texts, by name, before any network is loaded."""
         texts = prepare_rewards(self.rewards, prompts)
         for spec in self.models.values():
             combine, source = spec.reward_combine, spec.reward_model or ""
@@ -75,11 +71,7 @@ class RewardSource:
     def load(
         self, prompts: Sequence[Example], tokenizer: Tokenizer, bases: SharedWeights, device: torch.device | str
     ) -> dict[str, RewardModel]:
-        """Return the reward models by the name of their entry; each can read all prompts.
-
-        Raises:
-            UserError: a bad checkpoint, or prompts that one of them cannot read.
-        """
+        """Return the reward models by the name of their entry; each can read all prompts."""
         judges = {}
         for name, spec in self.models.items():
             source = spec.reward_model or ""
@@ -96,13 +88,7 @@ class RewardSource:
         judges: Mapping[str, RewardModel],
         reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
     ) -> ScoreFunction:
-        """Return the function that scores responses, by the reward model or by all of `rewards`.
-
-        Args:
-            tokenizer: of the policy.
-            texts, judges: from `prepare` and `load`.
-            reduce: adds a tensor over all ranks.
-        """
+        """Return the function that scores responses, by the reward model or by all of `rewards`."""
         scorers = {name: response_scorer(judge, tokenizer, self.micro_batch_tokens) for name, judge in judges.items()}
         scaled = [name for name, judge in judges.items() if judge.calibration.fitted]
         if not self.rewards:
@@ -118,11 +104,7 @@ class RewardSource:
         return [Role(f"{name} {key}" if self.rewards else name, judge.model) for key, judge in judges.items()]
 
     def check(self, prompts: Sequence[Example], reward_model: RewardModel, tokenizer: Tokenizer, name: str) -> None:
-        """Refuse prompts that a reward model cannot read, or that one with a tokenizer of its own would see otherwise.
-
-        Raises:
-            UserError: prompts whose beginning was cut off, that its template refuses, or that are too long for it.
-        """
+        """Refuse prompts that a reward model cannot read, or that one with a tokenizer of its own would see otherwise."""
         longest = self.data.max_length
         if reward_model.shares_token_ids(tokenizer):
             return check_rows(reward_model.model, prompts, longest, self.max_new_tokens)

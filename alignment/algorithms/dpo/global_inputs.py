@@ -160,13 +160,7 @@ class PreferenceUpdates:
 
     @torch.no_grad()
     def inputs(self, batches: Sequence[Batch], rows: Sequence[Example], *, shared: bool) -> GlobalInputs:
-        """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks.
-
-        Args:
-            batches: of this rank.
-            rows: of the global batch.
-            shared: True where every rank has a part of the batches; otherwise each has all of them.
-        """
+        """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks."""
         needed, kl, shift = {loss.spec.needs for loss in self.config.losses}, 0.0, 0.0
         pairs, first = self._pairs(batches, shared) if needed & {"shift", "order"} else (None, 0)
         if pairs is not None and "shift" in needed:

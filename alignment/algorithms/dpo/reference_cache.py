@@ -76,9 +76,6 @@ def cached_reference(
     """Training and held-out rows with the log-probabilities of the config's reference, from disk or computed now.
 
     The reference is loaded where numbers are missing, before the policy has gradients or optimizer state, and freed again.
-
-    Raises:
-        UserError: a log-probability is not finite.
     """
     assert isinstance(stream, Stream)  # streamed rows are refused with the config
     group, precision = engine.process_group, config.training.precision
@@ -138,11 +135,7 @@ def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
 def compute_log_probs(
     reference: LogProbModel, engine: Engine, rows: Sequence[Example], starts: np.ndarray, micro_batch_tokens: int
 ) -> np.ndarray:
-    """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order.
-
-    Raises:
-        UserError: one is not finite.
-    """
+    """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
     values, group = np.full(int(starts[-1]), np.nan, np.float32), engine.process_group
     to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
 

@@ -87,11 +87,7 @@ def preferred_responses(batch: PreferenceBatch) -> Tensor:
 
 
 def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> None:
-    """Refuse pairs without the margin that odpo makes its offset of, all at once.
-
-    Raises:
-        UserError: naming the rows.
-    """
+    """Refuse pairs without the margin that odpo makes its offset of, all at once."""
     for loss in losses:
         if loss.spec.needs == "margins":
             lowest = 0.0 if loss.parameters["offset_scale"] == "log" else -math.inf
@@ -121,12 +117,7 @@ class WatchedMetrics(NamedTuple):
 def metrics_of(
     responses: ResponseLogProbs, batch: PreferenceBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
-    """Metrics of a batch of any kind.
-
-    Args:
-        loss: the one whose implicit rewards are meant.
-        kl: KTO's reference point.
-    """
+    """Metrics of a batch of any kind."""
     if isinstance(batch, PairBatch):
         return pair_metrics(responses, loss)
     if isinstance(batch, UnpairedBatch):
@@ -135,11 +126,7 @@ def metrics_of(
 
 
 def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
-    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference.
-
-    Args:
-        responses: 2B, the chosen ones first.
-    """
+    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference."""
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)

@@ -82,28 +82,14 @@ def run(config: OnlineDPOConfig) -> Path:
 def sample_and_learn(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
-    """One iteration: sample, score, make pairs, learn from them.
-
-    Args:
-        state: networks; changed in place.
-        prompts: of all ranks; each rank responds to its share.
-        step: number of the iteration, from 0; fixes what is sampled and the order of the pairs.
-
-    Returns:
-        Metrics over all ranks, and this rank's samples.
-    """
+    """One iteration: sample, score, make pairs, learn from them."""
     rollout = collect(state, config, prompts, step)  # K responses to each prompt, their scores and reference log-probs
     pairs, metrics = make_pairs(rollout, config, state.process_group)
     return metrics | sample_metrics(rollout, state) | update_policy(state.updates, config, pairs, step), rollout
 
 
 def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> OnlineDPOState:
-    """Load policy, reference and judge, and make the engine that trains.
-
-    Raises:
-        UserError: an unknown metric or judge, or a reward that cannot be given, before any network is loaded; bad
-            checkpoints; prompts that do not fit.
-    """
+    """Load policy, reference and judge, and make the engine that trains."""
     metrics, prompts, tokenizer = load_metrics(config.metrics), data.prompts.rows, data.tokenizer
     if config.judge == "gold":
         require_hotel_prompts(prompts)
@@ -147,15 +133,7 @@ def updates_of(
 
 
 def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best and the worst of K responses to each prompt; among equal ones the first.
-
-    Args:
-        scores: [B, K]; not a number: has no score, and is neither.
-        tie_margin: largest difference that is a tie.
-
-    Returns:
-        Best and worst, indices [B]; where they tie, and where fewer than two responses have a score, bool [B].
-    """
+    """The best and the worst of K responses to each prompt; among equal ones the first."""
     missing = scores.isnan()
     unjudged = (~missing).sum(1) < 2
     high, low = scores.masked_fill(missing, -math.inf), scores.masked_fill(missing, math.inf)
@@ -171,9 +149,6 @@ def make_pairs(
     Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
     shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
     shaped; a pair's margin is the difference of scores as they are compared.
-
-    Raises:
-        UserError: the rewards judged no prompt, or a judge of pairs could not judge more than `MOST_UNSCORED` of them.
     """
     count, compared = config.responses_per_prompt, compared_scores(rollout, config)
     best, worst, tied, unjudged = best_and_worst(compared.view(-1, count), config.tie_margin)

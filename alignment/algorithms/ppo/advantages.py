@@ -98,11 +98,7 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
 
 
 def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Rollout:
-    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's.
-
-    Args:
-        prompts: of all ranks, as for `collect`.
-    """
+    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's."""
     if config.advantages != "remax":
         return rollout
     return replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))

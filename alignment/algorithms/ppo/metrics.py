@@ -46,12 +46,7 @@ def report(
     step: int,
     seconds: float,
 ) -> None:
-    """Write what an iteration gave: its metrics, some responses as texts, and the alarms that it raises.
-
-    Args:
-        step: iterations done.
-        seconds: the iteration took.
-    """
+    """Write what an iteration gave: its metrics, some responses as texts, and the alarms that it raises."""
     group, tokenizer = state.process_group, state.start.tokenizer
     metrics |= {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
     responses = float(group.sum(torch.tensor(len(rollout.responses))))
@@ -221,11 +216,7 @@ def repeated_share(tokens: Sequence[int], size: int = NGRAM) -> float:
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
-    """The functions that a config's `metrics` names, by the name of the function, under which it is logged.
-
-    Raises:
-        UserError: a module or function that is missing, or two functions of one name.
-    """
+    """The functions that a config's `metrics` names, by the name of the function, under which it is logged."""
     found: dict[str, MetricFn] = {}
     for name in names:
         module, _, function = METRICS.get(name, name).partition(":")
@@ -286,10 +277,6 @@ def utilization(
 
     Counted are the matrix products and attention of sampling, of the forwards of policy, reference and value model, and
     of the updates, without pretraining mix and scoring. Nothing where operations or the peak rate are not known.
-
-    Args:
-        metrics: of the iteration, with `seconds_NAME` of each phase, and `updates` where some were left out.
-        documents: tokens of prompt and response of each of this rank's rows; the other ranks' are much alike.
     """
     models = {role.name: role.model for role in roles if role.name in ("policy", "reference", "value model")}
     if "policy" not in models or (peak := peak_tflops(group.device, config.training.precision)) is None:
@@ -330,10 +317,6 @@ def new_alarms(alarms: Alarms, step: int, metrics: Mapping[str, float]) -> list[
     """Take in the metrics of an iteration, and return the alarms that it gives, as lines to note.
 
     An alarm is given once, and again only after it has been quiet for an iteration.
-
-    Args:
-        alarms: of the run so far; changed in place.
-        metrics: as logged, and the number of `responses` of all ranks.
     """
     line = {name: value for name, value in metrics.items() if name.split("/")[0] in WATCHED}
     alarms.start = [*alarms.start, line][:BASELINE]

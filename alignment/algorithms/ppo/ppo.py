@@ -142,10 +142,6 @@ def local_batches(
     """This rank's micro-batches of a minibatch.
 
     A rank with no row in this minibatch runs one of its other rows with weight 0, to join the collectives.
-
-    Args:
-        rollout: of this rank, which holds the responses to every process_group.size-th prompt of the iteration.
-        rows: numbers of the minibatch's rows within the iteration, over all ranks.
     """
     count = config.responses_per_prompt
     local_rows = [

@@ -62,11 +62,7 @@ class RolloutData:
 
 
 def read_data(config: SamplingSettings, run: Run) -> RolloutData:
-    """Read and tokenize prompts and, for PPO, pretraining text.
-
-    Raises:
-        UserError: bad rows, all at once.
-    """
+    """Read and tokenize prompts and, for PPO, pretraining text."""
     tokenizer, training = load_tokenizer(config.policy, config.chat_template), config.training
     run.note(describe_stop_tokens(config.policy, tokenizer))
     prompts, held_out = read_split(config, "prompts", tokenizer, run)
@@ -84,11 +80,7 @@ def read_data(config: SamplingSettings, run: Run) -> RolloutData:
 
 
 def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
-    """Load the networks, make engines of the two that train, and start the controllers.
-
-    Raises:
-        UserError: a reward that cannot be given, before any network is loaded; bad checkpoints; prompts that do not fit.
-    """
+    """Load the networks, make engines of the two that train, and start the controllers."""
     metrics, source = load_metrics(config.metrics), source_of(config)
     texts, bases = source.prepare(data.prompts.rows), SharedWeights(config.weights)
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
@@ -136,11 +128,7 @@ def source_of(config: SamplingSettings, **changes: Any) -> RewardSource:
 def build_held_out(
     config: PPOConfig, data: RolloutData, bases: SharedWeights, group: ProcessGroup
 ) -> tuple[HeldOut | None, list[Role]]:
-    """The held-out prompts with their judge, and its reward models; None and none without them.
-
-    Raises:
-        UserError: fewer prompts than processes; a bad checkpoint, or prompts that a judge cannot read.
-    """
+    """The held-out prompts with their judge, and its reward models; None and none without them."""
     if (held_out := config.held_out) is None:
         return None, []
     prompts = data.held_out
@@ -202,11 +190,7 @@ def check_prompts(start: Policy, config: SamplingSettings, data: RolloutData) ->
 
 
 def policy_engine(start: Policy, config: SamplingSettings, iterations: int) -> Engine:
-    """The policy's engine; without dropout, or the first ratio would not be 1.
-
-    Raises:
-        UserError: an iteration has fewer prompts than processes.
-    """
+    """The policy's engine; without dropout, or the first ratio would not be 1."""
     total = iterations * config.epochs * config.minibatches
     engine = Engine(start.model.eval(), config.optim, config.training, total_steps=total)
     size, batch_size = engine.process_group.size, config.training.batch_size
@@ -250,9 +234,6 @@ def choose_rollout_weights(
 
     Gathered weights stand beside the cache and logits of the samples and the optimizer's state, which the first update
     creates. Every rank must have room for them: the one with the least free memory decides.
-
-    Raises:
-        UserError: `gathered` was asked for and does not fit.
     """
     group, choice = state.process_group, config.rollout_weights
     whole = state.policy.backend.whole_bytes()

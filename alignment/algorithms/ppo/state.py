@@ -49,11 +49,7 @@ class AdaptiveKL:
             raise ValueError(f"coef, target and horizon of the adaptive KL controller must be above 0, got {self}")
 
     def update(self, kl: float, n: int) -> float:
-        """Take in the mean KL of n responses of all ranks, nats each, and return the new coefficient.
-
-        Raises:
-            ValueError: kl is not finite.
-        """
+        """Take in the mean KL of n responses of all ranks, nats each, and return the new coefficient."""
         if not math.isfinite(kl):
             raise ValueError(f"the measured KL is {kl}; the penalty weight cannot follow it")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
@@ -89,14 +85,7 @@ class ScoreNormalizer:
     fitted: bool = False
 
     def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
-        """Set scale and shift by the first scores, [B] on each rank, without those that are missing (not a number).
-
-        Args:
-            reduce: adds a tensor over all ranks.
-
-        Raises:
-            UserError: there is one score, or all are equal.
-        """
+        """Set scale and shift by the first scores, [B] on each rank, without those that are missing (not a number)."""
         if self.enabled and not self.fitted:
             count, mean, deviation = mean_and_deviation(scores, reduce)
             if deviation == 0:
@@ -182,15 +171,7 @@ class HeldOut:
     ended_by: str = ""
 
     def take_in(self, scores: Sequence[float], kl: float, step: int) -> dict[str, float]:
-        """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent.
-
-        Args:
-            scores: of the responses to all prompts; not a number: there is none, and no mean counts the prompt.
-            kl: mean KL of a response from the reference, nats.
-
-        Raises:
-            UserError: no response has a score.
-        """
+        """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent."""
         self.start_scores = self.start_scores or list(scores)
         if self.kl_budget is not None and kl > self.kl_budget:
             self.ended_by = (
@@ -286,11 +267,7 @@ class SamplingState:
         return saved
 
     def restore(self, saved: Saved) -> None:
-        """Go on from what `saved` returned, and the `step` after which that was.
-
-        Raises:
-            UserError: the statistics are of other rewards.
-        """
+        """Go on from what `saved` returned, and the `step` after which that was."""
         if isinstance(self.score, Rewards):
             self.score.load(saved.get("rewards") or {})
         if self.alarms is not None:
