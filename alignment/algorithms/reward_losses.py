@@ -84,7 +84,7 @@ class Objective:
     encode: Tokenize | None
     collate: Callable[..., Sequence[Any]]
     read_at: Callable[[Any], Tensor]
-    cost: Callable[[Tensor, Any, Tensor | float, float], Tensor]
+    cost: Callable[[Tensor, Any, float, float], Tensor]
     measure: Callable[[Tensor, Any], "Measured"]
 
     def collate_sharing(self, sharing: Sharing) -> Collate:
@@ -132,7 +132,7 @@ def last_tokens(batch: RaggedBatch) -> Tensor:
 # Pairs
 
 
-def pair_cost(scores: Tensor, batch: PairBatch, theta: Tensor | float, center_coef: float) -> Tensor:
+def pair_cost(scores: Tensor, batch: PairBatch, theta: float, center_coef: float) -> Tensor:
     """Bradley-Terry cost of each pair, plus `center_penalty`, [B]; scores: the chosen ones, then the rejected, [2B]."""
     chosen, rejected = scores.chunk(2)
     cost = bradley_terry_loss(chosen, rejected, batch.margins)
@@ -151,7 +151,7 @@ def measure_pairs(scores: Tensor, batch: PairBatch) -> Measured:
 
 
 def ranking_cost(
-    loss: Callable[..., Tensor], scores: Tensor, batch: RankedBatch, theta: Tensor | float, center_coef: float
+    loss: Callable[..., Tensor], scores: Tensor, batch: RankedBatch, theta: float, center_coef: float
 ) -> Tensor:
     """Cost of each prompt's group by `loss`, plus the centering of its pairs, [B]."""
     (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
@@ -174,7 +174,7 @@ def group_metrics(scores: Tensor, batch: RankedBatch) -> Measured:
 # Steps
 
 
-def step_cost(scores: Tensor, batch: StepBatch, theta: Tensor | float, center_coef: float) -> Tensor:
+def step_cost(scores: Tensor, batch: StepBatch, theta: float, center_coef: float) -> Tensor:
     """Cross-entropy of each step's label, [S]."""
     return step_loss(scores, batch.labels)
 
@@ -210,7 +210,7 @@ def objective_loss_fn(
     objective: Objective,
     *,
     center_coef: float = 0.0,
-    theta: Callable[[], Tensor | float] = lambda: 2.0,
+    theta: float = 2.0,
     bootstrap: "Bootstrap | None" = None,
     is_encoder: bool = False,
     sources: Sources = ONE_SOURCE,
@@ -222,12 +222,10 @@ def objective_loss_fn(
         # A decoder's last layer then computes these tokens alone; an encoder gives a score per document anyway.
         output = model(batch=ragged) if is_encoder else model(batch=ragged, tokens=objective.read_at(batch))
         scores = document_scores(output)  # [D, k]
-        costs = torch.stack([objective.cost(one, batch, theta(), center_coef) for one in scores.unbind(-1)], -1)
+        costs = torch.stack([objective.cost(one, batch, theta, center_coef) for one in scores.unbind(-1)], -1)
         if bootstrap is not None:
             costs = costs * bootstrap.counts(counted_rows(batch)).to(costs.device)
         sums, means, accuracy = objective.measure(scores.mean(-1), batch)
-        if isinstance(now := theta(), Tensor):  # it is learned
-            means = means | {"theta": (now.detach().sum(), now.new_ones(()))}
         if scores.shape[-1] > 1:
             deviation = scores.detach().std(-1, correction=0)
             means = means | {"spread": (deviation.sum(), deviation.new_tensor(float(len(deviation))))}

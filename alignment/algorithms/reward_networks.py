@@ -1,6 +1,5 @@
 """Reward models, decoders and encoders, one or an ensemble: they are loaded, measured on reference samples, and saved."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from alignment.adapters.files import member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
-from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -29,7 +27,7 @@ from alignment.reward_model.calibration import Calibration, fit_calibration
 from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.reward_model.model import Encoded, RewardModel, score_encoded
-from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings
+from alignment.settings import Settings
 from alignment.training import Engine, TrainingConfig
 from alignment.training.distributed import launched_kind
 
@@ -176,75 +174,32 @@ def networks_of(model: nn.Module) -> list[nn.Module]:
     return list(model.members) if isinstance(model, AdapterEnsemble) else [model]
 
 
-def tie_parameter(model: nn.Module, theta: float, *, learned: bool) -> Callable[[], Tensor | float]:
-    """The parameter of ties: the number itself, or one that trains with the model and is not among its saved weights."""
-    if not learned:
-        return lambda: theta
-    if launched_kind() in ("fsdp2", "deepspeed"):
-        raise UserError("learn_theta trains on one process or on replicas; launch without sharding, or set theta")
-    log = nn.Parameter(torch.tensor([math.log(theta - 1)]))
-    model.register_parameter("log_theta_above_one", log)
-    return lambda: 1 + log.exp()
-
-
 @dataclass(frozen=True)
 class NormalizeConfig(Settings):
     """Reference samples whose scores are to have mean 0 and deviation 1. The gain and bias are kept beside the weights.
 
+    They are responses of the held-out rows, or of the training rows where none are held out.
+
     Attributes:
-        responses: given: those of the held-out rows, or of the training rows where none are held out. sampled: the starting
-            policy answers `prompts`, as Ziegler et al. do; for decoders with a language head.
-        prompts: file of prompts for `sampled`.
         samples: at most so many.
-        max_new_tokens: longest sampled response.
-        temperature: of sampled responses.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
 
-    responses: Literal["given", "sampled"] = "given"
-    prompts: str | None = None
     samples: Annotated[int, Ge(2)] = 256
-    max_new_tokens: PositiveInt = 64
-    temperature: PositiveFloat = 1.0
-
-    RULES = (
-        Rule(
-            "prompts",
-            lambda c: (c.responses == "sampled") != (c.prompts is not None),
-            "(a file of prompts) and responses=sampled go together",
-        ),
-    )
-
-    def missing(self) -> Iterator[tuple[str, str]]:
-        """The key `prompts`, and why, where that file is not there."""
-        return (("prompts", why) for _, why in DataConfig(self.prompts).missing()) if self.prompts else iter(())
 
 
-def reference_rows(
-    config: NormalizeConfig, policy: str, rows: Sequence[Example], tokenizer: Tokenizer, *, max_length: int
-) -> Sequence[Example]:
-    """What the reference samples will be made of, prompts or rows; no network is loaded."""
-    if config.responses == "sampled":
-        found, count = _prompts(config, policy, tokenizer, max_length), 1
-    else:
-        # Not every row of a long data set is read, and those that are lie evenly over it: it may be sorted.
-        count = len(encoded_documents(rows[0]))
-        wanted = min(len(rows), -(-config.samples // count))
-        found = [rows[number * len(rows) // wanted] for number in range(wanted)]
-    if len(found) * count < 2:
-        raise UserError(f"normalize: {len(found) * count} reference sample(s); a deviation needs two")
-    return found
+def reference_texts(config: NormalizeConfig, rows: Sequence[Example]) -> list[Encoded]:
+    """The reference samples as the reward model reads them.
 
-
-def reference_texts(
-    config: NormalizeConfig, policy: str, rows: Sequence[Example], tokenizer: Tokenizer
-) -> tuple[list[Encoded], str]:
-    """The reference samples as the reward model reads them, and what they are in words; `rows`: from `reference_rows`."""
-    if config.responses == "sampled":
-        return _sampled(config, policy, rows, tokenizer), f"{policy}'s own responses to {config.prompts}"
-    texts = [text for row in rows for text in encoded_documents(row)]
-    return texts[: config.samples], "responses of the rows"
+    Not every row of a long data set is read, and those that are lie evenly over it: it may be sorted.
+    """
+    wanted = min(len(rows), -(-config.samples // len(rows[0].documents)))
+    found = [rows[number * len(rows) // wanted] for number in range(wanted)]
+    texts = [text for row in found for text in encoded_documents(row)]
+    if len(texts) < 2:
+        raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
+    return texts[: config.samples]
 
 
 def encoded_documents(row: Example) -> list[Encoded]:
@@ -253,55 +208,30 @@ def encoded_documents(row: Example) -> list[Encoded]:
     return [Encoded(ids, [int(second) for second in mask]) for ids, mask in masks]
 
 
-def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> Sequence[Example]:
-    """The prompts that the policy is to answer."""
-    from alignment.data.prepare import prepare
-
-    if (architecture := architecture_of(policy)) != "decoder":
-        raise UserError(
-            f"normalize.responses=sampled: {policy} is an {architecture}, which answers no prompts; take "
-            "normalize.responses=given"
-        )
-    data = DataConfig(train=config.prompts or "", max_length=max_length, max_rows=config.samples)
-    return prepare(data, "prompts", tokenizer)[0]
-
-
-def _sampled(config: NormalizeConfig, policy: str, prompts: Sequence[Example], tokenizer: Tokenizer) -> list[Encoded]:
-    """Prompts with the policy's responses to them."""
-    from alignment.data.text.chat import stop_token_ids
-    from alignment.generation import SamplingConfig, decode_responses
-    from alignment.loading import load_model
-
-    ids = [list(document) for prompt in prompts for document in prompt.documents]
-    sampling = SamplingConfig(config.max_new_tokens, config.temperature)
-    responses = decode_responses(load_model(policy), ids, sampling, stop_ids=sorted(stop_token_ids(tokenizer)))
-    whole = [[*prompt, *response] for prompt, response in zip(ids, responses.token_ids, strict=True)]
-    return [Encoded(one, [0] * len(one)) for one in whole]
-
-
 def measure_reference(
     engine: Engine,
     policy: Policy,
     training: TrainingConfig,
-    *,
     loss: str,
-    references: tuple[list[Encoded], str] | None,
-    theta: Tensor | float | None = None,
+    references: list[Encoded] | None,
+    *,
+    theta: float | None = None,
 ) -> tuple[Canaries, Calibration]:
-    """The canaries of the trained model in memory, and its calibration; a collective operation."""
+    """The canaries of the trained model in memory, and its calibration; a collective operation.
+
+    Without references scores stay as they are; `theta` is the parameter of ties, where the loss has one.
+    """
     model = engine.backend.unwrapped
     was_training = model.training
     engine.model.eval()
     scores = scores_of(engine, canary_ids(RewardModel(policy.model, policy.tokenizer)), training)
     calibration = Calibration()
     if references is not None:
-        texts, of = references
-        calibration = fit_calibration(scores_of(engine, texts, training).mean(-1), of)
+        calibration = fit_calibration(scores_of(engine, references, training).mean(-1), "responses of the rows")
     engine.model.train(was_training)
     precision = weights_precision(model)
     precision = "half" if precision == "float32" and training.precision == "bf16" else precision
-    number = theta.item() if isinstance(theta, Tensor) else theta
-    return Canaries(scores, precision, loss), replace(calibration, theta=number)
+    return Canaries(scores, precision, loss), replace(calibration, theta=theta)
 
 
 def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
