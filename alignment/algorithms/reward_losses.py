@@ -94,27 +94,15 @@ class Objective:
     def preparation_for(self, source: str) -> Preparation:
         """How rows become examples for a checkpoint; no weights are read."""
         start = Checkpoint(source)
-        architecture = architecture_of(start)
-        if architecture == "decoder":
-            return self._preparation(self.tokenize)
-        if architecture == "encoder-decoder":
-            raise UserError(
-                f"{source}: this model is an encoder-decoder, and a reward model reads prompt and response in one text; start from a "
-                "decoder or an encoder"
-            )
-        if is_external_type(read_config(start.base)):
-            raise UserError(
-                f"{source}: this model is an encoder, and a reward model has no head of ours on transformers' class; start "
-                f"from a decoder, or from an encoder of {', '.join(encoder_families())}"
-            )
-        if self.encode is None:
-            raise UserError(
-                f"{source}: this model is an encoder, every token of which sees all steps; a process reward model "
-                "(loss=steps) reads each step's score before the next one, so start from a decoder"
-            )
-        return self._preparation(self.encode)
-
-    def _preparation(self, tokenize: Tokenize) -> Preparation:
+        architecture, tokenize = architecture_of(start), self.tokenize
+        if architecture != "decoder":
+            if architecture != "encoder" or self.encode is None or is_external_type(read_config(start.base)):
+                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(encoder_families())}"
+                raise UserError(
+                    f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
+                    f"reads prompt and response in one text{encoders}"
+                )
+            tokenize = self.encode
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
         return Preparation(name, self.kind, tokenize)
 

@@ -96,8 +96,7 @@ def open_run(
     """
     names = [name for name in parents if name]
     with propagate_failures():
-        check_evaluation(config)
-        check_streaming(config)
+        check_data(config)
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
@@ -126,19 +125,14 @@ def row_files(config: object) -> dict[str, list[Path]]:
     }
 
 
-def check_evaluation(config: RunConfig) -> None:
-    """Refuse a run whose result its evaluation decides, and which has no rows to evaluate on."""
+def check_data(config: RunConfig) -> None:
+    """Refuse a run whose result its evaluation decides without rows for that, and streamed rows for so many epochs."""
     data = getattr(config, "data", None)
-    if config.training.best_metric is None or not isinstance(data, DataConfig):
+    if not isinstance(data, DataConfig):
         return
-    if not data.evaluates:
+    if config.training.best_metric is not None and not data.evaluates:
         raise UserError(NO_EVALUATION)
-
-
-def check_streaming(config: RunConfig) -> None:
-    """Refuse a run over streamed rows whose length is given in epochs."""
-    data = getattr(config, "data", None)
-    if isinstance(data, DataConfig) and data.streaming and config.training.max_steps is None:
+    if data.streaming and config.training.max_steps is None:
         raise UserError(
             "training.max_steps is missing: with data.streaming the number of rows is not known, so that training.epochs "
             "gives the run no end; set training.max_steps, or data.streaming=false"

@@ -42,17 +42,6 @@ class TokenLoss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss must be 0 (off) or above, got {self.z_loss}; 1e-4 is usual")
-
-    @property
-    def plain(self) -> bool:
-        """True where the loss is the negative log-likelihood itself."""
-        return not (self.label_smoothing or self.z_loss)
-
 
 class TokenOutputs(NamedTuple):
     """Numbers computed from the logits behind each target, [M] each, fp32.

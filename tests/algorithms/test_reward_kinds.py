@@ -397,7 +397,9 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     policy = encoder("bert")
     Path(policy, "model.safetensors").write_bytes(b"not read")
     run, config = make_stage("reward", policy, tmp_path / "a", loss="steps")
-    with pytest.raises(UserError, match="this model is an encoder, every token of which sees all steps"):
+    with pytest.raises(
+        UserError, match="this model is an encoder, and a reward model of this loss starts from a decoder"
+    ):
         run(config)
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a b", "rejected": "c d"}]
     data = DataConfig(train=write(tmp_path / "chat.jsonl", rows))
