@@ -3,7 +3,12 @@
 The names below are imported on first use, so that `import alignment` is fast.
 """
 
+import logging
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,3 +44,35 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'alignment' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+class _BitsandbytesFinder:
+    """Lets bitsandbytes be imported, by peft too, without a kernel for the CPU that it would fetch from the Hub.
+
+    Where the package `kernels` is installed, bitsandbytes asks it for code while it is imported; it has its own else.
+    """
+
+    @staticmethod
+    def find_spec(fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == "bitsandbytes" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def without_kernels(module: ModuleType) -> None:
+            modules: dict[str, Any] = sys.modules
+            before, logger = modules.get("kernels"), logging.getLogger("bitsandbytes.backends.cpu.ops")
+            modules["kernels"], logger.disabled = None, True  # None: an import of it fails, and that is no news
+            try:
+                execute(module)
+            finally:
+                logger.disabled = False
+                modules.pop("kernels")
+                if before is not None:
+                    modules["kernels"] = before
+
+        spec.loader.exec_module = without_kernels
+        return spec
+
+
+sys.meta_path.insert(0, _BitsandbytesFinder)

@@ -1,7 +1,9 @@
 """Verbs of the command line, each a call of one function. Heavy modules are imported when a verb needs them."""
 
+import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -37,10 +39,8 @@ Quantize = Annotated[
 ]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
-
-Kind = Literal[
-    "text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"
-]  # as in data.rows.records
+# As in data.rows.records.
+Kind = Literal["text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"]
 
 app = typer.Typer(
     add_completion=False,
@@ -69,9 +69,11 @@ class ConfigCommand(TyperCommand):
         topic = ctx.meta["topic"]
         if topic in (None, "all"):
             super().format_help(ctx, formatter)
-        from alignment.commands.keys import describe_keys
+        from alignment.config.schema import describe_keys
+        from alignment.pipeline.stages import find_stage
 
-        typer.echo(describe_keys(ctx.obj, max(60, shutil.get_terminal_size().columns - 1), topic))
+        width = max(60, shutil.get_terminal_size().columns - 1)
+        typer.echo(describe_keys(find_stage(ctx.obj)[0], ctx.obj, width, topic))
 
 
 @app.callback()
@@ -166,9 +168,8 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
                 try:
                     results = run(checked)
                 except FormWritten as form:
-                    print(
-                        f"{form}\nthen run: {shlex.join(['alignment', 'evaluate', command, config, *(overrides or [])])}"
-                    )
+                    again = shlex.join(["alignment", "evaluate", command, config, *(overrides or [])])
+                    print(f"{form}\nthen run: {again}")
                     return
             else:
                 results = run(checked)
@@ -257,22 +258,21 @@ def generate(
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
     Keys: max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed
-    num_beams length_penalty early_stopping batch_size chat_template use_generation_config.
+    num_beams length_penalty early_stopping batch_size chat_template.
     """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
-    from alignment.commands.generate import generate_responses, read_settings
+    from alignment.commands.generate import generate_responses
     from alignment.files import write_text
     from alignment.models.weights_config import WeightsConfig
 
-    settings = read_settings(model, overrides or [])
     weights = WeightsConfig(dtype, quantize)
-    rows = generate_responses(model, adapter, prompt or str(prompts), settings, raw=raw, weights=weights)
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    rows = generate_responses(model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
-        print("\n".join(lines))
+        print(lines, end="")
     else:
-        write_text(Path(output), "\n".join(lines) + "\n")
+        write_text(Path(output), lines)
 
 
 @app.command()
@@ -320,12 +320,6 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
-    kept_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Tokens of past prompts and responses kept for prompts that begin as they do; 0: none."
-        ),
-    ] = 16384,
 ) -> None:
     """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""
     from alignment.commands import serve as serving
@@ -333,7 +327,7 @@ def serve(
 
     serving.require_extra()
     weights = WeightsConfig(dtype, quantize)
-    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens, kept_tokens)
+    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
 
 
@@ -359,11 +353,8 @@ def export(
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
 
-    directory = export_model(
-        model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template,
-        add_tokens=add_token or (), add_special_tokens=add_special_token or (),
-    )  # fmt: skip
-    print(directory)
+    tokens = {"add_tokens": add_token or (), "add_special_tokens": add_special_token or ()}
+    print(export_model(model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template, **tokens))
 
 
 @app.command()
@@ -374,22 +365,24 @@ def plan(
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU, GB of 10^9 bytes.")] = None,
     launch: Launch = None,
     stage: Annotated[str | None, typer.Option(help="Of the config, where its name and keys do not tell.")] = None,
-    mfu: Annotated[float, typer.Option(help="Share of the device's peak rate that training reaches.")] = 0.4,
+    mfu: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the device's peak rate that is reached.")] = 0.4,
     tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
-    from alignment.planning.plan import shortfall
 
-    options = planning.PlanOptions(gpus, gpu_memory, launch, stage, mfu, tflops)
-    found, changes = planning.plan_config(config, overrides or [], options)
+    options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
+    found = planning.plan_config(config, overrides or [], **options)
     if as_json:
-        print(json.dumps(planning.as_json(found, changes, mfu), indent=2))
+        print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
-        print("\n".join(planning.plan_lines(found, changes, mfu)))
+        print("\n".join(planning.plan_lines(found, mfu)))
     if found.fits is False:
-        raise UserError(shortfall(found))
+        from alignment.planning.plan import SMALLER
+
+        lacking = (found.needed - (found.device.memory or 0)) / 1e9
+        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 @data.command("check")
@@ -420,14 +413,9 @@ def data_check(
 
     try:
         report = check_file(
-            file,
-            kind=kind,
-            tokenizer=tokenizer,
-            template=chat_template,
-            max_length=max_length,
+            file, kind=kind, tokenizer=tokenizer, template=chat_template, max_length=max_length, evaluation=evaluation,
             columns={ours: theirs for ours, _, theirs in names},
-            evaluation=evaluation,
-        )
+        )  # fmt: skip
     except UserError as error:  # it names the keys of a stage's config
         raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
@@ -491,11 +479,20 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines; with --run.")] = False,
 ) -> None:
     """Versions, devices and backends; with --run the likely causes of a run's failures, and settings to try."""
-    from alignment.commands.doctor import examine, examine_run
+    if run is None:
+        from alignment.commands.doctor import examine
 
-    if run is None and as_json:
-        raise UserError("--json goes with --run DIR")
-    print("\n".join(examine() if run is None else examine_run(run, as_json=as_json)))
+        print("\n".join(examine()))
+        return
+    from alignment.evaluation.diagnosis import diagnose, report_json, report_lines
+    from alignment.evaluation.run_log import read_run_log
+
+    log = read_run_log(run)
+    if as_json:
+        print(json.dumps(report_json(run, log, diagnose(log)), indent=2, ensure_ascii=False))
+    else:
+        width = max(60, min(120, shutil.get_terminal_size().columns - 1))
+        print("\n".join(report_lines(run, log, diagnose(log), width)))
 
 
 # The process
@@ -519,11 +516,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        from alignment.commands.failure import explain
-
         return explain(error, debug=debug)
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
     """Handler of SIGTERM: leave through every `finally`; a training loop saves a checkpoint before."""
     raise SystemExit(128 + number)
+
+
+def explain(error: Any, *, debug: bool) -> int:
+    """Print on standard error what went wrong, of several processes once with the rank, and return the exit code."""
+    if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
+        error.show()
+        if (unknown := re.fullmatch(r"No such command '(.+)'\.", str(error))) and (command := command_of(unknown[1])):
+            print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
+        return int(error.exit_code)
+    text, code = str(error), 2
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename)
+        text = f"{name[:40]}...: there is no such file: a name of {len(name):,} characters is too long for one"
+    elif not isinstance(error, UserError):
+        text, code = f"{type(error).__name__}: {error}".removesuffix(": "), 1
+        if type(error).__name__ == "OutOfMemoryError":
+            text += "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
+        text += "" if debug else "\nrun again with --debug for the traceback"
+    rank = ""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from alignment.training.distributed import is_first_to_report
+
+        if not is_first_to_report(text):
+            return code
+        rank = f"rank {os.environ.get('RANK', '0')}: "
+    print(f"error: {rank}{text}", file=sys.stderr)
+    return code
+
+
+def command_of(method: str) -> str:
+    """The command that runs a method which another library has as a command of its own; empty where there is none."""
+    from alignment.algorithms.ppo.config import Advantages
+    from alignment.losses.preference_table import LOSSES
+
+    if method in get_args(Advantages):
+        return f"alignment ppo CONFIG advantages={method}"
+    return f"alignment dpo CONFIG loss={method}" if method in LOSSES else ""

@@ -43,11 +43,7 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         check_directory(path)
         return path
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
-        from alignment.config.load import packaged_writer
-
-        command = packaged_writer(str(path.parent)) if path.name == "model" else None
-        advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
-        raise UserError(f"{source}: no such model directory; {advice}")
+        raise UserError(f"{source}: {missing_directory(path)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -56,6 +52,15 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
+
+
+def missing_directory(path: Path) -> str:
+    """The problem with a path where no model is, and the way out."""
+    from alignment.config.load import packaged_writer
+
+    command = packaged_writer(str(path.parent)) if path.name == "model" else None
+    advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
+    return f"no such model directory; {advice}"
 
 
 def _hub_refusal(error: Exception) -> str:
@@ -92,11 +97,7 @@ class Checkpoint:
 
     @cached_property
     def base(self) -> Path:
-        """The directory of the weights.
-
-        Raises:
-            UserError: an adapter's base model is neither on disk nor on the Hub; the message names the adapter.
-        """
+        """The directory of the weights."""
         if not self.is_adapter:
             return self.directory
         try:
@@ -115,7 +116,7 @@ class Checkpoint:
         """Return the base model with the adapter, if there is one."""
         if not self.is_adapter:
             return model
-        from alignment.adapters.peft_files import load_adapter
+        from alignment.adapters.attach import load_adapter
 
         return load_adapter(model, self.directory)
 
@@ -167,9 +168,6 @@ def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
     Args:
         source: directory or Hub name of the model; an adapter without a generation config uses its base model's.
         tokenizer: the model's tokenizer.
-
-    Raises:
-        UserError: generation_config.json is no JSON object, or its end tokens are no ids.
     """
     path = open_checkpoint(source).file(GENERATION_CONFIG)
     named = (read_generation_config(path.parent) or {}).get("eos_token_id")
@@ -226,9 +224,6 @@ def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: st
     Args:
         source, device: as for `load_model`.
         bases: gives its weights, which other networks may share.
-
-    Raises:
-        UserError: as for `load_model`.
     """
     checkpoint = open_checkpoint(source)
     model = bases.language_model(checkpoint.base).to(device)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Protocol, TypeVar
 
 import torch
@@ -119,13 +119,11 @@ class Ragged(DeviceBatch):
         weight: float | None = None,
         row_ids: Sequence[str] = (),
     ) -> "Ragged":
-        """Lay documents end to end.
+        """Lay documents of at least one token end to end.
 
         Args:
-            documents: token ids, each at least one token.
             target_masks: True where a token is a prediction that counts; None: every token but each first one.
             weight: None: the number of targets.
-            row_ids: one name per document, or none.
         """
         lengths = tuple(len(document) for document in documents)
         if not lengths or min(lengths) == 0:
@@ -166,27 +164,22 @@ class Ragged(DeviceBatch):
         token of each document remains its own. Where no group shares a token, this is `build`.
 
         Args:
-            documents, target_masks, weight, row_ids: as for `build`.
             groups: numbers of the documents that may share their beginning; no document is in two groups.
             share: which groups share, by the lengths of their documents.
         """
-        lengths = tuple(len(document) for document in documents)
         prompts: list[int] = []
         first_of: list[int] = []  # a document of each prompt
         of_documents: list[int | None] = [None] * len(documents)
         for group in sorted(groups, key=len, reverse=True):  # see `SharedPrompts.lengths`
-            if not allowed(share, [lengths[i] for i in group]):
+            if not allowed(share, [len(documents[i]) for i in group]):
                 continue
-            common = common_prompt([documents[i] for i in group], [target_masks[i] for i in group])
-            if common:
+            if common := common_prompt([documents[i] for i in group], [target_masks[i] for i in group]):
                 for i in group:
                     of_documents[i] = len(prompts)
                 prompts.append(common)
                 first_of.append(group[0])
         whole = cls.build(documents, target_masks, weight=weight, row_ids=row_ids)
-        if not prompts:
-            return whole
-        return _share(whole, prompts, first_of, of_documents)
+        return _share(whole, prompts, first_of, of_documents) if prompts else whole
 
     @cached_property
     def before(self) -> Tensor:
@@ -248,7 +241,8 @@ def allowed(share: Sharing, lengths: Sequence[int]) -> bool:
 
 def common_prompt(documents: Sequence[Sequence[int]], target_masks: Sequence[Sequence[bool]]) -> int:
     """Leading tokens that are the same in all documents and no target; at least one token of each is left over."""
-    limit = min(min(len(d) - 1, _before_targets(m)) for d, m in zip(documents, target_masks, strict=True))
+    before_targets = [1 + [*mask[1:], True].index(True) for mask in target_masks]  # a first token is never a target
+    limit = min(*before_targets, *(len(document) - 1 for document in documents))
     first = list(documents[0][:limit])
     for document in documents[1:]:
         other = list(document[: len(first)])
@@ -257,23 +251,10 @@ def common_prompt(documents: Sequence[Sequence[int]], target_masks: Sequence[Seq
     return len(first)
 
 
-def _before_targets(mask: Sequence[bool]) -> int:
-    """Tokens before the first target; a document's first token is never one."""
-    counts = list(mask[1:])
-    return 1 + counts.index(True) if True in counts else len(mask)
-
-
 def _share(
     whole: Ragged, prompts: Sequence[int], first_of: Sequence[int], of_documents: Sequence[int | None]
 ) -> Ragged:
-    """The batch with each shared prompt once.
-
-    Args:
-        whole: every document for itself.
-        prompts: tokens of each prompt.
-        first_of: a document that begins with it.
-        of_documents: prompt of each document.
-    """
+    """The batch with each shared prompt, of `prompts` tokens, once; `first_of` is a document that begins with it."""
     ends = list(accumulate(whole.lengths))
     own = [length - (0 if p is None else prompts[p]) for length, p in zip(whole.lengths, of_documents, strict=True)]
     firsts = [ends[i] - whole.lengths[i] for i in first_of] + [end - size for end, size in zip(ends, own, strict=True)]
@@ -341,12 +322,7 @@ class RaggedBatch(DeviceBatch):
 
 @dataclass(frozen=True)
 class Seq2Seq(DeviceBatch):
-    """Documents for an encoder, and for each the document of its decoder.
-
-    Attributes:
-        encoder: what the encoder reads.
-        decoder: what the decoder writes; each document begins with the decoder's start token, which is no target.
-    """
+    """Documents for an encoder, and for each the decoder's, which begins with its start token, no target."""
 
     encoder: Ragged
     decoder: Ragged
@@ -377,10 +353,8 @@ def distinct_firsts(batch: Ragged) -> Tensor:
     shared = batch.shared
     if shared is None:
         return batch.firsts
-    starts = [0, *accumulate(batch.pieces)]
-    prompts = len(shared.lengths)
-    alone = [prompts + number for number, prompt in enumerate(shared.of_documents) if prompt is None]
-    return torch.tensor([starts[piece] for piece in [*range(prompts), *alone]]).to(batch.tokens.device)
+    begins = [True] * len(shared.lengths) + [prompt is None for prompt in shared.of_documents]
+    return torch.tensor(list(compress(accumulate(batch.pieces, initial=0), begins))).to(batch.tokens.device)
 
 
 def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
@@ -426,12 +400,7 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
 
 
 def group_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Row numbers in groups of similar length, from short to long, each of at most `limit` tokens.
-
-    Args:
-        lengths: tokens of each row; a row longer than `limit` is a group of its own.
-        limit: tokens that one group may hold.
-    """
+    """Row numbers in groups of similar length, from short to long, each of at most `limit` tokens; a longer row is alone."""
     return fill_groups(sorted(range(len(lengths)), key=lambda row: lengths[row]), lengths, limit)
 
 

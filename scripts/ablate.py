@@ -29,8 +29,7 @@ from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Ragged
-from alignment.training.optim import OptimConfig, learning_rate_at
-from alignment.training.optimizers import build_optimizer
+from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at
 
 EVALUATED = 256  # documents of the held-out part, spread evenly; fewer where it is shorter
 

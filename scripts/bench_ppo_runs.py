@@ -109,7 +109,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     from alignment.algorithms.ppo import ppo, setup
     from alignment.data.config import DataConfig
     from alignment.data.examples import Example
-    from alignment.data.mixture import stream_of
+    from alignment.data.stream import stream_of
     from alignment.loading import load_tokenizer
     from alignment.training import Engine, OptimConfig, TrainingConfig
 

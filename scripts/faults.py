@@ -20,6 +20,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ import torch.utils.tensorboard
 
 from alignment import files
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.adapters import peft_files as adapter_files
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
 from alignment.cli import terminate
-from alignment.commands.failure import explain
+from alignment.cli import explain
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
@@ -100,7 +100,7 @@ class Operations:
         for name in WRITERS:
             setattr(os, name, self.counted(getattr(os, name)))
         files.exchange = self.counted(files.exchange)
-        for module in (state_files, model_files, adapter_files):
+        for module in (state_files, model_files, import_module("alignment.adapters.attach")):
             module.save_file = self.counted(module.save_file)
         shutil.rmtree = self.counted(shutil.rmtree)
         return self

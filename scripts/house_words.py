@@ -1,7 +1,7 @@
 """The words of the package: those retired in favor of the field's, and those that a reader of torch does not know.
 
 A retired word is looked for in the names that the package defines (modules, classes, functions, parameters, fields,
-variables), and retired parts and phrases in the first line of docstrings too. To retire a word, add it to a table.
+variables), and retired parts and phrases in the first line of docstrings too.
 """
 
 import ast
@@ -12,58 +12,21 @@ from pathlib import Path
 
 from house_code import Module, Package
 
-RETIRED_PARTS = {  # a part of a name, between underscores or capitals -> the field's word
-    # models
-    "sight": "attention_context", "look": "attend", "looks": "attention", "bearings": "PositionModules",
-    "viewing": "attention_context", "remembering": "with_memory_write", "outgrown": "original_context",
-    "packing": "PaddedLayout", "places": "positions", "place": "position, location", "readout": "ClassificationHead",
-    "filed": "legacy_names", "today": "current", "recomputed": "activation_checkpointing",
-    # data
-    "framed": "EncodedText", "frame": "SpecialTokenTemplate", "frames": "special_tokens", "stretch": "segment",
-    "stretches": "segments", "symbols": "MaskTokens", "marks": "GPT1Tokens", "disguise": "escape", "beside": "with",
-    "ordinary": "is_text",
-    # algorithms
-    "understand": "finetune", "understanding": "tasks", "assemble": "runs, policies", "rivals": "label_logits",
-    "trunks": "backbone_modules", "taught": "distillation", "improve": "update", "mine": "local_rows",
-    # training, generation, evaluation, the top
-    "guarded": "num_losses", "gathered": "full_parameters", "beginning": "Prefilled",
-    "seat": "position_bias", "showings": "orders", "meant": "expected", "respond": "generate",
-    "bands": "expectations", "band": "Expectation", "told": "given", "affair": "-",
-    # spelling
-    "initialise": "initialize", "labelled": "labeled", "modelling": "modeling", "normalise": "normalize",
-    "normalised": "normalized", "normaliser": "normalizer", "optimisation": "optimization", "optimiser": "optimizer",
-    "overoptimisation": "overoptimization", "penalise": "penalize", "colour": "color", "colours": "colors",
-    "judgement": "judgment", "stabilised": "stabilized", "tokenise": "tokenize", "tokenised": "tokenized",
-    "summarise": "summarize", "centre": "center",
-}  # fmt: skip
-RETIRED_NAMES = {  # a whole name, underscores at its ends aside -> the field's
-    # models
-    "Memory": "CrossAttentionCache", "Places": "RelativeProjections", "both_sides": "bidirectional",
-    "head_width": "head_dim", "spread": "pad", "distances": "relative_positions", "RoundedAlibi": "BFloat16Alibi",
-    "WideRMSNorm": "Float32RMSNorm", "readers": "classifiers", "TokenReader": "TokenClassifier",
-    "Seq2SeqReader": "Seq2SeqClassifier", "PairCache": "EncoderDecoderCache", "PairMaps": "EncoderDecoderMaps",
-    "spec_pairs": "encoder_decoder", "pair_model": "encoder_decoder", "left_aside": "drop_other_heads",
-    "initial": "init_weights", "resize": "distill_init", "pack": "pad_layout", "pack_together": "pad_layouts",
-    "Parts": "PPOState",
-    # data
-    "Draw": "SeededRow", "Draws": "EpochStream", "draw_once": "fixed_seed_rows", "cut_head": "truncate_left",
-    "even_parts": "even_slices", "find_shape": "match_format",
-    "OWN_CHANCE": "CORRUPTION_SALT", "pipelines": "wrap", "raw_tokenizers": "original_files",
-    "Pieces": "TokenizedText", "Counts": "Tally", "room_for": "text_budget", "ViewsBatch": "MultiSequenceBatch",
-    "ViewsExample": "MultiSequenceExample",
-    # algorithms
-    "LanguageBeside": "DoubleHeadsModel", "Reading": "Predictions", "fit_once": "fit", "hold": "freeze",
-    "off_is_start": "disabled_is_start", "pair_loss": "*_loss_fn", "text_loss": "language_loss_fn",
-    "fitting": "check_tokenizer", "read_all": "predict", "bare": "unwrap",
-    # training, generation, evaluation, the top
-    "Idle": "ZeroWeightBatch",
-    "FREE_KEYS": "RESUMABLE_KEYS", "Replicated": "ReplicatedBackend", "Sharded": "FSDP2Backend", "Sums": "MetricSums",
-    "World": "ProcessGroup", "Zero": "DeepSpeedBackend", "in_step": "collective_forward",
-    "join_world": "init_distributed", "keep_checkpoints": "keep_last_checkpoints",
-    "min_learning_rate_share": "min_learning_rate_ratio", "NOTHING": "NO_TOKEN", "Past": "TokenHistory",
-    "any_rule": "is_active", "begin": "prefill", "follow_rules": "process_logits", "Document": "SourcedYaml",
-    "writer_of": "packaged_writer",
-}  # fmt: skip
+RETIRED_PARTS = (  # parts of a name, between underscores or capitals
+    "sight look looks bearings viewing remembering outgrown packing places place readout filed today recomputed "
+    "framed frame frames stretch stretches symbols marks disguise beside ordinary understand understanding "
+    "assemble rivals trunks taught improve mine guarded gathered beginning seat showings meant respond bands band "
+    "told affair initialise labelled modelling normalise normalised normaliser optimisation optimiser "
+    "overoptimisation penalise colour colours judgement stabilised tokenise tokenised summarise centre"
+)
+RETIRED_NAMES = (  # whole names, underscores at their ends aside
+    "Memory Places both_sides head_width spread distances RoundedAlibi WideRMSNorm readers TokenReader "
+    "Seq2SeqReader PairCache PairMaps spec_pairs pair_model left_aside initial resize pack pack_together Parts "
+    "Draw Draws draw_once cut_head even_parts find_shape OWN_CHANCE pipelines raw_tokenizers Pieces Counts "
+    "room_for ViewsBatch ViewsExample LanguageBeside Reading fit_once hold off_is_start pair_loss text_loss "
+    "fitting read_all bare Idle FREE_KEYS Replicated Sharded Sums World Zero in_step join_world keep_checkpoints "
+    "min_learning_rate_share NOTHING Past any_rule begin follow_rules Document writer_of"
+)
 RETIRED_TEXT = (  # a word or phrase of a docstring's first line
     "sight", "look at", "looks", "bearings", "places", "readout", "filed", "framed", "stretches", "draws", "disguise",
     "rivals", "trunks", "told", "affair", "affairs", "'s matter", "the same of", "the same, if", "those of", "see there",
@@ -77,9 +40,12 @@ EXCEPTIONS = {  # a name in one file that may keep a retired part -> why
 }
 
 OUR_OWN = {"ragged", "term", "gold", "labelers", "lineage"}  # explained in the glossary
+METHODS = (  # names of methods and of those who gave them
+    "apo bco discopop exo gsm ipo kupper luce nca odpo plackett prm rao rdpo remax simpo sppo wilson"
+)
 FIELD = (  # words of papers and tools that the libraries' names lack
-    "advantages alpaca bradley confusion corrupt corruption critic dialogue distilbert distill doctor finetune gae "
-    "hypotheses infill infilling judge manifest matthews modernbert neox overoptimization penalize png ppo prefill "
+    "advantages alpaca bradley coef confusion corrupt corruption critic dialogue distilbert distill doctor finetune gae "
+    "hypotheses infill infilling judge loopback manifest matthews minibatch modernbert neox overoptimization penalize png ppo prefill "
     "rectangle sandwich smollm terry unpad varlen whiten winrate yaml"
 )
 PLAIN = (  # plain English in its plain meaning
@@ -102,8 +68,8 @@ def retired(package: Package) -> list[str]:
     for module in package.modules.values():
         where = module.path.relative_to(package.directory)
         for line, name in sorted({*defined_names(module)}):
-            if (word := retired_word(name)) and f"{module.path.name}:{name}" not in EXCEPTIONS:
-                found.append(f"{where}:{line}: {name} ({word})")
+            if is_retired(name) and f"{module.path.name}:{name}" not in EXCEPTIONS:
+                found.append(f"{where}:{line}: {name}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 first = (ast.get_docstring(node) or "").split("\n")[0]
@@ -112,12 +78,10 @@ def retired(package: Package) -> list[str]:
     return found
 
 
-def retired_word(name: str) -> str | None:
-    """`word -> the field's` where a name is retired or has a retired part."""
+def is_retired(name: str) -> bool:
+    """True where a name is retired or has a retired part."""
     plain = name.strip("_")
-    if plain in RETIRED_NAMES:
-        return f"-> {RETIRED_NAMES[plain]}"
-    return next((f"{part} -> {RETIRED_PARTS[part]}" for part in parts_of(plain) if part in RETIRED_PARTS), None)
+    return plain in RETIRED_NAMES.split() or not set(RETIRED_PARTS.split()).isdisjoint(parts_of(plain))
 
 
 def defined_names(module: Module) -> Iterator[tuple[int, str]]:
@@ -135,13 +99,13 @@ def defined_names(module: Module) -> Iterator[tuple[int, str]]:
 
 def unknown_words(package: Package) -> list[str]:
     """Parts of public names that are retired, or that no library and no list here has; with names."""
-    known = library_words() | OUR_OWN | set(FIELD.split()) | set(PLAIN.split())
+    known = library_words() | OUR_OWN | set(METHODS.split()) | set(FIELD.split()) | set(PLAIN.split())
     found: dict[str, set[str]] = {}
     for name in public_names(package):
-        if name in RETIRED_NAMES:
+        if is_retired(name):
             found[name] = {name}
         for part in parts_of(name):
-            if part in RETIRED_PARTS or (len(part) > 2 and not known & set(stems(part))):
+            if len(part) > 2 and not known & set(stems(part)):
                 found.setdefault(part, set()).add(name)
     return [f"{part}: {', '.join(sorted(names)[:4])}" for part, names in sorted(found.items())]
 

@@ -175,7 +175,7 @@ def generation_differences(case: Case, reference: Any, model: Any, steps: int = 
     stop = Counter(token for row in first for token in set(row)).most_common(1)[0][0]
     greedy = decode_responses(model, prompts, SamplingConfig(steps, temperature=0.0), [stop], start_token=start)
     beam = beam_search(model, prompts, BeamConfig(4, max_new_tokens=steps), [stop], start_token=start)
-    ours = {"greedy": greedy.token_ids, "beam": [found[0] for found in beam.token_ids]}
+    ours = {"greedy": greedy.token_ids, "beam": beam.token_ids}
     return {
         name: sum(a != b for a, b in zip(rows, generated(case, reference, prompts, beams, steps, stop), strict=True))
         for (name, rows), beams in zip(ours.items(), (1, 4), strict=True)

@@ -10,7 +10,7 @@ one micro-batch on tensors without memory; nothing is measured.
 
 import argparse
 
-from alignment.commands.plan import PlanOptions, plan_config
+from alignment.commands.plan import plan_config
 from alignment.planning.layout import GB, Device
 from alignment.planning.plan import Plan
 
@@ -38,7 +38,7 @@ def row(name: str, stage: str, trained: str, *, sharded: bool) -> str:
     """A line of the table."""
     gpus, launch = (8, "launch/fsdp2") if sharded else (1, None)
     memory = 80 if sharded else 10**6  # PPO's way of sampling with shards depends on it
-    plan, _ = plan_config(name, [], PlanOptions(gpus=gpus, launch=launch, gpu_memory=memory, stage=stage, tflops=1.0))
+    plan = plan_config(name, [], gpus=gpus, launch=launch, gpu_memory=memory, stage=stage, tflops=1.0)
     peak = plan.peak
     parts = [peak.of_kind(kind) for kind in ("weights", "gradients", "optimizer")]
     parts += [peak.of_kind("activations") + peak.of_kind("logits") + peak.of_kind("unsharded blocks and buckets")]

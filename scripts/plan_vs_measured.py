@@ -89,8 +89,7 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
     import torch
 
-    from alignment.adapters.attach import attach
-    from alignment.adapters.peft_files import save_adapter
+    from alignment.adapters.attach import attach, save_adapter
     from alignment.adapters.specs import LoRASpec
     from alignment.data.tokenizers.load import save_tokenizer
     from alignment.data.tokenizers.train import train_tokenizer
@@ -153,10 +152,10 @@ def write_config(name: str, inputs: Path, output: Path) -> tuple[str, Path]:
 
 def plan(name: str, inputs: Path) -> tuple[int, str]:
     """Bytes and name of the largest phase of the plan."""
-    from alignment.commands.plan import PlanOptions, plan_config
+    from alignment.commands.plan import plan_config
 
     stage, file = write_config(name, inputs, inputs / f"{name.replace(' ', '_')}_planned")
-    found, _ = plan_config(str(file), [], PlanOptions(stage=stage, tflops=1.0))
+    found = plan_config(str(file), [], stage=stage, tflops=1.0)
     return found.peak.total, found.peak.phase
 
 

@@ -197,11 +197,11 @@ def adapter_spec(name: str) -> Any:
         "prefix": PrefixSpec(tokens=4),
         "dora": DoRASpec(rank=4, alpha=16.0),
         "ia3": IA3Spec(),
-        "prompt": PromptSpec(tokens=4, init="sampled_vocabulary"),
+        "prompt": PromptSpec(tokens=4),
         "prefix_network": PrefixSpec(tokens=4, projection_width=8),
         "bottleneck": BottleneckSpec(width=5, placement="houlsby"),
         "pissa": LoRASpec(rank=4, alpha=16.0, init="pissa"),
-        "patterns": LoRASpec(rank=4, rank_stabilized=True, rank_pattern={"value": 2}, init="orthogonal"),
+        "patterns": LoRASpec(rank=4, rank_stabilized=True, rank_pattern={"value": 2}),
         "token_rows": LoRASpec(rank=4, token_rows=(5, 9, 300)),
         "modules": LoRASpec(rank=4, modules_to_save=("model.norm", "lm_head")),
     }["lora" if name in QUANTIZED else name]

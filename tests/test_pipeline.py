@@ -16,6 +16,7 @@ from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
 from alignment.pipeline.run import run_recipe
 from alignment.pipeline.stages import STAGES
+from alignment.settings import PositiveFloat, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -58,13 +59,9 @@ class MakeConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    rate: float
+class OptimConfig(Settings):
+    rate: PositiveFloat
     steps: int
-
-    def __post_init__(self) -> None:
-        if self.rate <= 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
 
 
 @dataclass(frozen=True)
@@ -242,8 +239,8 @@ def test_all_mistakes_are_listed_before_anything_runs(recipe, ran):
         "stage world: /demo/recipe.yaml:6: size: must be a whole number, got 'many'",
         "stage sft: /demo/recipe.yaml:12: optim.rate: is missing; add it",
         "stage sft: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
+        "stage ppo: override: optim.rate: must be above 0, got -1",
         "stage ppo: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
-        "stage ppo: override: optim: rate must be above 0, got -1.0",
     ]
     assert list(ran) == []
 

@@ -1,8 +1,15 @@
 """Adapters beside a frozen model: LoRA, DoRA, (IA)^3, prompts and prefixes in peft's file format; bottleneck adapters."""
 
-from alignment.adapters.attach import attach, disabled, merge_adapter
+from alignment.adapters.attach import (
+    adapter_state,
+    attach,
+    disabled,
+    load_adapter,
+    merge_adapter,
+    read_spec,
+    save_adapter,
+)
 from alignment.adapters.files import is_adapter, is_scalar_adapter, read_base, read_revision
-from alignment.adapters.peft_files import adapter_state, load_adapter, read_spec, save_adapter
 from alignment.adapters.specs import (
     AdapterSpec,
     BottleneckSpec,

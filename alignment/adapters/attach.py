@@ -1,23 +1,39 @@
-"""Attach an adapter to a model, switch it off for a while, merge it into the weights."""
+"""Attach an adapter to a model, switch it off for a while, merge it into the weights, read and write its directory."""
 
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.adapters.bottleneck import BottleneckKind
-from alignment.adapters.extras import changed, plain_name, replace_extras
+from alignment.adapters.extras import State, changed, plain_name, replace_extras
+from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.lora import LoRAKind
 from alignment.adapters.specs import AdapterSpec, PromptSpec
 from alignment.adapters.virtual_tokens import PrefixKind, PromptKind
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
-from alignment.models.classifiers import ScalarModel
-from alignment.models.external.models import ExternalModel, ExternalScalarModel
+from alignment.errors import UserError, raise_all
+from alignment.files import write_atomic, write_json
+from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenClassifier
+from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.external.models import (
+    ExternalClassifier,
+    ExternalLanguageModel,
+    ExternalModel,
+    ExternalScalarModel,
+    ExternalSeq2SeqModel,
+)
+from alignment.models.language_model import LanguageModel
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantization_of
+from alignment.models.safetensors_files import read_safetensors
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
 Kind = LoRAKind | IA3Kind | PrefixKind | PromptKind | BottleneckKind
@@ -25,6 +41,12 @@ _lora, _ia3 = LoRAKind(), IA3Kind()
 KINDS: dict[str, Kind] = {
     "lora": _lora, "dora": _lora, "ia3": _ia3, "prefix": PrefixKind(), "prompt": PromptKind(), "bottleneck": BottleneckKind(),
 }  # fmt: skip
+TASK_TYPES = {  # peft's; it has none for masked language models, but this one runs them
+    "SEQ_2_SEQ_LM": (Seq2SeqModel, ExternalSeq2SeqModel),
+    "SEQ_CLS": (ScalarModel, ExternalScalarModel, SequenceClassifier),
+    "CAUSAL_LM": (LanguageModel, ExternalLanguageModel),
+    "FEATURE_EXTRACTION": (nn.Module,),
+}
 
 
 def kinds_attached(model: AnyModel) -> list[Kind]:
@@ -43,12 +65,11 @@ def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = No
     """
     kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
     kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    train_head(model)
+    _train_head(model)
     return model
 
 
-def train_head(model: AnyModel) -> None:
-    """Let the score head of a scalar model train."""
+def _train_head(model: AnyModel) -> None:
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
 
@@ -76,7 +97,7 @@ def merge_adapter(model: Loaded) -> Loaded:
     return model.requires_grad_(True)
 
 
-def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def merged_state(model: nn.Module, state: State) -> State:
     """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is.
 
     Args:
@@ -89,3 +110,123 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
         kind.put_into(model, state, plain)
     replace_extras(model, state, plain)
     return plain
+
+
+# Directories in peft's format
+
+
+def read_spec(directory: Path) -> AdapterSpec:
+    """The settings of a directory's adapter.
+
+    Raises:
+        UserError: the kind or an option of the adapter is not supported.
+    """
+    config = read_adapter_config(directory)
+    kind = next((kind for kind in KINDS.values() if kind.peft_type == config.get("peft_type")), None)
+    if kind is None:
+        raise UserError(
+            f"{directory}/{CONFIG}: peft_type {config.get('peft_type')!r} is not one of those supported: {', '.join(KINDS)}"
+        )
+    return kind.read_spec(config, Path(directory))
+
+
+def adapter_state(model: AnyModel, state: State | None = None) -> State:
+    """The adapter's weights by our names, with the score head of a scalar model.
+
+    Args:
+        model: a model with its adapter attached.
+        state: the full state dict where the model is sharded; None: the model's own.
+    """
+    whole: State = model.state_dict() if state is None else state
+    kinds, head = kinds_attached(model), _head_name(model)
+    return {name: value for name, value in whole.items() if name == head or any(kind.holds(name) for kind in kinds)}
+
+
+def _head_name(model: AnyModel) -> str | None:
+    """The name of the score head's weight in a scalar model's state dict; None for other models."""
+    if isinstance(model, ScalarModel):
+        return "head.weight"
+    return "inner.score.weight" if isinstance(model, ExternalScalarModel) else None
+
+
+def save_adapter(
+    model: AnyModel, directory: Path, *, base: str | None, revision: str | None = None, state: State | None = None
+) -> None:
+    """Write an adapter that peft's and transformers' Auto classes open by its directory, and that gives the same model.
+
+    Args:
+        model: a model with its adapter attached.
+        directory: directory to write.
+        base: directory or Hub name of the frozen weights. A directory is written as an absolute path, since peft reads
+            it from the working directory, and relative to the adapter's in our own settings, so that both can be moved
+            together.
+        revision: commit of a base model on the Hub.
+        state: the full state dict where the model is sharded; None: the model's own.
+
+    Raises:
+        ValueError: the model has no adapter, or several kinds of them.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    [kind] = kinds_attached(model)
+    state = adapter_state(model, state)
+    tensors, config = kind.to_file(model, state)
+    settings = kind.own_settings(model, state)
+    if base is not None and Path(base).is_dir():
+        base = str(Path(base).resolve())
+        settings = {**settings, BASE: Path(os.path.relpath(base, directory.resolve())).as_posix()}
+    if settings:
+        write_json(directory / SPEC, settings)
+    if (head := _head_name(model)) is not None:
+        tensors[f"{kind.before_head}score.weight"] = state[head]
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    config.task_type = next(name for name, classes in TASK_TYPES.items() if isinstance(model, classes))
+    if isinstance(model, TokenClassifier | ExternalClassifier):
+        config.task_type = {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    config.save_pretrained(str(directory))
+
+
+def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:
+    """Attach the adapter of a directory to its base model and return the model.
+
+    Args:
+        model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
+        directory: an adapter in peft's format.
+        with_head: load the score head of a reward model's adapter; False keeps that of `model`.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of another shape, or the adapter does not fit the model.
+    """
+    directory = Path(directory)
+    if not (directory / WEIGHTS).is_file():
+        raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
+    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
+    _train_head(model)
+    if (head := _head_name(model)) is not None and is_scalar_adapter(directory):
+        score = next((name for name in tensors if name.endswith("score.weight")), "")
+        weight = tensors.pop(score, None)
+        wanted |= {head: weight} if with_head else {}
+    _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
+    return model
+
+
+@torch.no_grad()
+def _load_strictly(
+    model: AnyModel, wanted: Mapping[str, Tensor | None], unexpected: Mapping[str, Tensor], where: str
+) -> None:
+    """Copy tensors into the model; any missing, unexpected or misshapen tensor is an error."""
+    parameters = dict(model.named_parameters())
+    found = {name: value for name, value in wanted.items() if value is not None}
+    problems = [f"{where}: tensor for {name} is missing" for name in wanted if name not in found]
+    problems += [f"{where}: tensor {name} belongs nowhere in this model" for name in unexpected]
+    problems += [
+        f"{where}: {name} has shape {list(value.shape)}, the model wants {list(parameters[name].shape)}"
+        for name, value in found.items()
+        if value.shape != parameters[name].shape
+    ]
+    raise_all(problems)
+    for name, value in found.items():
+        parameters[name].copy_(value)

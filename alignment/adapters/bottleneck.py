@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from alignment.adapters.extras import Change, State
-from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.files import CONFIG, build_spec
 from alignment.adapters.layer_names import BEFORE, AnyModel
 from alignment.adapters.specs import BottleneckSpec
 from alignment.errors import UserError
@@ -70,11 +70,7 @@ def apply_bottleneck(module: nn.Module, inputs: object, output: Any) -> Any:
 
 
 def bottleneck_sites(model: AnyModel, spec: BottleneckSpec) -> dict[str, int]:
-    """The modules whose outputs get an adapter, by name, and the width of each output.
-
-    Raises:
-        UserError: transformers' class has no such layers under names that are known.
-    """
+    """The modules whose outputs get an adapter, by name, and the width of each output."""
     if isinstance(model, ExternalModel):
         sites = _external_sites(model)
     else:
@@ -100,25 +96,14 @@ def _external_sites(model: ExternalModel) -> dict[str, dict[str, int]]:
             f"{FEED_FORWARD_OUTPUT.pattern!r}, or the layer itself, {FEED_FORWARD_MODULE.pattern!r}) in every layer, and "
             f"found {len(attention)} and {len(feed_forward)}; use LoRA instead"
         )
-    width = model.spec.width
-    return {
-        "attention": {name: _output_width(model, name, width) for name in attention.values()},
-        "feedforward": {name: _output_width(model, name, width) for name in feed_forward.values()},
-    }
+    parts = {"attention": attention, "feedforward": feed_forward}
+    return {part: dict.fromkeys(found.values(), model.spec.width) for part, found in parts.items()}
 
 
 def _by_layer(names: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
     """The module that `pattern` matches in each layer."""
     matches = (pattern.fullmatch(name) for name in names)
     return {match["layer"]: match[0] for match in matches if match}
-
-
-def _output_width(model: ExternalModel, name: str, width: int) -> int:
-    """Columns that a module returns; `width` of one that is no linear layer."""
-    module = model.get_submodule(name)
-    size = getattr(module, "out_features", getattr(module, "nf", width))  # `nf`: transformers' Conv1D
-    assert isinstance(size, int)
-    return size
 
 
 def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
@@ -137,7 +122,6 @@ class BottleneckConfig:
     inference_mode: bool = True
 
     def save_pretrained(self, directory: str) -> None:
-        """Write adapter_config.json into a directory, atomically."""
         shared = asdict(self)
         settings = shared.pop("spec")
         del settings["kind"]
@@ -154,11 +138,6 @@ class BottleneckKind:
     )
 
     def attach(self, model: AnyModel, spec: BottleneckSpec) -> None:
-        """Freeze the model and attach a new adapter to the attention and feed-forward layers of every block.
-
-        Raises:
-            UserError: transformers' class has no such layers under names that are known.
-        """
         sites = bottleneck_sites(model, spec)
         model.requires_grad_(False)
         device = next(model.parameters()).device
@@ -181,12 +160,10 @@ class BottleneckKind:
         return {}
 
     def to_file(self, model: nn.Module, state: State) -> tuple[State, BottleneckConfig]:
-        """Tensors and config of the adapters, without the score head of a scalar model and the name of the base."""
         spec = next(iter(bottlenecks(model).values())).spec
         return {name: value for name, value in state.items() if self.holds(name)}, BottleneckConfig(spec)
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> BottleneckSpec:
-        """The settings in an adapter_config.json; an unknown key is an error."""
         shared = {"peft_type", *(field.name for field in fields(BottleneckConfig))}
         own = {key: value for key, value in config.items() if key not in shared}
         return build_spec(BottleneckSpec, own, f"{directory}/{CONFIG}")
@@ -194,8 +171,5 @@ class BottleneckKind:
     def from_file(
         self, model: AnyModel, spec: BottleneckSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach the adapters, take their tensors from a file's and return them by our names; None: missing."""
-        sites = bottleneck_sites(model, spec)
-        check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
         self.attach(model, spec)
         return {name: tensors.pop(name, None) for name, _ in model.named_parameters() if self.holds(name)}

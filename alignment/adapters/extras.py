@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from alignment.adapters.files import CONFIG, SPEC, build_spec, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
-from alignment.errors import UserError, raise_all, spelling_hint
+from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.heads import LanguageHead
@@ -117,7 +117,6 @@ def token_rows(model: nn.Module) -> TokenRows | None:
 
 
 def _embedding(model: nn.Module) -> nn.Embedding:
-    """The token embedding."""
     if isinstance(model, ExternalModel):
         return cast(nn.Embedding, model.inner.get_input_embeddings())
     trunk = getattr(model, "trunk", None)
@@ -191,11 +190,7 @@ def _train_module(model: AnyModel, name: str) -> None:
 
 
 def _modules_named(model: AnyModel, text: str) -> list[str]:
-    """Our names of the modules with weights that a name, ours or a file's, means.
-
-    Raises:
-        UserError: there is none, or a file holds them together with others.
-    """
+    """Our names of the modules with weights that a name, ours or a file's, means."""
     locations = _locations(model)
     owners = {name.rpartition(".")[0]: location.name.rpartition(".")[0] for name, location in locations.items()}
     ours = [name for name in owners if f".{name}".endswith(f".{text}")]
@@ -219,11 +214,7 @@ def _modules_named(model: AnyModel, text: str) -> list[str]:
 
 
 def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tuple[int, ...] = ()) -> None:
-    """Add the trained modules and rows of an adapter's settings to a model that is frozen.
-
-    Raises:
-        UserError: a token id has no row, a name names no module, or the file could not hold the module alone.
-    """
+    """Add the trained modules and rows of an adapter's settings to a model that is frozen."""
     if not tokens and not modules_to_save:
         return
     if not isinstance(model, NativeModel | ExternalModel):
@@ -267,9 +258,7 @@ def replace_extras(model: nn.Module, state: State, plain: State) -> None:
 def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, object]]:
     """The rows' and modules' tensors in peft's format, and the options of peft's config that name them.
 
-    Args:
-        model: a model with an adapter; the score head of a scalar model is named, and its tensor left out.
-        state: the weights of the adapter by our names.
+    The score head of a scalar model is named, and its tensor left out.
     """
     names = ["score"] if isinstance(model, ScalarModel | ExternalScalarModel) else []
     copies = {name.replace(COPY, "."): value.cpu() for name, value in state.items() if COPY in name}
@@ -304,9 +293,7 @@ def extras_from_file(model: nn.Module, tensors: State) -> dict[str, Tensor | Non
 def modules_of_file(config: Mapping[str, object], tensors: State) -> tuple[str, ...]:
     """The modules in `modules_to_save` of a file that another program wrote, but for the head of a reward model.
 
-    Args:
-        config: content of adapter_config.json.
-        tensors: the tensors of the file; a module that it does not hold was not there either when it was written.
+    A module that the file does not hold was not there either when it was written.
     """
     named = tuple(f".{name}" for name in cast("list[str]", config.get("modules_to_save") or []))
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
@@ -320,13 +307,13 @@ class InjectedKind:
     """Layers of peft in place of linear layers, with rows and modules that are trained besides.
 
     Attributes:
+        peft_type: name of the kind in a file.
         before_head: precedes `score.weight` in the file of a scalar model's adapter.
         weights: part of the names of the kind's weights in a state dict.
         options: options of peft's config that are supported beside `OPTIONS`.
     """
 
-    before_head = BEFORE
-    weights = ""
+    peft_type, before_head, weights = "", BEFORE, ""
     options: frozenset[str] = frozenset()
 
     def layers(self, model: nn.Module) -> dict[str, Any]:
@@ -363,12 +350,7 @@ class InjectedKind:
     def read_options(
         self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path
     ) -> Spec:
-        """The settings in a directory: ours where we wrote it, else `own`, without its layers.
-
-        Args:
-            spec: class of the settings.
-            own: settings that peft's config holds.
-            config: peft's.
+        """The settings in a directory: ours where we wrote it, else `own` from peft's config, without its layers.
 
         Raises:
             UserError: naming every option that would change the result and is not supported.
@@ -378,21 +360,15 @@ class InjectedKind:
         raise_all(f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config))
         return build_spec(spec, dict(own), f"{directory}/{CONFIG}")
 
-    def config_defaults(self) -> Mapping[str, object]:
-        """The options of peft's config with their defaults."""
-        raise NotImplementedError
-
     def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         """One message per option of an adapter_config.json that would change the result and is not supported."""
-        defaults = self.config_defaults()
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+        defaults = vars(PEFT_TYPE_TO_CONFIG_MAPPING[cast(Any, self.peft_type)]())
         for key, value in config.items():
             if key in OPTIONS | self.options or not value or value == defaults.get(key):
                 continue
-            if key not in defaults:
-                hint = spelling_hint(key, defaults)
-                yield f"{key} is no option that we know" + (f"; {hint}" if hint else "")
-            else:
-                yield f"{key} = {value!r} is not supported, only {defaults[key]!r}"
+            yield f"{key} = {value!r} is not supported" + (f", only {defaults[key]!r}" if key in defaults else "")
 
     def file_parts(self, model: nn.Module) -> Iterator[tuple[FileLayer, list[int]]]:
         """The layers of a Hugging Face file of which a part has an adapter, and the outputs of each of their parts."""

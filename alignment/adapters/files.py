@@ -1,10 +1,7 @@
-"""A directory of an adapter of any kind: its base, its members, and the checks that the kinds share."""
+"""A directory of an adapter of any kind: its base, its settings and its members."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.files import check_directory, read_json_object, write_json
@@ -103,9 +100,6 @@ def read_members(directory: Path) -> list[Path] | None:
     return [directory / name for name in names]
 
 
-# Checks that the kinds share
-
-
 def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
     """A spec from JSON values, checked as a run's config is.
 
@@ -119,17 +113,3 @@ def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
         return build(kind, SourcedYaml({key: value for key, value in values.items() if key != BASE}, {(): where}))
     except UserError as error:
         raise UserError(f"{error}; write the adapter again") from error
-
-
-def check_size(directory: Path, asked: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse settings that need far more numbers than the file has, before allocating them.
-
-    Raises:
-        UserError: `asked` is more than four times what the file holds.
-    """
-    held = sum(tensor.numel() for tensor in tensors.values())
-    if asked > 4 * held:  # a fused matrix has one lora_A in the file where we have three
-        raise UserError(
-            f"{directory}: its settings (rank, virtual tokens, layers) ask for {asked} numbers, and {WEIGHTS} holds "
-            f"{held}; write the adapter again"
-        )

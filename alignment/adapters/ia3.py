@@ -50,19 +50,14 @@ class IA3Kind(InjectedKind):
         return {name: module for name, module in model.named_modules() if isinstance(module, IA3Layer)}
 
     def attach(self, model: nn.Module, spec: IA3Spec) -> None:
-        """Freeze the model and add a factor to each linear layer that the settings match.
-
-        Raises:
-            UserError: no layer matches, a pattern takes too long, or a file could not hold the factors.
-        """
         from peft import IA3Config, inject_adapter_in_model
 
         layers, feedforward = spec.layers, spec.feedforward
         if isinstance(model, ExternalModel) and (layers, feedforward) == (IA3_OUTPUTS, IA3_INPUTS):
             layers, feedforward = _layers_of_peft(model)
         none = (NO_LAYER, ())
-        inputs = [] if feedforward in none else matching_layers(model, feedforward, spec.exclude, "feedforward")
-        outputs = [] if layers in none else matching_layers(model, layers, spec.exclude)
+        inputs = [] if feedforward in none else matching_layers(model, feedforward, "feedforward")
+        outputs = [] if layers in none else matching_layers(model, layers)
         outputs = [name for name in outputs if name not in inputs]
         _refuse_what_no_file_holds(model, inputs)
         model.requires_grad_(False)
@@ -70,13 +65,11 @@ class IA3Kind(InjectedKind):
         attach_extras(model, spec.modules_to_save)
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
-        """All factors off."""
         return super().changes_when_off(model) + [
             (layer, "_disable_adapters", True) for layer in self.layers(model).values()
         ]
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
-        """Multiply the weights of a state dict without the adapter by the factors."""
         for name, layer in self.layers(model).items():
             factors, weight = state[f"{name}.ia3_l.{DEFAULT}"].cpu(), plain[f"{name}.weight"].cpu()
             plain[f"{name}.weight"] = (weight * factors).to(weight.dtype)
@@ -89,10 +82,10 @@ class IA3Kind(InjectedKind):
         return asdict(replace(_full_names(kinds), modules_to_save=tuple(sorted(wrappers(model)))))
 
     def to_file(self, model: nn.Module, state: State) -> "tuple[State, IA3Config]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
         from peft import IA3Config
 
         adapted, (tensors, options) = self.layers(model), extras_to_file(model, state)
+        inputs = {name for name, layer in adapted.items() if layer.is_feedforward}
         layers: list[FileLayer] = []
         for each, heights in self.file_parts(model):
             parts = [
@@ -101,30 +94,17 @@ class IA3Kind(InjectedKind):
             ]
             tensors[f"{BEFORE}{each.file_name}.ia3_l"] = fuse_rows(parts, each.groups)
             layers.append(each)
-        inputs = {name for name, layer in adapted.items() if layer.is_feedforward}
-        config = IA3Config(
+        return tensors, IA3Config(
             target_modules=sorted(each.file_name for each in layers),
             feedforward_modules=sorted(each.file_name for each in layers if inputs & set(each.layers)),
             fan_in_fan_out=any(each.transposed for each in layers),
             **cast(Any, options),
         )
-        return tensors, config
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> IA3Spec:
-        """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
-
-        Raises:
-            UserError: an option is not supported.
-        """
         return self.read_options(IA3Spec, {}, config, directory)
 
-    def config_defaults(self) -> Mapping[str, object]:
-        from peft import IA3Config
-
-        return vars(IA3Config())
-
     def from_file(self, model: nn.Module, spec: IA3Spec, tensors: State, directory: Path) -> dict[str, Tensor | None]:
-        """Attach an (IA)^3, take its tensors from a file's and return them by our names; None: missing."""
         if not (directory / SPEC).is_file():
             spec = _layers_of_file(tensors, file_layers(model), directory)
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
@@ -145,11 +125,7 @@ class IA3Kind(InjectedKind):
 
 
 def _layers_of_peft(model: ExternalModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """peft's own choice of layers for an architecture of transformers.
-
-    Raises:
-        UserError: it has none.
-    """
+    """peft's own choice of layers for an architecture of transformers."""
     from peft.utils import constants
 
     kind = str(model.config["model_type"])
@@ -167,23 +143,15 @@ def _refuse_what_no_file_holds(model: nn.Module, inputs: list[str]) -> None:
     """Refuse factors on the inputs of a layer that a file fuses with others, and on experts."""
     for layer in file_layers(model):
         found = [name for name in layer.layers if name in inputs]
-        if found and len(layer.layers) > 1:
+        if found and (len(layer.layers) > 1 or ".experts." in found[0]):
             raise UserError(
-                f"adapter.feedforward: a file holds {', '.join(layer.layers)} as one layer, {layer.file_name}, with one "
-                "input; name another layer"
-            )
-        if any(".experts." in name for name in found):
-            raise UserError(
-                "adapter.feedforward: a file cannot hold factors of single experts; leave them out, or use lora"
+                f"adapter.feedforward: a file cannot hold factors on the inputs of {found[0]} alone: {layer.file_name} holds "
+                "several layers or experts; name another layer, or use lora"
             )
 
 
 def _full_names(kinds: Mapping[str, bool]) -> IA3Spec:
-    """Settings that name each layer in full.
-
-    Args:
-        kinds: name of a layer -> True for factors on its inputs.
-    """
+    """Settings that name each layer in full, from the name of a layer -> True for factors on its inputs."""
     full = {
         kind: "|".join(sorted(escaped(name) for name, own in kinds.items() if own == kind)) or NO_LAYER
         for kind in (False, True)
@@ -192,11 +160,7 @@ def _full_names(kinds: Mapping[str, bool]) -> IA3Spec:
 
 
 def _layers_of_file(tensors: State, in_file: list[FileLayer], directory: Path) -> IA3Spec:
-    """The settings with exactly the layers of a file that another program wrote.
-
-    Raises:
-        UserError: the file has no factors of a linear layer of this model.
-    """
+    """The settings with exactly the layers of a file that another program wrote."""
     kinds: dict[str, bool] = {}
     for each in in_file:
         factors = tensors.get(f"{BEFORE}{each.file_name}.ia3_l")

@@ -93,11 +93,11 @@ def file_layers(model: nn.Module) -> list[FileLayer]:
     return list(found.values())
 
 
-def matching_layers(model: nn.Module, wanted: Names, exclude: Names = (), key: str = "layers") -> list[str]:
+def matching_layers(model: nn.Module, wanted: Names, key: str = "layers") -> list[str]:
     """Our names of the linear layers that a config names.
 
     Args:
-        wanted, exclude: as in `LowRankSpec`.
+        wanted: as in `LowRankSpec`.
         key: the key of `adapter` with the names, for messages.
 
     Raises:
@@ -110,11 +110,9 @@ def matching_layers(model: nn.Module, wanted: Names, exclude: Names = (), key: s
         found = [name for name in names if name.startswith(trunk)]
     else:
         found = matching(EVERY_LINEAR if wanted == "all-linear" else wanted, names, key)
-    found = [name for name in found if name not in set(matching(exclude, names, "exclude"))]
     if not found:
         there = without_numbers([*names, *filter(None, names.values())])
-        less = f" without those of adapter.exclude {exclude!r}" if exclude else ""
-        raise UserError(f"adapter.{key} {wanted!r}{less} names no linear layer; there are: {', '.join(there)}")
+        raise UserError(f"adapter.{key} {wanted!r} names no linear layer; there are: {', '.join(there)}")
     return found
 
 

@@ -32,14 +32,12 @@ from alignment.adapters.extras import (
     token_rows,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, check_size
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS
 from alignment.adapters.layer_names import (
     BEFORE,
     FileLayer,
     escaped,
     file_layers,
-    layer_sizes,
-    linear_layers,
     matching,
     matching_layers,
     names_in_file,
@@ -55,9 +53,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 DEFAULT, START, INITIAL = "default", "start", "initial"
-INITS = {"default": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}  # ours -> peft's init_lora_weights
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
-FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `spec_of` writes them, and no other pattern
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -108,7 +104,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    wanted = matching_layers(model, spec.layers, spec.exclude)
+    wanted = matching_layers(model, spec.layers)
     ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
     alphas = by_layer(model, wanted, spec.alpha_pattern, "alpha_pattern")
     if isinstance(spec, DoRASpec):
@@ -122,28 +118,23 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         use_dora=isinstance(spec, DoRASpec),
-        init_lora_weights=cast(Any, INITS.get(spec.init, True)),
         target_modules=wanted,
         rank_pattern=cast(Any, {re.escape(layer): rank for layer, rank in ranks.items()}),
         alpha_pattern=cast(Any, {re.escape(layer): alpha for layer, alpha in alphas.items()}),
     )
     inject_adapter_in_model(config, model, name)
-    if spec.init.startswith("pissa"):
+    if spec.init == "pissa":
         config.lora_dropout = 0.0
         inject_adapter_in_model(config, model, INITIAL)
         for layer in lora_layers(model).values():
             if name in layer.lora_A:
-                _start_at_principal_vectors(layer, name, spec.init)
+                _start_at_principal_vectors(layer, name)
     activate_loras(model)
     attach_extras(model, spec.modules_to_save, spec.token_rows)
 
 
 def by_layer(model: nn.Module, wanted: list[str], pattern: Mapping[str, float], key: str) -> dict[str, float]:
-    """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins.
-
-    Raises:
-        UserError: a line names no layer.
-    """
+    """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins."""
     names = {name: in_file for name, in_file in names_in_file(model).items() if name in wanted} if pattern else {}
     found: dict[str, float] = {}
     for text, value in reversed(list(pattern.items())):
@@ -180,7 +171,7 @@ def activate_loras(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> None:
+def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
     """Start an update at the principal part of the layer's weight, and the frozen one at minus that.
 
     With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale), A likewise. The base
@@ -196,18 +187,11 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> Non
         weight = weight.T  # transformers' Conv1D
     if START in layer.lora_A:
         weight = weight + layer.scaling[START] * _matrix(layer.lora_B, START) @ _matrix(layer.lora_A, START)
-    if init == "pissa":
-        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
-        left, sizes, right = left[:, :rank], sizes[:rank], right[:rank]
-    else:
-        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
-            torch.manual_seed(0)  # a resumed run must find the same vectors
-            left, sizes, right = torch.svd_lowrank(weight, q=rank, niter=int(init.rpartition("_")[2]))
-            right = right.T
-    root = (sizes / scale).sqrt()
+    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    root = (sizes[:rank] / scale).sqrt()
     for each, sign in ((name, 1.0), (INITIAL, -1.0)):
-        _matrix(layer.lora_A, each).copy_(root[:, None] * right)
-        _matrix(layer.lora_B, each).copy_(sign * left * root)
+        _matrix(layer.lora_A, each).copy_(root[:, None] * right[:rank])
+        _matrix(layer.lora_B, each).copy_(sign * left[:, :rank] * root)
 
 
 def _matrix(layers: nn.ModuleDict, name: str) -> Tensor:
@@ -320,17 +304,14 @@ class LoRAKind(InjectedKind):
         return off
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
-        """Put the updates into the weights of a state dict without the adapter."""
         for name, update in lora_updates(model, state).items():
             weight = plain[f"{name}.weight"]
             plain[f"{name}.weight"] = update.applied(weight.cpu()).to(weight.dtype)
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        """The settings that peft's config does not hold as we read them."""
         return asdict(spec_of(model, lora_updates(model, state)))
 
     def to_file(self, model: nn.Module, state: State) -> "tuple[State, LoraConfig]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
         from peft import LoraConfig
 
         updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
@@ -362,11 +343,6 @@ class LoRAKind(InjectedKind):
         return tensors, config
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
-        """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
-
-        Raises:
-            UserError: naming every option that would change the result and is not supported.
-        """
         rows = config.get("trainable_token_indices") or []
         if isinstance(rows, dict) and len(rows) != 1:
             raise UserError(
@@ -381,18 +357,7 @@ class LoRAKind(InjectedKind):
             "rank_stabilized": bool(config.get("use_rslora")),
             "token_rows": next(iter(rows.values())) if isinstance(rows, dict) else rows,
         }
-        spec = self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
-        named = isinstance(spec.layers, str) and FULL_NAMES.fullmatch(spec.layers)
-        if (directory / SPEC).is_file() and not named:
-            raise UserError(
-                f"{directory / SPEC}: layers must name each layer in full, joined by |; write the adapter again"
-            )
-        return spec
-
-    def config_defaults(self) -> Mapping[str, object]:
-        from peft import LoraConfig
-
-        return vars(LoraConfig())
+        return self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
 
     def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         init = config.get("init_lora_weights", True)
@@ -403,15 +368,10 @@ class LoRAKind(InjectedKind):
     def from_file(
         self, model: nn.Module, spec: LowRankSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach a LoRA or DoRA, take its tensors from a file's and return them by our names; None: missing."""
         ours = (directory / SPEC).is_file()
         if not ours:
             spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
-        wanted, linear = matching_layers(model, spec.layers), linear_layers(model)
-        ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
-        sizes = (int(ranks.get(name, spec.rank)) * sum(layer_sizes(linear[name])) for name in wanted)
-        check_size(directory, sum(sizes), tensors)
         attach_lora(model, spec)
         found: dict[str, Tensor | None] = {}
         for layer, heights in self.file_parts(model):
@@ -475,11 +435,7 @@ def _cut(
 
 
 def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer], directory: Path) -> LowRankSpec:
-    """The settings with exactly the layers, ranks and scales of a file that another program wrote.
-
-    Raises:
-        UserError: the file has no update of a linear layer of this model.
-    """
+    """The settings with exactly the layers, ranks and scales of a file that another program wrote."""
     ranks, alphas = {}, {}
     for layer in in_file:
         down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")

@@ -13,7 +13,6 @@ MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need te
 # Every expert of a mixture, but not its router.
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
 IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.down"
-INITS = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d?)?")
 
 Size = Annotated[int, Interval(ge=1, le=MAX_SIZE)]
 Dropout = Annotated[float, Interval(ge=0, lt=1)]
@@ -22,13 +21,16 @@ Names = str | tuple[str, ...]  # a regular expression, or a list of names
 
 def _pattern_problem(names: Names | Mapping[str, float]) -> str:
     """The fault of regular expressions; '' without one."""
-    patterns = [names] if isinstance(names, str) else names
     try:
-        for pattern in patterns:
+        for pattern in [names] if isinstance(names, str) else names:
             re.compile(pattern)
     except re.error as error:
         return f"is no regular expression: {error}"
     return ""
+
+
+def _patterns(*keys: str) -> tuple[Rule, ...]:
+    return tuple(Rule(key, lambda c, key=key: _pattern_problem(getattr(c, key))) for key in keys)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,10 @@ class LowRankSpec(Settings):
         dropout: dropout on the update's input in training.
         layers: the linear layers: `all-linear`; or a regular expression that matches the end of their names, such as
             `attention\\.(query|value)`; or a list of such ends. Names are ours, or those of transformers (`q_proj`).
-        exclude: layers that `layers` matches and that get no update, written in the same ways.
         rank_stabilized: use rsLoRA's scale.
         rank_pattern, alpha_pattern: other ranks and alphas by the end of the layer's name (a regular expression).
-        init: how the update starts. `default`: Kaiming for A, zeros for B; `gaussian`: normal A; `orthogonal`: both of
-            orthogonal rows, so that B A = 0; `pissa`: the principal singular vectors of the layer's weight, and
-            `pissa_niter_N`: these by N iterations of a randomized decomposition.
+        init: how the update starts. `default`: Kaiming for A, zeros for B; `pissa`: the principal singular vectors of the
+            layer's weight.
         token_rows: ids of tokens whose rows of the embedding (and of a language head tied to it) are trained too.
         modules_to_save: further modules that are trained whole and saved, such as `lm_head` or `embed_tokens`.
     """
@@ -56,29 +56,15 @@ class LowRankSpec(Settings):
     alpha: PositiveFloat = 32.0
     dropout: Dropout = 0.0
     layers: Names = EVERY_LINEAR
-    exclude: Names = ()
     rank_stabilized: bool = False
     rank_pattern: Mapping[str, Size] = field(default_factory=dict)
     alpha_pattern: Mapping[str, PositiveFloat] = field(default_factory=dict)
-    init: str = "default"
+    init: Literal["default", "pissa"] = "default"
     token_rows: tuple[NonNegativeInt, ...] = ()
     modules_to_save: tuple[str, ...] = ()
 
     RULES = (
-        Rule("layers", lambda c: _pattern_problem(c.layers)),
-        Rule("exclude", lambda c: _pattern_problem(c.exclude)),
-        Rule("rank_pattern", lambda c: _pattern_problem(c.rank_pattern)),
-        Rule("alpha_pattern", lambda c: _pattern_problem(c.alpha_pattern)),
-        Rule(
-            "init",
-            lambda c: not INITS.fullmatch(c.init),
-            "must be default, gaussian, orthogonal, pissa or pissa_niter_N, got {self.init!r}; default is usual",
-        ),
-        Rule(
-            "init",
-            lambda c: c.init == "orthogonal" and any(rank % 2 for rank in (c.rank, *c.rank_pattern.values())),
-            "orthogonal needs even ranks, half of the rows each for A and B; take another rank",
-        ),
+        *_patterns("layers", "rank_pattern", "alpha_pattern"),
         Rule(
             "token_rows", lambda c: len(set(c.token_rows)) < len(c.token_rows), "must be different tokens, got {self.token_rows}"
         ),
@@ -108,7 +94,7 @@ class DoRASpec(LowRankSpec):
     kind: Literal["dora"] = "dora"
 
     RULES = (
-        Rule("init", lambda c: c.init.startswith("pissa"), "{self.init!r} is not there for dora; use kind: lora, or another"),
+        Rule("init", lambda c: c.init == "pissa", "pissa is not there for dora; use kind: lora, or leave it out"),
     )  # fmt: skip
 
 
@@ -120,7 +106,7 @@ class IA3Spec(Settings):
         layers: the linear layers with a factor per output, written as for LoRA.
         feedforward: those with a factor per input instead, the last layer of each feed-forward; `layers` need not name
             them again.
-        exclude, modules_to_save: as for LoRA.
+        modules_to_save: as for LoRA.
 
     Source: Liu et al. 2022, arXiv:2205.05638, section 3.3.
     """
@@ -128,14 +114,9 @@ class IA3Spec(Settings):
     kind: Literal["ia3"] = "ia3"
     layers: Names = IA3_OUTPUTS
     feedforward: Names = IA3_INPUTS
-    exclude: Names = ()
     modules_to_save: tuple[str, ...] = ()
 
-    RULES = (
-        Rule("layers", lambda c: _pattern_problem(c.layers)),
-        Rule("feedforward", lambda c: _pattern_problem(c.feedforward)),
-        Rule("exclude", lambda c: _pattern_problem(c.exclude)),
-    )
+    RULES = _patterns("layers", "feedforward")
 
 
 @dataclass(frozen=True)
@@ -160,25 +141,14 @@ class PromptSpec(Settings):
 
     Attributes:
         tokens: number of virtual tokens; 10 to 100 is usual.
-        init: how their vectors start: `random`, from N(0, 1); `sampled_vocabulary`, as those of random tokens; `text`,
-            as those of the tokens of `init_text`, cut or repeated.
-        init_text: for `init: text`.
+        init_text: the vectors start as those of its tokens, cut or repeated; None: from N(0, 1).
 
     Source: Lester et al. 2021, arXiv:2104.08691.
     """
 
     kind: Literal["prompt"] = "prompt"
     tokens: Size = 20
-    init: Literal["random", "sampled_vocabulary", "text"] = "random"
     init_text: str | None = None
-
-    RULES = (
-        Rule(
-            "init_text",
-            lambda c: (c.init == "text") != (c.init_text is not None),
-            "belongs to init: text, and must be given there",
-        ),
-    )
 
 
 @dataclass(frozen=True)

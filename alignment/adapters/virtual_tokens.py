@@ -6,15 +6,14 @@ front of its source. Encoder classifiers that read a document's first vector rea
 """
 
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from alignment.adapters.extras import Change, State
-from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.files import CONFIG, build_spec
 from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -33,20 +32,53 @@ if TYPE_CHECKING:
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
 
 
+class SoftPrompt(nn.Module):
+    """Vectors of P virtual tokens, [P, E], drawn from N(0, 1) as peft's are.
+
+    Source: Lester et al. 2021, arXiv:2104.08691.
+    """
+
+    def __init__(self, spec: PrefixSpec | PromptSpec, width: int):
+        super().__init__()
+        self.spec, self.embedding = spec, nn.Embedding(spec.tokens, width)
+        self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
+
+    def forward(self) -> Tensor:
+        """[P, E]."""
+        return self.embedding(self.tokens)
+
+
+class PrefixAdapter(SoftPrompt):
+    """Keys and values of P virtual tokens for every layer, [layers, 2, P, K, head_dim].
+
+    Source: Li and Liang 2021, arXiv:2101.00190.
+    """
+
+    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
+        width, of_all_layers, inner = heads * head_dim, 2 * layers * heads * head_dim, spec.projection_width
+        super().__init__(spec, width if inner else of_all_layers)
+        self.shape = (layers, 2, heads, head_dim)
+        self.project = nn.Identity()
+        if inner:
+            self.project = nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, of_all_layers))
+
+    def forward(self) -> Tensor:
+        """[layers, 2, P, K, head_dim]."""
+        return self.project(super().forward()).unflatten(1, self.shape).permute(1, 2, 0, 3, 4)
+
+
 class VirtualTokensKind:
     """The common part of prefixes and soft prompts.
 
     Attributes:
         spec: class of the settings.
         attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
-        leaf: name of their weights in it, as a file has them.
         unmergeable: why they cannot be put into the weights.
         before_head: precedes `score.weight` in the file of a scalar model's adapter.
     """
 
     spec: ClassVar[type[PrefixSpec | PromptSpec]]
     attribute: ClassVar[str]
-    leaf: ClassVar[str]
     unmergeable = "virtual tokens are no change of weights and cannot be merged; keep them as an adapter directory"
     before_head = "base_model."
 
@@ -70,10 +102,6 @@ class VirtualTokensKind:
         """The settings of an adapter_config.json; how a soft prompt began is not kept."""
         return build_spec(self.spec, {"tokens": config.get("num_virtual_tokens")}, f"{directory}/{CONFIG}")
 
-    def numbers_per_token(self, model: AnyModel) -> int:
-        """Trained numbers of one virtual token."""
-        raise NotImplementedError
-
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
         """Freeze the model and attach new virtual tokens."""
         raise NotImplementedError
@@ -86,54 +114,72 @@ class VirtualTokensKind:
         self, model: AnyModel, spec: PrefixSpec | PromptSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
         """Attach virtual tokens, take their tensor from a file's and return it by our name; None: missing."""
-        check_size(directory, spec.tokens * self.numbers_per_token(model), tensors)
         self.attach(model, spec)
         vectors = tensors.pop("prompt_embeddings", None)
         found = None if vectors is None else self.of_file(model, vectors, directory)
-        return {f"{self.attribute}.{self.leaf}": found}
+        return {f"{self.attribute}.embedding.weight": found}
 
 
 # Prefixes
 
 
-class PrefixAdapter(nn.Module):
-    """Keys and values of P virtual tokens for every layer, [layers, 2, P, K, head_dim].
+class PrefixKind(VirtualTokensKind):
+    """Prefix tuning.
 
-    Source: Li and Liang 2021, arXiv:2101.00190; the parameters are those of peft's `PrefixEncoder`.
+    peft gives layer l of an encoder-decoder's decoder the slot 2 l of the file, modulo the number of slots. Our files
+    have twice as many slots as layers there, the odd ones of zeros, so that every layer has a slot of its own.
     """
 
-    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
-        super().__init__()
-        from peft import PrefixEncoder
+    peft_type, spec, attribute = "PREFIX_TUNING", PrefixSpec, "prefix"
 
-        self.spec, self.shape = spec, (spec.tokens, layers, 2, heads, head_dim)
-        self.encoder = PrefixEncoder(peft_config(spec, layers, heads, head_dim))
-        self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
+        assert isinstance(spec, PrefixSpec)
+        dimensions = prefix_dimensions(model)
+        model.requires_grad_(False)
+        model.prefix = PrefixAdapter(spec, *dimensions).to(next(model.parameters()).device)
 
-    def forward(self) -> Tensor:
-        """Keys and values, [layers, 2, P, K, head_dim]."""
-        return self.encoder(self.tokens).view(self.shape).permute(1, 2, 0, 3, 4)
+    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
+        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+        from peft import PrefixTuningConfig
 
+        layers, heads, head_dim = prefix_dimensions(model)
+        assert isinstance(model.prefix, PrefixAdapter) and isinstance(model.prefix.spec, PrefixSpec)
+        # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
+        prefix = PrefixAdapter(model.prefix.spec, layers, heads, head_dim)
+        prefix.load_state_dict(
+            {name.removeprefix("prefix."): value for name, value in state.items() if self.holds(name)}
+        )
+        keys_values = prefix.project(prefix.embedding.weight).detach()  # the network is needed in training only
+        two_stacks = _is_encoder_decoder(model)
+        if two_stacks:
+            slots = keys_values.new_zeros(len(keys_values), layers, 2, keys_values.shape[1] // layers)
+            slots[:, :, 0] = keys_values.unflatten(1, (layers, -1))
+            keys_values = slots.flatten(1)
+        width = heads * head_dim
+        config = PrefixTuningConfig(
+            num_virtual_tokens=len(keys_values),
+            token_dim=width,
+            num_transformer_submodules=2 if two_stacks else 1,
+            num_attention_heads=heads,  # peft's "attention heads" are the key-value heads of the cache
+            num_layers=2 * layers if two_stacks else layers,
+            encoder_hidden_size=width,
+        )
+        return {"prompt_embeddings": keys_values}, config
 
-def peft_config(
-    spec: PrefixSpec, layers: int, heads: int, head_dim: int, *, submodules: int = 1
-) -> "PrefixTuningConfig":
-    """The prefix as peft's config; its "attention heads" are the key-value heads of the cache.
-
-    Args:
-        submodules: 2 for an encoder-decoder, as peft has it.
-    """
-    from peft import PrefixTuningConfig
-
-    return PrefixTuningConfig(
-        num_virtual_tokens=spec.tokens,
-        token_dim=heads * head_dim,
-        num_transformer_submodules=submodules,
-        num_attention_heads=heads,
-        num_layers=layers,
-        prefix_projection=spec.projection_width > 0,
-        encoder_hidden_size=spec.projection_width or heads * head_dim,
-    )
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
+        """The slots that peft gives the layers of the model."""
+        if not _is_encoder_decoder(model):
+            return vectors
+        layers, heads, head_dim = prefix_dimensions(model)
+        width, submodules = 2 * heads * head_dim, read_json_object(directory / CONFIG).get("num_transformer_submodules")
+        slots = vectors.shape[-1] // width
+        if submodules != 2 or vectors.shape[-1] != slots * width or slots < layers:
+            raise UserError(
+                f"{directory}: a prefix for the decoder of an encoder-decoder has num_transformer_submodules 2 and at least "
+                f"{layers} slots of {width} numbers, and this one has num_transformer_submodules {submodules} and "
+                f"{vectors.shape[-1]} numbers; train it again with peft's task_type SEQ_2_SEQ_LM"
+            )
+        return vectors.unflatten(1, (slots, width))[:, [2 * layer % slots for layer in range(layers)]].flatten(1)
 
 
 def prefix_dimensions(model: AnyModel) -> tuple[int, int, int]:
@@ -178,58 +224,6 @@ def _external_shapes(model: ExternalModel) -> list[tuple[int, int]]:
     return [(x.shape[1], x.shape[3]) for x in keys if isinstance(x, Tensor)]
 
 
-class PrefixKind(VirtualTokensKind):
-    """Prefix tuning.
-
-    peft gives layer l of an encoder-decoder's decoder the slot 2 l of the file, modulo the number of slots. Our files
-    have twice as many slots as layers there, the odd ones of zeros, so that every layer has a slot of its own.
-    """
-
-    peft_type, spec, attribute, leaf = "PREFIX_TUNING", PrefixSpec, "prefix", "encoder.embedding.weight"
-
-    def numbers_per_token(self, model: AnyModel) -> int:
-        """Keys and values of all layers."""
-        return 2 * prod(prefix_dimensions(model))
-
-    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
-        """Freeze the model and attach a new prefix."""
-        dimensions = prefix_dimensions(model)
-        model.requires_grad_(False)
-        model.prefix = PrefixAdapter(cast(PrefixSpec, spec), *dimensions).to(next(model.parameters()).device)
-
-    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
-        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
-        own = {name.removeprefix("prefix."): value for name, value in state.items() if self.holds(name)}
-        # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
-        assert isinstance(model.prefix, PrefixAdapter)
-        layers, heads, head_dim = prefix_dimensions(model)
-        prefix = PrefixAdapter(model.prefix.spec, layers, heads, head_dim)
-        prefix.load_state_dict(own)
-        keys_values = prefix.encoder(prefix.tokens).detach()  # any projection applied: it is needed in training only
-        stored = PrefixSpec(tokens=model.prefix.spec.tokens)
-        if not _is_encoder_decoder(model):
-            return {"prompt_embeddings": keys_values}, peft_config(stored, layers, heads, head_dim)
-        slots = keys_values.new_zeros(stored.tokens, layers, 2, keys_values.shape[1] // layers)
-        slots[:, :, 0] = keys_values.unflatten(1, (layers, -1))
-        config = peft_config(stored, 2 * layers, heads, head_dim, submodules=2)
-        return {"prompt_embeddings": slots.flatten(1)}, config
-
-    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
-        """The slots that peft gives the layers of the model."""
-        if not _is_encoder_decoder(model):
-            return vectors
-        layers, heads, head_dim = prefix_dimensions(model)
-        width, submodules = 2 * heads * head_dim, read_json_object(directory / CONFIG).get("num_transformer_submodules")
-        slots = vectors.shape[-1] // width
-        if submodules != 2 or vectors.shape[-1] != slots * width or slots < layers:
-            raise UserError(
-                f"{directory}: a prefix for the decoder of an encoder-decoder has num_transformer_submodules 2 and at least "
-                f"{layers} slots of {width} numbers, and this one has num_transformer_submodules {submodules} and "
-                f"{vectors.shape[-1]} numbers; train it again with peft's task_type SEQ_2_SEQ_LM"
-            )
-        return vectors.unflatten(1, (slots, width))[:, [2 * layer % slots for layer in range(layers)]].flatten(1)
-
-
 def _is_encoder_decoder(model: AnyModel) -> bool:
     return isinstance(model, ExternalSeq2SeqModel) or isinstance(model.spec, EncoderDecoderSpec)
 
@@ -237,44 +231,10 @@ def _is_encoder_decoder(model: AnyModel) -> bool:
 # Soft prompts
 
 
-class SoftPrompt(nn.Module):
-    """Vectors of P virtual tokens, [P, E], drawn from N(0, 1) as peft's are.
-
-    Source: Lester et al. 2021, arXiv:2104.08691; the parameters are those of peft's `PromptEmbedding`.
-    """
-
-    def __init__(self, spec: PromptSpec, width: int):
-        super().__init__()
-        self.spec = spec
-        self.embedding = nn.Embedding(spec.tokens, width)
-        self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
-
-    def forward(self) -> Tensor:
-        """[P, E]."""
-        return self.embedding(self.tokens)
-
-
 class PromptKind(VirtualTokensKind):
     """Prompt tuning."""
 
-    peft_type, spec, attribute, leaf = "PROMPT_TUNING", PromptSpec, "soft_prompt", "embedding.weight"
-
-    def numbers_per_token(self, model: AnyModel) -> int:
-        """Width of a token's vector, E.
-
-        Raises:
-            UserError: transformers' class for the model does not read vectors.
-        """
-        if isinstance(model, NativeModel):
-            spec = _reading_stack(model).spec
-            return spec.width if spec.projection is None else spec.projection.width
-        if not accepts(model.inner, "inputs_embeds"):
-            raise UserError(
-                f"prompt tuning needs a model that reads vectors, and {type(model.inner).__name__} has no `inputs_embeds`; "
-                "use LoRA instead"
-            )
-        token = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
-        return _token_vectors(model, token).shape[-1]
+    peft_type, spec, attribute = "PROMPT_TUNING", PromptSpec, "soft_prompt"
 
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec, tokenizer: Tokenizer | None = None) -> None:
         """Freeze the model and attach a new soft prompt.
@@ -285,11 +245,17 @@ class PromptKind(VirtualTokensKind):
         Raises:
             UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
         """
-        assert isinstance(spec, PromptSpec)
-        device = next(model.parameters()).device
-        prompt = SoftPrompt(spec, self.numbers_per_token(model)).to(device)
-        if spec.init != "random" and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
-            tokens = _initial_tokens(spec, model.spec.vocabulary, tokenizer).to(device)
+        device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
+        prompt = SoftPrompt(spec, _vector_width(model)).to(device)
+        if text is not None and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
+            if tokenizer is None:
+                raise UserError(
+                    "adapter.init_text needs the model's tokenizer; give attach(model, spec, tokenizer=...)"
+                )
+            ids = tokenizer(text)["input_ids"]
+            if not ids:
+                raise UserError(f"adapter.init_text {text!r} has no token; write a longer text")
+            tokens = torch.tensor([ids[i % len(ids)] for i in range(spec.tokens)], device=device)
             prompt.embedding.weight.data.copy_(_token_vectors(model, tokens))
         model.requires_grad_(False)
         model.soft_prompt = prompt
@@ -316,16 +282,18 @@ class PromptKind(VirtualTokensKind):
         return vectors[:tokens] if two_stacks and len(vectors) == 2 * tokens else vectors
 
 
-def _initial_tokens(spec: PromptSpec, vocabulary: int, tokenizer: Tokenizer | None) -> Tensor:
-    """Ids of the tokens whose vectors the prompt starts from, [P]."""
-    if spec.init_text is None:
-        return torch.randint(vocabulary, (spec.tokens,))
-    if tokenizer is None:
-        raise UserError("adapter.init_text needs the model's tokenizer; give attach(model, spec, tokenizer=...)")
-    ids = tokenizer(spec.init_text)["input_ids"]
-    if not ids:
-        raise UserError(f"adapter.init_text {spec.init_text!r} has no token; write a longer text")
-    return torch.tensor([ids[i % len(ids)] for i in range(spec.tokens)])
+def _vector_width(model: AnyModel) -> int:
+    """Width of a token's vector, E."""
+    if isinstance(model, NativeModel):
+        spec = _reading_stack(model).spec
+        return spec.width if spec.projection is None else spec.projection.width
+    if not accepts(model.inner, "inputs_embeds"):
+        raise UserError(
+            f"prompt tuning needs a model that reads vectors, and {type(model.inner).__name__} has no `inputs_embeds`; "
+            "use LoRA instead"
+        )
+    token = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
+    return _token_vectors(model, token).shape[-1]
 
 
 @torch.no_grad()

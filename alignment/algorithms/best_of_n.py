@@ -22,7 +22,7 @@ from alignment.algorithms.scoring import RewardSource
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.prepare import preparation_of, prepare_with
-from alignment.data.rows.kinds import ROW_FORMATS
+from alignment.data.rows.read import ROW_FORMATS
 from alignment.data.rows.records import Kind, Message
 from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids
@@ -241,7 +241,6 @@ def sample_and_score(
             rows=range(start, start + len(some)), batch_size=config.batch_size,
         )  # fmt: skip
         given.append(rewards.give(some, sampled.token_ids, sampled.ended))
-        rewards.check_shares(given[-1])
         pairs = zip(sampled.token_ids, sampled.ended, strict=True)
         texts += [response_text(tokenizer, ids, end) for ids, end in pairs]
         lengths += map(len, sampled.token_ids)

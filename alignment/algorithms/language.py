@@ -9,7 +9,7 @@ from alignment.losses.language import TokenLoss
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import LossFn, LossSum
-from alignment.training.source_metrics import ONE_SOURCE, Sources
+from alignment.training.terms import ONE_SOURCE, Sources
 
 
 class LogProbModel(Protocol):

@@ -47,7 +47,7 @@ from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
-from alignment.training.optimizers import hidden_matrices, optimizer_bytes, trainable_parameters
+from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,8 @@ def _load_start(
     elif not start.is_adapter:
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
-        from alignment.adapters.attach import merge_adapter
+        from alignment.adapters.attach import load_adapter, merge_adapter, read_spec
         from alignment.adapters.lora import can_stack, keep_as_start
-        from alignment.adapters.peft_files import load_adapter, read_spec
 
         earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
         base, revision = read_base(start.directory), read_revision(start.directory)
@@ -244,8 +243,7 @@ def _load_start(
 
 def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
     """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
-    from alignment.adapters.attach import merge_adapter
-    from alignment.adapters.peft_files import load_adapter
+    from alignment.adapters.attach import load_adapter, merge_adapter
 
     model = reader.own(start.base, dtype=None)  # in the checkpoint's type
     model = merge_adapter(load_adapter(model, start.directory, with_head=reader.with_head))
@@ -354,7 +352,7 @@ def save_policy(
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
-    from alignment.adapters.peft_files import adapter_state, save_adapter
+    from alignment.adapters.attach import adapter_state, save_adapter
 
     model = engine.backend.unwrapped
     assert isinstance(model, NativeModel | ExternalModel)

@@ -45,7 +45,7 @@ from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged, RaggedBatch, Sharing
 from alignment.reward_model.model import document_scores
 from alignment.training import Collate, LossFn, LossSum
-from alignment.training.source_metrics import ONE_SOURCE, Sources
+from alignment.training.terms import ONE_SOURCE, Sources
 
 RewardLoss = Literal["bradley_terry", "ranking", "plackett_luce", "rao_kupper", "steps"]
 Means = dict[str, tuple[Tensor, Tensor]]  # (sum, weight) by metric, as in `LossSum.means`

@@ -126,7 +126,7 @@ def _save_ensemble(
     engine: Engine, policy: Policy, ensemble: AdapterEnsemble, output: str | Path, *, extra_files: WriteFiles
 ) -> Path:
     """The members as adapters in a folder each."""
-    from alignment.adapters.peft_files import adapter_state, save_adapter
+    from alignment.adapters.attach import adapter_state, save_adapter
 
     members = ensemble.models
     names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}

@@ -13,12 +13,12 @@ from torch import nn
 
 from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
 from alignment.data.rows.read import NO_EFFECT
 from alignment.data.rows.records import Kind
 from alignment.data.rows.sources import source_files
-from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
+from alignment.data.stream import Stream, describe_mixture, source_shares, stream_of
+from alignment.data.table import Rows, check_findings, describe_cache, lengths_of
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
@@ -37,9 +37,9 @@ from alignment.training.distributed import (
     launched_kind,
     propagate_failures,
 )
-from alignment.training.optimizers import check_optimizer
+from alignment.training.optim import check_optimizer
 from alignment.training.result import NO_EVALUATION
-from alignment.training.source_metrics import Sources
+from alignment.training.terms import Sources
 
 if TYPE_CHECKING:
     from alignment.data.streaming import StreamedOrder
@@ -173,8 +173,7 @@ def read_examples(
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     if chat_template is not None and counts.noted.get(PLAIN_PROMPT, 0) >= counts.kept:
         raise UserError(f"data.{part}: {NO_EFFECT.format(chat_template)}")
-    notes = (*data.left_out(part), *counts.lines(), *describe_cache(examples), *check_findings(examples, data.check))
-    for line in notes:
+    for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples
@@ -186,12 +185,12 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
     np.minimum(lengths, max_length, out=lengths)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     ways += ", or take a model with a longer context"
-    check_row_lengths(model, lengths, lambda row: name_of_row(examples, row), ways, new_tokens)
+    check_row_lengths(model, lengths, lambda row: examples[row].row_id, ways, new_tokens)
 
 
 def prepare_training(
     model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run
-) -> tuple[Engine, "RowOrder[Row] | StreamedOrder[Row]"]:
+) -> tuple[Engine, "Stream[Row] | StreamedOrder[Row]"]:
     """The engine that trains a model over the run's updates, and the examples in the run's order.
 
     The types and bytes of the model's weights are noted in the run.
@@ -215,7 +214,7 @@ def prepare_training(
         run.note(line)
     if run.is_main and config.data.distinguishes_sources:
         shares = source_shares(config.data, stream, total_steps)
-        write_json(run.output / "sources.json", [dataclasses.asdict(share) for share in shares])
+        write_json(run.output / "sources.json", shares)
     return Engine(model, config.optim, training, total_steps=total_steps), stream
 
 

@@ -11,7 +11,7 @@ from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.rows.records import Prompt
-from alignment.data.table import column_of, name_of_row
+from alignment.data.table import column_of
 from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -21,8 +21,7 @@ from alignment.models.model import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
 from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards, response_scorer
-from alignment.rewards.combine import ScoreFunction, Scores
-from alignment.rewards.samples import TextReward
+from alignment.rewards.combine import ScoreFunction, Scores, TextReward
 from alignment.rewards.specs import RewardSpec, names_of
 
 
@@ -94,10 +93,7 @@ class RewardSource:
         if not self.rewards:
             score = finite_scorer(self.reward_model or "", scorers["reward_model"])
             return lambda *responses: Scores(score(*responses), fixed_deviation=1.0 if scaled else None)
-        sources = len(self.data.source_names)
-        return build_rewards(
-            self.rewards, texts, scorers, tokenizer=tokenizer, sources=sources, scaled=scaled, reduce=reduce
-        )
+        return build_rewards(self.rewards, texts, scorers, tokenizer=tokenizer, scaled=scaled, reduce=reduce)
 
     def roles(self, judges: Mapping[str, RewardModel], name: str = "reward model") -> list[Role]:
         """Return the reward models as networks of a run; that of the short form has no further name."""
@@ -109,7 +105,7 @@ class RewardSource:
         if reward_model.shares_token_ids(tokenizer):
             return check_rows(reward_model.model, prompts, longest, self.max_new_tokens)
         if cut := column_of(prompts, "cut").nonzero()[0].tolist():
-            names = ", ".join(name_of_row(prompts, row) for row in cut[:3])
+            names = ", ".join(prompts[row].row_id for row in cut[:3])
             raise UserError(
                 f"{name}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
                 f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "

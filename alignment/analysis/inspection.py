@@ -22,9 +22,8 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.text import start_token_id
+from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
-from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.protocols import GenerativeModel
@@ -76,8 +75,7 @@ def write_attention(
     loaded, tokenizer = load_any(model), load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     documents = encoded(tokenizer, texts, "--text")
-    spec = loaded.spec
-    start = spec.start_token if isinstance(spec, EncoderDecoderSpec) else start_token_id(loaded.config)
+    start = start_token_of(loaded)
     if start is None and targets:
         raise UserError(f"--target is for an encoder-decoder, and {model} has one side only; leave it out")
     decoded = [] if start is None else target_ids(loaded, tokenizer, documents, targets, start)

@@ -9,9 +9,8 @@ from alignment.data.rows.records import Message, Messages
 from alignment.errors import UserError
 from alignment.generation.requests import TokenEvent
 from alignment.loading import load_tokenizer
-from alignment.serving.app import ServedModel, decoding_requests
-from alignment.serving.model_thread import ModelThread, ServingError
-from alignment.serving.protocol import BadRequest, CompletionRequest
+from alignment.serving.app import ModelThread, ServedModel
+from alignment.serving.protocol import BadRequest, ChatBody
 
 HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a reply, Ctrl-D ends"
 
@@ -68,24 +67,22 @@ def reply(served: ServedModel, thread: ModelThread, messages: Messages, settings
     """Write a reply as it comes, and return it; Ctrl-C ends it where it is.
 
     Raises:
-        BadRequest: the dialogue does not fit the model, or a setting is out of range.
-        UserError: the model could not answer.
+        BadRequest: the dialogue does not fit the model, or the model could not answer.
     """
-    sampling = {"temperature": settings.temperature, "top_p": settings.top_p}
-    asked = CompletionRequest("chat", (messages,), sampling=sampling, seed=settings.seed)
-    arrived: queue.SimpleQueue[TokenEvent | ServingError] = queue.SimpleQueue()
-    tickets = thread.submit(decoding_requests(served, asked, [served.prompt_ids(messages)]), [arrived.put])
+    asked = ChatBody(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+    arrived: queue.SimpleQueue[TokenEvent | BadRequest] = queue.SimpleQueue()
+    cancel = thread.submit(served.requests(asked, [served.prompt_ids(messages)]), [arrived.put])
     text = ""
     try:
         while True:
             event = arrived.get()
-            if isinstance(event, ServingError):
-                raise UserError(str(event))
+            if isinstance(event, BadRequest):
+                raise event
             print(event.text, end="", flush=True)
             text += event.text
             if event.finish is not None:
                 break
     except KeyboardInterrupt:
-        thread.cancel(tickets)
+        cancel()
     print()
     return text

@@ -2,9 +2,9 @@
 
 import ipaddress
 import os
-import queue
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +14,12 @@ from alignment.adapters import load_adapter
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.text import read_prompts, start_token_of
+from alignment.generation.generate import read_prompts, start_token_of
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
-from alignment.serving.app import ServedModel, build_app
-from alignment.serving.model_thread import ModelThread
+from alignment.serving.app import ModelThread, ServedModel, build_app
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,6 @@ class ServeConfig:
         name: of the model in requests.
         max_batch: responses decoded side by side; further ones wait.
         max_tokens: longest chat response where a request names none.
-        kept_tokens: tokens of past prompts and responses whose keys and values are kept, so that a prompt that begins as
-            one of them (the next turn of a dialogue, another question behind the same system message) is computed from
-            there on; 0: none.
     """
 
     model: str
@@ -48,7 +43,6 @@ class ServeConfig:
     name: str | None = None
     max_batch: int = 32
     max_tokens: int = 512
-    kept_tokens: int = 16384
 
 
 def serve_model(
@@ -59,7 +53,7 @@ def serve_model(
     Args:
         host: address to listen at.
         port: 0 takes a free one, which is printed.
-        allow_remote: whether `host` may be an address that other machines reach.
+        allow_remote: `host` may be an address that other machines reach.
         key_variable: environment variable with the key that clients have to send as a bearer token; None: no key.
 
     Raises:
@@ -92,17 +86,10 @@ def serve_model(
 
 @contextmanager
 def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]]:
-    """The model for the routes, and the thread that runs it.
-
-    Raises:
-        UserError: no such model, adapter or template.
-    """
-    # A tokenizer must not be used by two threads at once: two encode prompts, so that one of a large prompt does not hold up
-    # the others, one names tokens in answers, and one decodes in the model's thread.
-    tokenizer, other, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(4))
-    encoders: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
-    encoders.put(tokenizer)
-    encoders.put(other)
+    """The model for the routes, and the thread that runs it."""
+    # A tokenizer must not be used by two threads at once: one encodes prompts, one names tokens in answers, one decodes.
+    tokenizer, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(3))
+    encoding = threading.Lock()
     model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     if config.adapter is not None:
         model = load_adapter(model, find_directory(config.adapter)).eval()
@@ -116,11 +103,8 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
         )
 
     def encode(prompt: str | Messages) -> list[int]:
-        encoder = encoders.get()
-        try:
-            return read_prompts(encoder, [prompt], start)[0]
-        finally:
-            encoders.put(encoder)
+        with encoding:
+            return read_prompts(tokenizer, [prompt], start)[0]
 
     served = ServedModel(
         config.name or config.model,
@@ -134,30 +118,20 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
     )
 
     def make_engine() -> DecodingEngine:
-        return DecodingEngine(
-            model, max_rows=config.max_batch, start_token=start, tokenizer=decoding, kept_tokens=config.kept_tokens
-        )
+        return DecodingEngine(model, max_rows=config.max_batch, start_token=start, tokenizer=decoding)
 
     with ModelThread(make_engine) as thread:
         yield served, thread
 
 
 def require_extra() -> None:
-    """Refuse to start without starlette and uvicorn.
-
-    Raises:
-        UserError: naming what is missing.
-    """
+    """Raise UserError where starlette or uvicorn is missing."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
 
 
 def read_key(variable: str | None) -> str | None:
-    """The key that clients have to send.
-
-    Raises:
-        UserError: the environment has no such variable.
-    """
+    """The key that clients have to send; UserError where the environment has no such variable."""
     if variable is None:
         return None
     if not (key := os.environ.get(variable)):
@@ -168,7 +142,7 @@ def read_key(variable: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """True for an address that only this machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -176,11 +150,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address.
-
-    Raises:
-        UserError: the port is in use or out of range, or the address is none of this machine's.
-    """
+    """A socket that listens at an address; UserError where the port is in use or the address is none of this machine's."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

@@ -1,15 +1,34 @@
-"""What a config may hold: its JSON schema, and its keys with default and meaning, both from dataclasses and docstrings."""
+"""What a config may hold, from its dataclasses and their docstrings: its JSON schema, its keys, and the help on them."""
 
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from alignment.config.load import packaged_names
+from alignment.errors import UserError, suggest
+
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core.core_schema import DataclassSchema
+
+FIRST = {  # stage -> keys that matter first, beside the required ones
+    "": (
+        "data.train", "adapter", "optim.learning_rate", "training.epochs", "training.max_steps", "training.batch_size",
+        "training.micro_batch_tokens", "training.precision", "data.max_length", "weights.quantize",
+    ),
+    "pretrain": ("model", "tokenizer", "vocabulary", "objective"),
+    "sft": ("loss_on", "chat_template"),
+    "reward": ("loss", "ensemble", "normalize"),
+    "dpo": ("loss", "beta", "reference"),
+    "online_dpo": ("reward_model", "rewards", "loss", "beta", "responses_per_prompt", "max_new_tokens"),
+    "ppo": ("reward_model", "rewards", "advantages", "responses_per_prompt", "max_new_tokens", "kl_coef", "pretrain_coef"),
+    "finetune": ("task", "format"),
+    "winrate": ("judge", "reward_model", "max_new_tokens", "temperature", "best_of"),
+}  # fmt: skip
 
 NAMES = re.compile(r"    (\w+(?:, \w+)*): (.*)")  # "name: text", or "one, two: text", of an Attributes section
 
@@ -118,3 +137,46 @@ def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
             return "any"
         case kind:
             return str(kind)
+
+
+def describe_keys(cls: type, stage: str, width: int, topic: str | None = None) -> str:
+    """Describe the packaged configs of a stage and keys of its config class, in lines at most `width` wide.
+
+    Args:
+        topic: None: the required keys and `FIRST`, a line each. `all`: every key. Else the key or section of that name.
+
+    Raises:
+        UserError: there is no such key.
+    """
+    keys = config_keys(cls)
+    if topic not in (None, "all"):
+        names = {key: re.sub(r"\{.*?\}|\[\]", "", key.name) for key in keys}  # adapter{lora,dora}.rank is adapter.rank
+        chosen = [key for key in keys if f".{topic}." in f".{names[key]}."]
+        if not chosen:
+            raise UserError(f"--help {topic}: there is no such key; {suggest(str(topic), names.values())}")
+        return "\n".join(_key_help(key, width) for key in chosen)
+    packaged = [name for name in packaged_names("configs") if name.startswith(f"{stage}/")]
+    lines = [_wrapped(f"packaged configs: {', '.join(packaged)}", width, ""), ""] if packaged else []
+    if topic == "all":
+        return "\n".join(
+            [*lines, "keys of the config, also as key=value:", "", *(_key_help(key, width) for key in keys)]
+        )
+    first = {*FIRST[""], *FIRST.get(stage, ())}
+    lines += ["keys that matter first, also as key=value:", ""]
+    for key in keys:
+        if key.name in first or (key.default is None and key.name.isidentifier()):
+            lines.append("  " + textwrap.shorten(f"{_key_head(key)}: {key.text}", width - 2, placeholder=" ..."))
+    return "\n".join([*lines, "", f"`--help KEY` has a key or section whole, `--help all` all {len(keys)} keys"])
+
+
+def _key_head(key: ConfigKey) -> str:
+    return f"{key.name} ({'required' if key.default is None else f'default {key.default}'})"
+
+
+def _key_help(key: ConfigKey, width: int) -> str:
+    text = f"\n{_wrapped(key.text, width, '      ')}" if key.text else ""
+    return _wrapped(f"{_key_head(key)}: {key.type}", width, "  ") + text
+
+
+def _wrapped(text: str, width: int, indent: str) -> str:
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)

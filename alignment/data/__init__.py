@@ -7,5 +7,5 @@ Import from the modules themselves; a method loads only the kinds of rows that i
     batches       examples -> micro-batches           stream        the order of examples over epochs
     prepare       all of this from a data config      doctor        faults of data files
     pretraining/  masked, next-sentence and corrupted texts
-    tasks/        labeled rows for downstream tasks
+    tasks.py      labeled rows for downstream tasks
 """

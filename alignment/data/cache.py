@@ -2,32 +2,47 @@
 
     DIRECTORY/entries/KEY/     manifest.json and the files that it lists
     DIRECTORY/locks/KEY        locked while one process looks for the entry or makes it
-    DIRECTORY/hashes/          hashes of large source files (fingerprint.py)
+    DIRECTORY/hashes/          hashes of large source files
 
-The system releases a lock when its process ends, however it ends. Entries are renamed into place when they are complete.
+A key stands for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that prepares them.
+Settings count unless they are known not to matter, so that a new one counts from its first day.
 """
 
-import atexit
-import fcntl
+import dataclasses
+import functools
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from alignment.files import atomic_directory, cache_directory, hash_of, remove_directory, sha256
+from filelock import FileLock, Timeout
+
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.rows.sources import hub_source, load_hub, source_files
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.files import atomic_directory, cache_directory, file_hash, hash_of, remove_directory, sha256
 
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
-
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised by what is no entry
-
-Make = Callable[[Path], Mapping[str, Any]]  # directory to fill -> content of its manifest
+PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may change what a row becomes
+# Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
+WITHOUT_EFFECT = frozenset(
+    {
+        "train", "evaluation", "evaluation_share", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum",
+        "temperature", "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
+    }
+)  # fmt: skip
+WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})
+ORIGIN = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
 
 
 @dataclass(frozen=True)
@@ -35,10 +50,10 @@ class Entry:
     """One entry of the cache, whole and checked.
 
     Attributes:
-        directory: where its files are.
+        directory: of its files.
         manifest: what was written with them.
         cached: True where it was there already.
-        notes: what the user should know: a damaged entry that was replaced, a directory that cannot be written.
+        notes: that a damaged entry was replaced.
     """
 
     directory: Path
@@ -47,40 +62,24 @@ class Entry:
     notes: tuple[str, ...] = ()
 
 
-def get_entry(cache: Path, key: str, make: Make) -> Entry:
-    """The entry of a key; `make` fills it where it is missing or damaged. Of several processes, one does so.
+def get_entry(cache: Path, key: str, make: Callable[[Path], Mapping[str, Any]]) -> Entry:
+    """The entry of a key; `make` fills its directory and returns its manifest where it is missing or damaged.
 
-    Where the cache cannot be written, the entry is made in a temporary directory, which ends with the process.
+    Of several processes that ask for it, one makes it.
+
+    Raises:
+        UserError: the cache cannot be written.
     """
-    problem = write_problem(cache)
-    if not problem:
-        return _get(cache, key, make)
-    with suppress(*DAMAGE):
-        return open_entry(cache / "entries" / key, key)
-    made = _get(temporary_cache(), key, make)
-    note = (
-        f"{cache}: cannot be written ({problem}), so rows are prepared into a temporary directory, and again by the next "
-        "run; name another directory by data.cache or ALIGNMENT_CACHE"
-    )
-    return replace(made, notes=(note, *made.notes))
-
-
-def write_problem(cache: Path) -> str:
-    """Why the cache cannot be written, or ''."""
+    directory, notes = cache / "entries" / key, ()
+    lock = FileLock(cache / "locks" / key)
     try:
         for name in ("entries", "locks"):
             (cache / name).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=cache / name):
-                pass
+        lock.acquire()
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _get(cache: Path, key: str, make: Make) -> Entry:
-    """The entry of a key in a cache that can be written, made where it is missing or damaged."""
-    directory, notes = cache / "entries" / key, ()
-    with _locked(cache / "locks" / key):
+        why = f"cannot be written ({error.strerror}), and rows are prepared into it"
+        raise UserError(f"{cache}: {why}; name another directory by data.cache or ALIGNMENT_CACHE") from error
+    try:
         if os.path.lexists(directory):
             try:
                 return open_entry(directory, key)
@@ -92,6 +91,8 @@ def _get(cache: Path, key: str, make: Make) -> Entry:
             content["stored"] = {path.name: _stamp(path) | {"sha256": sha256(path)} for path in sorted(new.iterdir())}
             text = json.dumps({**content, "check": hash_of(content)})
             (new / MANIFEST).write_text(text, encoding="utf-8")
+    finally:
+        lock.release()
     return Entry(directory, json.loads(text), False, notes)
 
 
@@ -119,61 +120,67 @@ def _stamp(path: Path) -> dict[str, int]:
     return {"bytes": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """While open, this process alone holds the lock of that name; on a file system without locks, several may."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _open_lock(path)
-    try:
-        with suppress(OSError):  # without locks the last of two writers wins, and both write the same
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def table_key(
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None, cache: Path
+) -> str:
+    """The key of one source's prepared rows; `name` is that of the preparation."""
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}
+    own = {key: value for key, value in dataclasses.asdict(source).items() if key not in WITHOUT_EFFECT_OF_A_SOURCE}
+    parts = {
+        "preparation": name,
+        "rows": content_of(source, cache),
+        "source": own,
+        "settings": settings,
+        "max_rows": max_rows,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "code": preparation_code_hash(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+    }
+    return hash_of(parts)[:32]
 
 
-def _open_lock(path: Path) -> int:
-    """A descriptor of a lock, made where there is none; a directory in its place is locked as a file is."""
-    return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDONLY | os.O_CREAT, 0o666)
+def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
+    """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
+    if files := source_files(source.source, str(source.split)):
+        return {str(file): file_hash(file, cache) for file in files}
+    found = hub_source(source.source, str(source.split))
+    if found is None:
+        return {}  # no such file: reading it says so
+    dataset = load_hub(*found)
+    return {"fingerprint": getattr(dataset, "_fingerprint", None) or hash_of([dict(row) for row in dataset])}
 
 
-def temporary_cache() -> Path:
-    """A cache that ends with this process, shared by the processes that one launcher started on this machine."""
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    owner = f"{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}" if several else f"{os.getpid()}"
-    path = Path(tempfile.gettempdir()) / f"alignment-data-{owner}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user")
-    atexit.register(_remove_own, path, os.getpid())
-    return path
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Hash of the files that the tokenizer would be saved as: vocabulary, special tokens, chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        files: dict[str, object] = {str(path.relative_to(folder)): sha256(path) for path in paths}
+        config = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return hash_of({**files, "tokenizer_config.json": {name: x for name, x in config.items() if name not in ORIGIN}})
 
 
-def _remove_own(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a forked child
-        shutil.rmtree(path, ignore_errors=True)
+@functools.lru_cache(maxsize=1)
+def preparation_code_hash() -> str:
+    """Hash of the source of every module that reads or tokenizes rows: all of alignment/data."""
+    folder = Path(__file__).parent
+    return hash_of({str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*.py"))})
 
 
-@dataclass(frozen=True)
-class Listed:
-    """An entry as `alignment data cache` lists it.
+# As `alignment data cache` lists and clears it
 
-    Attributes:
-        key: name of the entry.
-        kind: of its rows.
-        source: file or Hub id that they come from.
-        rows, tokens, bytes: its size.
-        created, used: when it was made and last opened, in seconds since 1970.
-    """
+
+class Listed(NamedTuple):
+    """An entry with its size and the times, in seconds since 1970, when it was made and last opened."""
 
     key: str
     kind: str
-    source: str
-    rows: int
-    tokens: int
-    bytes: int
-    created: float
-    used: float
+    source: str = ""
+    rows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    created: float = 0.0
+    used: float = 0.0
 
 
 def list_entries(cache: Path, older_than: float | None = None) -> list[Listed]:
@@ -182,9 +189,8 @@ def list_entries(cache: Path, older_than: float | None = None) -> list[Listed]:
     Args:
         older_than: only those last used more than this many days ago; None: all.
     """
-    folder = cache / "entries"
-    found = [_listed(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-    oldest = time.time() if older_than is None else time.time() - older_than * 86400
+    found = [_listed(path) for path in (cache / "entries").glob("[!.]*")]
+    oldest = time.time() - (older_than or 0) * 86400
     return sorted((entry for entry in found if entry.used <= oldest), key=lambda entry: -entry.used)
 
 
@@ -196,72 +202,44 @@ def _listed(directory: Path) -> Listed:
         used = (directory / MANIFEST).stat().st_mtime
         return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
     except DAMAGE:
-        return Listed(directory.name, "damaged", "", 0, 0, size, 0.0, 0.0)
-
-
-def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Listed], list[Listed]]:
-    """Delete entries: (deleted, left because a process holds them).
-
-    A run that has opened an entry keeps reading it; the system frees the space when the run ends.
-
-    Args:
-        older_than: only those last used more than this many days ago; None: all, and the hashes of source files.
-    """
-    deleted, left = [], []
-    for entry in list_entries(cache, older_than):
-        lock = _open_lock(cache / "locks" / entry.key)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_directory(cache / "entries" / entry.key)
-            deleted.append(entry)
-        except BlockingIOError:
-            left.append(entry)
-        finally:
-            os.close(lock)
-    if older_than is None:
-        shutil.rmtree(cache / "hashes", ignore_errors=True)
-    return deleted, left
-
-
-# As `alignment data cache` prints it
-
-HEAD = ("key", "kind", "source", "rows", "tokens", "MB", "age", "last used")
+        return Listed(directory.name, "damaged", bytes=size)
 
 
 def cache_lines(directory: str | None = None, *, clear: bool = False, older_than: float | None = None) -> list[str]:
     """The entries of the cache as lines of a table, and their sum; or, with `clear`, what was deleted.
 
+    A run that has opened an entry keeps reading it; the system frees the space when the run ends. An entry that is being
+    prepared stays.
+
     Args:
         directory: of the cache; None: the default one.
         clear: delete the entries.
-        older_than: only those last used more than this many days ago; None: all.
+        older_than: only those last used more than this many days ago; None: all, and the hashes of source files.
     """
     cache = cache_directory(directory)
+    entries, lines = list_entries(cache, older_than), list[str]()
     if clear:
-        deleted, left = clear_entries(cache, older_than)
-        held = [f"left {entry.key}: a process is preparing it" for entry in left]
-        return [*held, f"{cache}: deleted {_sum(deleted)}"]
-    entries = list_entries(cache, older_than)
-    rows = [HEAD, *map(_cells, entries)] if entries else []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"{cache}: {_sum(entries)}"]
+        for entry in list(entries):
+            try:
+                with FileLock(cache / "locks" / entry.key, timeout=0):
+                    remove_directory(cache / "entries" / entry.key)
+            except Timeout:
+                entries.remove(entry)
+                lines.append(f"left {entry.key}: a process is preparing it")
+        if older_than is None:
+            shutil.rmtree(cache / "hashes", ignore_errors=True)
+    elif entries:
+        cells = [
+            ("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used"),
+            *map(_cells, entries),
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    size = sum(entry.bytes for entry in entries) / 1e6
+    count = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {size:.1f} MB"
+    return [*lines, f"{cache}: {'deleted ' if clear else ''}{count}"]
 
 
 def _cells(entry: Listed) -> tuple[str, ...]:
-    numbers = (f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.bytes / 1e6:.1f}")
-    return entry.key, entry.kind, entry.source, *numbers, _ago(entry.created), _ago(entry.used)
-
-
-def _sum(entries: list[Listed]) -> str:
-    size = sum(entry.bytes for entry in entries) / 1e6
-    return f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {size:.1f} MB"
-
-
-def _ago(moment: float) -> str:
-    """Time since a moment, in its largest unit."""
-    seconds = max(0.0, time.time() - moment)
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    ages = (f"{(time.time() - moment) / 86400:.1f}" for moment in (entry.created, entry.used))
+    return *entry[:3], f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.bytes / 1e6:.1f}", *ages

@@ -4,35 +4,41 @@
 the tally of the preparation; `findings` puts them together.
 """
 
-import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-from alignment.data.examples import TokenizedRow
-from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Level, SpecialTokens, preferred_pairs
+from alignment.data.examples import Example, TokenizedRow
 from alignment.data.rows.fields import EqualResponses
-from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
-from alignment.data.rows.read import prompt_key, record_key
-from alignment.data.rows.records import SHOWN_IDS, Kind, LabeledResponse, Record, Steps, Tally
-from alignment.data.rows.steps import NO_STEPS
+from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES, NO_STEPS, ordered_pairs
+from alignment.data.rows.read import prompt_key, record_key, text_hash
+from alignment.data.rows.records import (
+    SHOWN_IDS,
+    Comparison,
+    Kind,
+    LabeledResponse,
+    Messages,
+    Ranking,
+    Record,
+    Steps,
+    Tally,
+    Text,
+    replies_of,
+)
 from alignment.data.text import chat
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
 
-MOST_HASHES = 2**17  # different rows that are kept in mind; from there on a share of them stands for all
 CUT_SHARE = 0.01  # above these shares a finding is a warning
 EQUAL_SHARE = 0.01
 SAME_RESPONSE_SHARE = 0.05
 LENGTH_BIAS = 0.1  # |share of pairs whose chosen side is longer - 1/2|
 LABEL_SHARE = 0.05  # of the rarer label
 LEAST_ROWS = 20  # for findings about most rows
-BACKWARD = 2**32
-OUTLIER = 10  # times the length that 99 of 100 rows stay below
-LEAST_OUTLIER_ROWS = 100
 SKIPPED = (  # reasons to leave out a row that is no bad one
     EqualResponses().reason,
     EqualResponses("two responses of one prompt").reason,
@@ -43,6 +49,231 @@ SKIPPED = (  # reasons to leave out a row that is no bad one
 LOST = (EMPTY, EQUAL, FEW_RESPONSES, NO_STEP)  # reasons to drop a row for its tokens
 
 
+Level = Literal["error", "warning", "note"]
+
+LEAST_LINES = 4  # of the same line, for a text that repeats itself
+LEAST_WORDS = 8  # of the same word in a row
+LEAST_PROMPT = 20  # characters of a prompt that a response may not begin with
+
+SAME_WORDS = re.compile(rf"\b(\w{{2,}})(?:\W{{1,3}}\1\b){{{LEAST_WORDS - 1}}}")
+MARKERS = re.compile(r"<\|(?:im_start|begin_of_text|start_header_id|user|assistant|system)\|>|\[INST\]|<start_of_turn>")
+ROLE_HEADER = re.compile(r"(?:^|\n\n)(?:(?:### ?)?(?:Human|User)|### ?(?:Assistant|Instruction|Input|Response)) ?: ?")
+MARKUP = re.compile(
+    r"</?(?:div|p|br|span|a|body|table|tr|td|li|ul|b|i|font)(?: [^<>]{0,200})?/?>|&(?:amp|lt|gt|nbsp|quot|#39);"
+)
+MOJIBAKE = re.compile(
+    "[\u00c3\u00c2][\u0080-\u00bf]|\u00e2\u20ac|\u00e2\u0080[\u0090-\u00bf]"
+)  # UTF-8 read as Latin-1 or CP1252
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+REFUSAL = re.compile(
+    r"^\W*(?:(?:I['’]m |I am |My )?(?:very |so )?(?:sorry|apolog)|I (?:cannot|can['’]t|can not) (?:help|assist|provide|comply|fulfill)"
+    r"|As an AI\b)",
+    re.IGNORECASE,
+)
+
+
+class CheckedRow(NamedTuple):
+    """A record with its texts.
+
+    Attributes:
+        prompt: text of the prompt, or the document.
+        responses: the text of each.
+        plain_prompt: the prompt where it is plain text and has responses, else ''.
+        messages: the prompt where it is messages, else none.
+    """
+
+    record: Any
+    prompt: str
+    responses: list[str]
+    plain_prompt: str
+    messages: Messages
+
+
+def checked_row(record: Record) -> CheckedRow:
+    """A record with its texts."""
+    prompt = record.text if isinstance(record, Text) else record.prompt
+    responses = list(replies_of(record))
+    if isinstance(record, Steps):
+        responses = [record.separator.join(record.steps)]
+    if isinstance(prompt, str):
+        return CheckedRow(record, prompt, responses, prompt if responses else "", [])
+    return CheckedRow(record, "\n".join(message["content"] for message in prompt), responses, "", prompt)
+
+
+def preferred_pairs(record: Record) -> list[tuple[str, str]]:
+    """Better and worse text of each pair that a row orders; of a label, the response and nothing."""
+    match record:
+        case Comparison():
+            return [(record.chosen, record.rejected)]
+        case Ranking():
+            return [(pair.chosen, pair.rejected) for pair in ordered_pairs(record)]
+        case LabeledResponse():
+            return [(record.response, "") if record.desirable else ("", record.response)]
+        case _:
+            return []
+
+
+class SpecialTokens(NamedTuple):
+    """Special tokens of a tokenizer, as the checks of tokens need them."""
+
+    bos: int | None
+    unknown: int | None
+    stops: frozenset[int]
+    stop_strings: tuple[str, ...]
+    control_strings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "SpecialTokens":
+        """The special tokens of a tokenizer; a token that ends responses is no fault wherever it stands."""
+        stops = chat.stop_token_ids(tokenizer)
+        bos, unknown = (None if token in stops else token for token in (bos_id(tokenizer), tokenizer.unk_token_id))
+        names = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stops)))
+        return cls(bos, unknown, frozenset(stops), names, tuple(control_strings(tokenizer)))
+
+
+class Fault(NamedTuple):
+    """A fault of a row.
+
+    Attributes:
+        name: of the fault.
+        says: the rest of a sentence that begins with a number of rows.
+        found: row -> true where it has the fault; of `TOKEN_FAULTS` example and special tokens -> true.
+        share: of the rows; above it the finding has its level, else it is a note.
+        level: error or warning.
+        untold: share of the rows up to which nothing is said.
+    """
+
+    name: str
+    says: str
+    found: Callable[..., object]
+    share: float = 0.01
+    level: Level = "warning"
+    untold: float = 0.0
+
+
+def _in_text(search: Callable[[str], object]) -> Callable[[CheckedRow], bool]:
+    return lambda row: any(map(search, (row.prompt, *row.responses)))
+
+
+def _in_response(search: Callable[[str], object]) -> Callable[[CheckedRow], bool]:
+    return lambda row: any(map(search, row.responses))
+
+
+def _repeats_itself(text: str) -> bool:
+    """True where most lines of a text are one and the same, or a word stands many times in a row."""
+    lines = [line for line in map(str.strip, text.split("\n")) if line]
+    if len(lines) >= LEAST_LINES:
+        line, number = Counter(lines).most_common(1)[0]
+        if number >= LEAST_LINES and 2 * number > len(lines) and any(map(str.isalnum, line)):
+            return True
+    return SAME_WORDS.search(text) is not None
+
+
+def _begins_with_prompt(row: CheckedRow) -> bool:
+    prompt = row.plain_prompt.strip()
+    return len(prompt) >= LEAST_PROMPT and row.responses[0].lstrip().startswith(prompt)
+
+
+def _is_glued(row: CheckedRow) -> bool:
+    """True where nothing stands between prompt and response."""
+    last = row.plain_prompt[-1:]
+    return bool(last) and (last.isalnum() or last in ".?!") and row.responses[0][0].isalnum()
+
+
+def _contradicts_scores(row: CheckedRow) -> bool:
+    """True where a response with a lower score has a better rank than one with a higher."""
+    if not isinstance(row.record, Ranking) or row.record.scores is None:
+        return False
+    ranked = zip(row.record.ranks, row.record.scores, strict=True)
+    return any(one[1] < other[1] for one, other in pairwise(sorted(ranked, key=lambda pair: (pair[0], -pair[1]))))
+
+
+def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
+    """True where a span that counts ends with a token at which generation does not stop."""
+    return any(
+        ids[found.start()] not in special.stops
+        for ids, mask in zip(example.documents, example.masks, strict=True)
+        for found in re.finditer(b"\x01(?!\x01)", bytes(mask))
+    )
+
+
+FAULTS = (
+    Fault(
+        "replacement characters",
+        "hold U+FFFD, the mark of bytes that were decoded wrongly",
+        _in_text(lambda text: "\ufffd" in text),
+    ),
+    Fault("mojibake", "hold UTF-8 that was decoded as another encoding (Ã©, â€™)", _in_text(MOJIBAKE.search)),
+    Fault("control characters", "hold control characters that no reader sees", _in_text(CONTROL.search)),
+    Fault(
+        "markup",
+        "hold tags or entities of HTML",
+        _in_text(lambda text: ("<" in text or "&" in text) and MARKUP.search(text)),
+        0.1,
+    ),
+    Fault(
+        "rendered markers",
+        "hold the control strings of a chat template, so they may have been rendered already",
+        _in_text(lambda text: ("<" in text or "[INST]" in text) and MARKERS.search(text)),
+    ),
+    Fault(
+        "role headers",
+        "have a response with the header of another turn in it ('Human:', '### Instruction:')",
+        _in_response(lambda text: ":" in text and ROLE_HEADER.search(text)),
+    ),
+    Fault("repetition", "have a response that repeats the same line or word", _in_response(_repeats_itself)),
+    Fault("refusals", "have a response that begins as a refusal", _in_response(REFUSAL.search), 0.5),
+    Fault("prompt in response", "have a response that begins with the prompt", _begins_with_prompt),
+    Fault(
+        "system message",
+        "have a system message after the first message",
+        lambda row: any(message["role"] == "system" for message in row.messages[1:]),
+        0.0,
+    ),
+    Fault(
+        "turns",
+        "have two messages of the user in a row",
+        lambda row: any(one["role"] == other["role"] == "user" for one, other in pairwise(row.messages)),
+    ),
+    Fault(
+        "no separation",
+        "have nothing between prompt and response, so the two are read as one text",
+        _is_glued,
+        1.0,
+        untold=0.5,
+    ),
+    Fault(
+        "margin",
+        "have a margin below 0: the rejected response is said to lead",
+        lambda row: (getattr(row.record, "margin", None) or 0.0) < 0,
+        0.0,
+    ),
+    Fault("scores", "have scores that contradict which response is preferred", _contradicts_scores, 0.0),
+    Fault(
+        "tied ranking",
+        "tie all responses",
+        lambda row: isinstance(row.record, Ranking) and len(set(row.record.ranks)) == 1,
+        0.05,
+    ),
+)
+TOKEN_FAULTS = (
+    Fault(
+        "bos",
+        "have more than one BOS",
+        lambda row, special: special.bos is not None and any(ids.count(special.bos) > 1 for ids in row.documents),
+        0.0,
+        "error",
+    ),
+    Fault(
+        "unknown tokens",
+        "have unknown tokens",
+        lambda row, special: special.unknown is not None and any(special.unknown in ids for ids in row.documents),
+        0.0,
+    ),
+    Fault("no stop token", "train no stop token", _is_unstopped, 0.0, "error"),
+)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One observation: an error would spoil training, a warning may.
@@ -50,7 +281,7 @@ class Finding:
     Attributes:
         level: error, warning or note.
         text: how many rows, what they have, and the first few of them.
-        name: what the fault is called.
+        name: of the fault.
     """
 
     level: str
@@ -58,101 +289,32 @@ class Finding:
     name: str = ""
 
 
-@dataclass
-class Count:
-    """Rows with a fault, and the first few of them; a row of a sample counts for several."""
+class CountTable(dict[Any, tuple[int, list[str]]]):
+    """Number of rows by what is counted, and the first few of them; a row of a sample counts for several."""
 
-    number: int = 0
-    first: list[str] = field(default_factory=list)
-
-
-class CountTable(dict[Any, Count]):
-    """CountTable by what is counted."""
-
-    def add(self, key: object, row_id: str, weight: int) -> None:
-        """Count a row."""
-        self.add_count(key, Count(weight, [row_id]))
-
-    def add_count(self, key: object, more: Count) -> None:
-        """Add a count of later rows."""
-        count = self.setdefault(key, Count())
-        count.number += more.number
-        count.first = (count.first + more.first)[:SHOWN_IDS]
+    def add(self, key: object, number: int, first: list[str]) -> None:
+        """Count rows, the first of which have these names."""
+        before, names = self.get(key, (0, []))
+        self[key] = before + number, (names + first)[:SHOWN_IDS]
 
     def merge(self, other: "CountTable") -> None:
         """Add counts of later rows."""
-        for key, count in other.items():
-            self.add_count(key, count)
-
-
-class HashSample:
-    """CountTable of keys in bounded memory: exact up to `MOST_HASHES` keys, then for every 2nd, 4th, ... key.
-
-    A key stays in the sample or not by its hash, so what is said of the keys in the sample holds for the others.
-
-    Source: Gibbons 2001, distinct sampling for highly-accurate answers to distinct values queries.
-    """
-
-    def __init__(self, most: int = MOST_HASHES):
-        self.most, self.weight, self.seen = most, 1, dict[int, int]()  # each key in it stands for `weight` keys
-
-    def add(self, key: int, number: int = 1) -> None:
-        """Count a key `number` times."""
-        if key % self.weight == 0:
-            self.seen[key] = self.seen.get(key, 0) + number
-            if len(self.seen) > self.most:
-                self._thin(2 * self.weight)
-
-    def merge(self, other: "HashSample") -> None:
-        """Add another sample."""
-        self._thin(max(self.weight, other.weight))
-        for key, number in other.seen.items():
-            self.add(key, number)
-
-    def _thin(self, weight: int) -> None:
-        self.weight = weight
-        self.seen = {key: number for key, number in self.seen.items() if key % weight == 0}
-
-    def copies(self) -> int:
-        """Number of keys seen that had been seen before."""
-        return self.weight * sum(number - 1 for number in self.seen.values())
-
-
-def stable_hash(*parts: str) -> int:
-    """A number of 64 bits that is the same for the same texts, in every process."""
-    text = "\0".join(parts).encode("utf-8", "surrogatepass")
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
-
-
-def length_bucket(length: int) -> int:
-    """Number of a length's bucket; buckets grow by 2^(1/4), so quantiles are right within 19 %."""
-    return int(4 * math.log2(max(1, length)))
-
-
-def outliers(lengths: CountTable, times: float) -> Count:
-    """Rows in buckets of lengths above `times` the one that 99 of 100 stay below."""
-    found, below, limit = CountTable(), 0, math.inf
-    total = sum(count.number for count in lengths.values())
-    for bucket in sorted(lengths):
-        if bucket > limit:
-            found.add_count("", lengths[bucket])
-        below += lengths[bucket].number
-        if limit == math.inf and below >= 0.99 * total:
-            limit = bucket + 1 + 4 * math.log2(times)
-    return found.get("", Count())
+        for key, (number, first) in other.items():
+            self.add(key, number, first)
 
 
 class Checks:
     """Unusual rows of one source, and unusual tokens of theirs.
 
     One object per chunk or process, `add` for each batch of rows, `merge` the objects, `findings` of the whole. Objects can
-    be pickled. Memory is bounded: beyond `MOST_HASHES` different rows, every 2nd, then every 4th ... row stands for all, and
-    the numbers are estimates. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap.
+    be pickled. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap in time and memory,
+    and the numbers estimates.
 
     Args:
         kind: of the rows.
         tokenizer: that makes the tokens; None: rows are checked as text alone.
-        weight: power of 2; texts and tokens of one row in this many are looked at, chosen by the hash of its id.
+        weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
+            are looked for among the contents of which one hash in this many is a multiple of it.
     """
 
     def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, *, weight: int = 1):
@@ -160,35 +322,33 @@ class Checks:
         self.weight = weight
         self.special = None if tokenizer is None else SpecialTokens.of(tokenizer)
         self.rows = 0
-        self.counts = {name: CountTable() for name in ("faults", "control strings", "lengths")}
-        self.samples = {name: HashSample() for name in ("copies", "preferences", "responses")}
+        self.counts = {name: CountTable() for name in ("faults", "control strings")}
+        self.seen: dict[str, Counter[Any]] = {name: Counter() for name in ("rows", "preferences", "responses")}
         self.sums: Counter[str] = Counter()  # of pairs: number, longer, difference of lengths; of labels: number, yes
 
     def add(self, records: Sequence[Record], examples: Sequence[TokenizedRow] = ()) -> None:
         """Check some rows, and the examples that were made of them."""
         self.rows += len(records)
         for record in records:
-            self.samples["copies"].add(stable_hash(*record_key(record)))
+            key = text_hash("\0".join(record_key(record)))
+            self.seen["rows"].update([key] if key % self.weight == 0 else ())
             for better, worse in preferred_pairs(record):
-                key = stable_hash(prompt_key(record), *sorted((better, worse)))
-                self.samples["preferences"].add(key, 1 if better < worse else BACKWARD)  # two counts in one number
-        self.weight = max(self.weight, self.samples["copies"].weight)
-        for record in records:
+                key = text_hash("\0".join([prompt_key(record), *sorted((better, worse))]))
+                self.seen["preferences"].update([(key, better < worse)] if key % self.weight == 0 else ())
             if self._draws(record.row_id):
-                self._add_texts(CheckedRow.of(record))
+                self._add_texts(checked_row(record))
         for example in examples if self.special is not None else ():
             for fault in TOKEN_FAULTS if self._draws(example.row_id) else ():
                 if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.special):
-                    self.counts["faults"].add(fault.name, example.row_id, self.weight)
+                    self.counts["faults"].add(fault.name, self.weight, [example.row_id])
 
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
         self.rows += other.rows
-        self.weight = max(self.weight, other.weight)
         for name, counts in other.counts.items():
             self.counts[name].merge(counts)
-        for name, sample in other.samples.items():
-            self.samples[name].merge(sample)
+        for name, seen in other.seen.items():
+            self.seen[name].update(seen)
         self.sums.update(other.sums)
 
     def _draws(self, row_id: str) -> bool:
@@ -197,44 +357,27 @@ class Checks:
 
     def _add_texts(self, row: CheckedRow) -> None:
         """Check one row's texts: its prompt, and each response by itself."""
-        row_id, weight = row.record.row_id, self.weight
+        weight, names = self.weight, [row.record.row_id]
         for fault in FAULTS:
             if fault.found(row):
-                self.counts["faults"].add(fault.name, row_id, weight)
-        for text in row.responses or [row.prompt]:
-            self.counts["lengths"].add(length_bucket(len(text)), row_id, weight)
-        for response in set(row.responses):
-            self.samples["responses"].add(stable_hash(response), weight)
+                self.counts["faults"].add(fault.name, weight, names)
+        self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:
             ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
             for string in self.special.control_strings:
                 if any(string in text for text in (row.prompt, *ended)):
-                    self.counts["control strings"].add(string, row_id, weight)
-        self._add_judgment(row)
-
-    def _add_judgment(self, row: CheckedRow) -> None:
-        """Count labels, and how often the preferred one of two responses is the longer one."""
-        match row.record:
-            case LabeledResponse():
-                labels = [row.record.desirable]
-            case Steps():
-                labels = row.record.labels
-            case _:
-                labels = []
-        self.sums.update({"labels": self.weight * len(labels), "yes": self.weight * sum(labels)})
+                    self.counts["control strings"].add(string, weight, names)
+        labels = row.record.labels if isinstance(row.record, Steps) else ()
+        if isinstance(row.record, LabeledResponse):
+            labels = (row.record.desirable,)
+        self.sums.update({"labels": weight * len(labels), "yes": weight * sum(labels)})
         for better, worse in preferred_pairs(row.record) if len(row.responses) == 2 else ():
             gap = len(better) - len(worse)
-            longer: Any = self.weight * (0.5 if gap == 0 else float(gap > 0))
-            self.sums.update({"pairs": self.weight, "longer": longer, "difference": self.weight * gap})
+            longer: Any = weight * (0.5 if gap == 0 else float(gap > 0))
+            self.sums.update({"pairs": weight, "longer": longer, "difference": weight * gap})
 
     def findings(self, counts: Tally, *, max_cut_share: float, max_length: int) -> list[Finding]:
-        """All findings, errors first.
-
-        Args:
-            counts: of the preparation: rows dropped and cut.
-            max_cut_share: of the rows; from there on a run refuses them.
-            max_length: tokens that a row may have.
-        """
+        """All findings, errors first; `counts` are of the rows dropped and cut, the limits those of the data config."""
         found = [
             *_lost(counts),
             *_cut(counts, self.kind, max_cut_share, max_length),
@@ -250,35 +393,30 @@ class Checks:
 
     def _rows_with_faults(self, counts: Tally) -> Iterator[Finding]:
         for fault in (*FAULTS, *TOKEN_FAULTS):
-            count = self.counts["faults"].get(fault.name, Count())
-            number = count.number
+            number, first = self.counts["faults"].get(fault.name, (0, []))
             if fault.name == "no stop token":  # a response that was cut lacks its stop token for that
                 number -= sum(cut for what, cut in counts.cut.items() if what.startswith("response"))
             untold = fault.untold and (self.rows < LEAST_ROWS or number <= fault.untold * self.rows)
             if number > 0 and not untold:
                 level = fault.level if number > fault.share * self.rows else "note"
                 about = "" if self.weight == 1 else "about "
-                yield Finding(level, f"{about}{number} rows {fault.says} ({', '.join(count.first)})", fault.name)
-        for string, count in self.counts["control strings"].items():
-            text = f"{count.number} rows hold {string!r} in their text; it is read as text, not as a token"
+                yield Finding(level, f"{about}{number} rows {fault.says} ({', '.join(first)})", fault.name)
+        for string, (number, _) in self.counts["control strings"].items():
+            text = f"{number} rows hold {string!r} in their text; it is read as text, not as a token"
             yield Finding("warning", text, "control strings")
 
     def _similar_rows(self) -> Iterator[Finding]:
-        if copies := self.samples["copies"].copies():
+        rows = self.seen["rows"]
+        if copies := self.weight * (rows.total() - len(rows)):
             level = _level(copies, self.rows, EQUAL_SHARE)
             yield Finding(level, f"{copies} rows are exact copies of an earlier one", "copies")
-        often = max(self.samples["responses"].seen.values(), default=0)
+        often = max(self.seen["responses"].values(), default=0)
         if often >= LEAST_ROWS and often > SAME_RESPONSE_SHARE * self.rows:
             yield Finding("warning", f"about {often} rows have one and the same response", "same response")
-        long = outliers(self.counts["lengths"], OUTLIER)
-        if long.number and self.rows >= LEAST_OUTLIER_ROWS:
-            says = f"have a text more than {OUTLIER} times as long as 99 of 100 others"
-            yield Finding("warning", f"{long.number} rows {says} ({', '.join(long.first)})", "length outliers")
 
     def _judgments(self) -> Iterator[Finding]:
-        seen, sums = self.samples["preferences"], self.sums
-        both = seen.weight * sum(number > BACKWARD and number % BACKWARD > 0 for number in seen.seen.values())
-        if both:
+        seen, sums = self.seen["preferences"], self.sums
+        if both := self.weight * (len(seen) - len({key for key, _ in seen})):
             says = "have the same two responses preferred both ways round"
             if self.kind == "labels":
                 says = "have the same response labeled both desirable and undesirable"

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Interval
 
 from alignment.data.rows.records import Turns
-from alignment.data.rows.sources import files_left_out, find_rows, hub_source, suffix_of
+from alignment.data.rows.sources import find_rows, hub_source, suffix_of
 from alignment.errors import UserError
 from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 
@@ -148,9 +148,7 @@ class DataConfig(Settings):
             "take the weights out",
         ),
         Rule(
-            "temperature",
-            lambda c: c.mixing == "temperature" and c.temperature is None,
-            "is missing: T5 found 2 best",
+            "temperature", lambda c: c.mixing == "temperature" and c.temperature is None, "is missing: T5 found 2 best"
         ),
         Rule(
             "temperature",
@@ -221,9 +219,7 @@ class DataConfig(Settings):
         if self.evaluation_share is not None:
             part = "train"
         return as_sources(
-            (self.train if part == "train" else self.evaluation) or [],
-            split=self.split_of(part),
-            columns=self.columns,
+            (self.train if part == "train" else self.evaluation) or [], split=self.split_of(part), columns=self.columns
         )
 
     def missing(self) -> Iterator[tuple[str, str]]:
@@ -235,10 +231,6 @@ class DataConfig(Settings):
                     find_rows(source.source, str(source.split))
                 except UserError as error:
                     yield part, str(error)
-
-    def left_out(self, part: Part) -> list[str]:
-        """A line for each directory of which not all files are read, because they are of another split or of none."""
-        return [line for each in self.sources(part) if (line := files_left_out(each.source, str(each.split)))]
 
     def require_sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part.
@@ -331,30 +323,14 @@ def _listed(*named: object) -> list[str | Path | SourceConfig]:
 
 
 def _default_names(sources: Sequence[str]) -> list[str]:
-    """A short name for each source: its last part, with as many of the parts before it as tell the sources apart.
-
-    data/a/train.jsonl and data/b/train.jsonl are a.train and b.train. A source that is named twice gets numbers.
-    """
-    parts = [_parts(source) for source in sources]
-    names = [each[-1] for each in parts]
-    for depth in range(2, max(map(len, parts), default=0) + 1):
-        shared = {name for name in names if names.count(name) > 1}
-        names = [".".join(each[-depth:]) if name in shared else name for name, each in zip(names, parts, strict=True)]
+    """A short name for each source, its last part without the suffix; sources of the same name get numbers."""
+    parts = [(hub_source(source, "") or [source.removesuffix(suffix_of(source))])[0].split("/") for source in sources]
+    stems = [[re.sub(r"[^\w.-]+", "_", part) for part in each if re.search(r"[^\W_]", part)] for each in parts]
+    names = [(each or ["source"])[-1] for each in stems]  # `*` of a glob names nothing
     return [
         f"{name}.{names[: number + 1].count(name)}" if names.count(name) > 1 else name
         for number, name in enumerate(names)
     ]
-
-
-def _parts(source: str) -> list[str]:
-    """The parts of a path or Hub id from which a name can be made."""
-    if (found := hub_source(source, "")) is not None:
-        name, config, split = found
-        parts = [part for part in (split, config, name.rpartition("/")[0], name.rpartition("/")[2]) if part]
-    else:
-        parts = [part for part in source.removesuffix(suffix_of(source)).split("/") if part not in ("", ".", "..")]
-    parts = [re.sub(r"[^\w.-]+", "_", part) for part in parts]
-    return [part for part in parts if re.search(r"[^\W_]", part)] or ["source"]  # `*` of a glob names nothing
 
 
 def _names(sources: Iterable[SourceConfig]) -> str:

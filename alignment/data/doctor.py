@@ -9,8 +9,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.rows.sources import files_left_out
-from alignment.data.text.named_templates import NAMED, with_chat_template
+from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import TOKENIZE
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -75,7 +74,11 @@ def check_file(
     """
     if max_length < 2:
         raise UserError(f"max_length must be at least 2 tokens, got {max_length}")
-    coder = _tokenizer(tokenizer, template)
+    if template is not None and tokenizer is None:
+        raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
+    coder = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if coder is not None and template is not None:
+        coder = with_chat_template(coder, str(template))
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
     checks, samples, refused = Checks(kind, coder), [], []
     examples: list[Example] = []
@@ -90,74 +93,45 @@ def check_file(
     if evaluation is not None:
         held_out, _ = read_rows(evaluation, kind, columns=columns, on_bad_row="skip")
         counts.trained_on = overlap(rows, held_out, prompt_key)
-    if left_out := files_left_out(str(source), "train"):
-        refused.append(Finding("note", left_out, "files left out"))
     found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
     return Report(str(source), kind, counts, [*refused, *found], samples)
 
 
-def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
-    if template is not None and tokenizer is None:
-        raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
-    loaded = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    if template is not None and loaded is not None:
-        if str(template) in NAMED:
-            return with_chat_template(loaded, str(template))
-        if not Path(template).is_file():
-            raise UserError(f"{template}: no such template file, and no built-in template: {', '.join(NAMED)}")
-        loaded.chat_template = Path(template).read_text(encoding="utf-8")
-    return loaded
-
-
 def show_example(example: Example, tokenizer: Tokenizer) -> str:
-    """Tokens between bars, those that count in square brackets; ids and boundaries below."""
-    margin = example.values.get("margin")
-    lines = [example.row_id + ("" if margin is None else f", margin {margin:g}")]
-    for name, ids, mask in _named_documents(example):
-        lines += [f" {name}"] * bool(name) + [_show(ids, mask, tokenizer)]
-    return "\n".join(lines)
-
-
-def _named_documents(example: Example) -> list[tuple[str, list[int], list[bool]]]:
-    """Name, token ids and mask of each document, the best response first."""
-    values, count = example.values, len(example.documents)
-    names, order, masks = [""] * count, list(range(count)), example.masks
+    """Tokens between bars, those that count in square brackets; ids and boundaries below; each response under its name."""
+    values, margin = example.values, example.values.get("margin")
+    masks, names, order = example.masks, [""] * len(example.masks), list(range(len(example.masks)))
     if "ranks" in values:
         names = [f"response {index}, rank {rank}" for index, rank in enumerate(values["ranks"])]
-        order = sorted(order, key=lambda index: values["ranks"][index])
-    elif count == 2:
+        order.sort(key=values["ranks"].__getitem__)
+    elif len(order) == 2:
         names = ["chosen", "rejected"]
     elif "desirable" in values:
         names = ["desirable" if values["desirable"] else "undesirable"]
     elif "ends" in values:
         names = ["steps: " + " ".join("right" if label else "wrong" for label in values["labels"])]
         masks = [[index in values["ends"] for index in range(len(example.ids))]]
-    return [(names[index], example.documents[index], masks[index]) for index in order]
+    lines = [example.row_id + ("" if margin is None else f", margin {margin:g}")]
+    for index in order:
+        lines += [f" {names[index]}"] * bool(names[index]) + [_show(example.documents[index], masks[index], tokenizer)]
+    return "\n".join(lines)
 
 
 def _show(ids: list[int], mask: list[bool], tokenizer: Tokenizer) -> str:
     first = max(0, len(ids) - SHOWN_TOKENS)  # the end is where the mistakes are
-    tokens = [token_text(index, tokenizer) for index in ids[first:]]
-    spans = [
-        ("[" if counts else "") + "|".join(tokens[index] for index in indices) + ("]" if counts else "")
-        for counts, indices in groupby(range(len(tokens)), key=lambda index: mask[first + index])
-    ]
-    left_out = f"... {first} tokens before ...\n  " if first else ""
+    runs = [(counts, list(indices)) for counts, indices in groupby(range(len(ids)), key=mask.__getitem__)]
+    spans = ["|".join(_token_text(ids[index], tokenizer) for index in run if index >= first) for _, run in runs]
+    shown = " ".join(f"[{span}]" if counts else span for (counts, _), span in zip(runs, spans, strict=True) if span)
+    places = ", ".join(f"{'counts' if counts else 'context'} {run[0]}-{run[-1]}" for counts, run in runs)
+    before = f"... {first} tokens before ...\n  " if first else ""
     return (
-        f"  {left_out}{' '.join(spans)}\n  ids {' '.join(map(str, ids[first:]))}\n"
-        f"  {len(ids)} tokens, {sum(mask)} count: {boundaries(mask)}"
+        f"  {before}{shown}\n  ids {' '.join(map(str, ids[first:]))}\n  {len(ids)} tokens, {sum(mask)} count: {places}"
     )
 
 
-def token_text(index: int, tokenizer: Tokenizer) -> str:
+def _token_text(index: int, tokenizer: Tokenizer) -> str:
     """One token as text on one line; bytes that are no whole character show as the vocabulary spells them."""
     text = str(tokenizer.decode([index]))
     if "\ufffd" in text or not text:
         text = str(tokenizer.convert_ids_to_tokens(index))
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
-
-
-def boundaries(mask: list[bool]) -> str:
-    """Runs of the mask with their first and last index: "context 0-4, counts 5-9"."""
-    runs = [(counts, list(indices)) for counts, indices in groupby(range(len(mask)), key=lambda index: mask[index])]
-    return ", ".join(f"{'counts' if counts else 'context'} {run[0]}-{run[-1]}" for counts, run in runs)

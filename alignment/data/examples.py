@@ -14,24 +14,19 @@ class RowSequence(Sequence[Row]):
 
     @abstractmethod
     def row_at(self, index: int) -> Row:
-        """The row of an index, which counts from the end where it is negative.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """The row of an index from 0."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return self.row_at(index)
+        found = range(len(self))[index]
+        return [self.row_at(each) for each in found] if isinstance(found, range) else self.row_at(found)
 
 
 class TokenizedRow(Protocol):
-    """A row as token sequences: an `Example`, or the row of a task or pretraining objective."""
+    """A row as token sequences: an `Example`, or the row of a task."""
 
     @property
     def row_id(self) -> str: ...

@@ -1,27 +1,29 @@
 """From a data config to token sequences on disk in one call: read, tokenize, and refuse to go on with too little.
 
 Every source of the config becomes a table of its own (table.py) in the cache (cache.py), chunk by chunk, so that memory
-does not grow with the source; several processes may take the chunks of one source. Texts for pretraining objectives:
-pretraining/prepare.py; labeled rows: tasks/prepare.py.
+does not grow with the source; several processes may take the chunks of one source.
 """
 
 import gc
+import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from alignment.data.cache import get_entry
+from alignment.data.cache import get_entry, table_key
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
-from alignment.data.fingerprint import table_key
-from alignment.data.parallel import map_in_order
 from alignment.data.rows.files import Chunk, read_chunks
 from alignment.data.rows.read import (
+    HasRowId,
     RecordParser,
     choose_parser,
     parse_rows,
@@ -30,126 +32,93 @@ from alignment.data.rows.read import (
     rows_left,
     text_hash,
 )
-from alignment.data.rows.records import Kind, Tally, choose_turns
+from alignment.data.rows.records import SHOWN_IDS, Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
-from alignment.data.table import Codec, EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples
+from alignment.data.table import EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples, tables_of
 from alignment.data.text.named_templates import with_chat_template
-from alignment.data.tokenize import (
-    PROMPT_CUT,
-    RESPONSE_CUT,
-    STEPS_CUT,
-    TOKENIZE,
-    RefusedRows,
-    Tokenize,
-    tokenize_ordered_rankings,
-)
+from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, STEPS_CUT, TOKENIZE, Tokenize, tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.files import cache_directory
+from alignment.files import cache_directory, hash_of
 
 if TYPE_CHECKING:
     from alignment.data.checks import Checks
 
+Input = TypeVar("Input")
+Result = TypeVar("Result")
+AnyRow = TypeVar("AnyRow", bound=HasRowId)
+
+HELD_OUT = "held out by data.evaluation_share"
+
 CHUNK_BYTES = 4 * 2**20  # of a file of JSON lines
 LEAST_CHUNKS, LEAST_BYTES = 32, 2**18  # smaller chunks where there would be fewer, so that all processes end together
-MOST_CHUNKS, MOST_BYTES = 1000, 64 * 2**20  # larger chunks where there would be more
+AHEAD = 2  # chunks in flight for each process
 LARGE_BYTES = 64 * 2**20  # from this size of a source, one process per core prepares it unless `data.processes` says
 CHECKED_BYTES = 4 * 2**20  # of a source, whose rows are all checked; of a larger one as many, evenly drawn
 BATCH_ROWS = 1024  # rows of one call of the tokenizer
-SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
 
-@dataclass(frozen=True)
-class Preparation:
+class Preparation(NamedTuple):
     """The way from rows of one kind to examples.
 
     Attributes:
         name: tells preparations apart that differ in nothing else of the key.
         kind: of the rows.
         tokenize: records, tokenizer and length -> rows of examples and their tally.
-        codec: of rows that are no `Example`.
         whole: True where `tokenize` must see all records at once.
     """
 
     name: str
     kind: Kind
     tokenize: Tokenize
-    codec: Codec | None = None
     whole: bool = False
 
 
-@dataclass(frozen=True)
-class Job:
-    """Settings and parts that every chunk of a source needs."""
+class Job(NamedTuple):
+    """Settings and parts that every chunk of a source needs; `checked`: one row in this many is checked, a power of 2."""
 
     preparation: Preparation
     parser: RecordParser
     columns: Mapping[str, str]
     config: DataConfig
     tokenizer: Tokenizer
-    checked: int = 1  # one row in this many has its texts and tokens checked; a power of 2
+    checked: int = 1
 
 
 @dataclass
 class Prepared:
-    """Prepared rows: counts of reading and of tokenizing, the first bad rows and their number, refused rows by reason."""
+    """Prepared rows: counts of reading and of tokenizing, the first bad rows and their number."""
 
     read: Tally = field(default_factory=Tally)
     tokenized: Tally = field(default_factory=Tally)
     problems: list[str] = field(default_factory=list)
-    bad: int = 0
-    refused: dict[str, list[str]] = field(default_factory=dict)
     checks: "Checks | None" = None
     encoded: EncodedExamples | None = None
 
     def merge(self, other: "Prepared") -> "Prepared":
         """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
-        self.problems, self.bad = self.problems + other.problems, self.bad + other.bad
-        for why, names in other.refused.items():
-            self.refused.setdefault(why, []).extend(names)
+        self.problems = self.problems + other.problems
         if self.checks is None or other.checks is None:
             self.checks = self.checks or other.checks
         else:
             self.checks.merge(other.checks)
         return self
 
-    @property
-    def tally(self) -> Tally:
-        """CountTable of reading and tokenizing together."""
-        return self.read.followed_by(self.tokenized)
-
-    def findings(self, config: DataConfig) -> list[dict[str, Any]]:
-        """Findings of the data doctor, each as the fields of a `Finding`."""
-        if self.checks is None:
-            return []
+    def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
+        """What a table keeps of them: name of the source, tally, findings of the data doctor."""
+        tally = self.read.followed_by(self.tokenized)
         limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
-        return [asdict(each) for each in self.checks.findings(self.tally, **limits)]
-
-    def is_wrong(self, config: DataConfig) -> bool:
-        """True where rows are refused, or bad and bad rows end the run."""
-        return bool(self.refused or (self.bad and config.on_bad_row == "error"))
-
-    def raise_errors(self, config: DataConfig) -> None:
-        """Raise the bad rows, then the refused ones."""
-        if config.on_bad_row == "error":
-            raise_bad_rows(self.problems, self.bad)
-        if self.refused:
-            raise RefusedRows(self.refused)
+        found = [] if self.checks is None else self.checks.findings(tally, **limits)
+        return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, found))}
 
 
 class _WrongRows(Exception):
-    """A source with wrong rows, `found`."""
-
-    def __init__(self, found: Prepared):
-        self.found = found
+    """A source with wrong rows, which are its argument."""
 
 
 def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[Rows, Tally]:
-    """Token sequences of one part of the data (by kind, see examples.py), and the whole tally.
-
-    Returns:
-        A `Table`, or `JoinedTables` where the part has several sources; examples are read from disk when asked for.
+    """Token sequences of one part of the data (see examples.py), `JoinedTables` of several sources, and the whole tally.
 
     Raises:
         UserError: bad rows, all of them at once; more rows lost than `config.max_lost_share`, or prompts or responses
@@ -159,7 +128,7 @@ def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "
 
 
 def preparation_of(kind: Kind) -> Preparation:
-    """The preparation of rows of one kind for a stage that reads them as decoders do."""
+    """The preparation of rows of one kind for decoders."""
     return Preparation(kind, kind, TOKENIZE[kind])
 
 
@@ -175,8 +144,6 @@ def prepare_with(
     examples = prepare_tables(preparation, config, tokenizer, part=part)
     counts = require_enough(examples.tally, config, part)
     if config.evaluation_share is not None:
-        from alignment.data.held_out import view_of_part
-
         examples = view_of_part(examples, config, part)
         return examples, examples.tally
     if part == "evaluation" and not config.streaming:
@@ -186,14 +153,9 @@ def prepare_with(
 
 
 def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
-    """The tally, where the limits of the config allow what was lost and cut.
-
-    Raises:
-        UserError: more rows lost than `config.max_lost_share`, or cut than `config.max_cut_share`.
-    """
+    """The tally, where the limits of the config allow what was lost and cut; see `Tally.require`."""
     name = ", ".join(source.source for source in config.sources(part))
-    counts.require(config.max_lost_share, name)
-    counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT, STEPS_CUT), name)
+    counts.require(config.max_lost_share, name, config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT, STEPS_CUT))
     return counts
 
 
@@ -203,42 +165,33 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
     Raises:
         UserError: bad rows of all sources at once, or rows that the template refuses.
     """
-    cache, names = cache_directory(config.cache), config.source_names
-    tables: list[Table] = []
-    wrong = Prepared()
+    names, tables, wrong, read = config.source_names, list[Table](), Prepared(), 0
     for source in config.require_sources(part):
-        read = wrong.read.kept + sum(table.manifest["read"] for table in tables)
         left = rows_left(config.max_rows, read, source)
         if left is not None and left <= 0:
             break
         try:
             own = with_chat_template(tokenizer, source.chat_template)
-            table = prepare_source(preparation, source, config, own, max_rows=left, cache=cache)
+            table = _prepare_source(preparation, source, config, own, left)
             tables.append(table.changed(source=names.index(str(source.name))))
+            read += table.manifest["read"]
         except _WrongRows as error:
-            wrong.merge(error.found)
-    wrong.raise_errors(config)
+            wrong.merge(error.args[0])
+            read += error.args[0].read.kept
+    raise_bad_rows(wrong.problems)
     return tables[0] if len(tables) == 1 else JoinedTables(tables)
 
 
-def prepare_source(
-    preparation: Preparation,
-    source: SourceConfig,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    max_rows: int | None,
-    cache: Path,
+def _prepare_source(
+    preparation: Preparation, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, max_rows: int | None
 ) -> Table:
-    """The table of one source, from the cache or made; of several processes that ask for it, one makes it."""
-    key, parts = table_key(source, config, tokenizer, name=preparation.name, max_rows=max_rows, cache=cache)
-
-    def make(directory: Path) -> dict[str, Any]:
-        return {**_make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory), "parts": parts}
-
-    entry = get_entry(cache, key, make)
-    codec = preparation.codec
-    return Table(entry.directory, entry.manifest, codec=codec, cached=entry.cached, notes=entry.notes)
+    """The table of one source, from the cache or made."""
+    cache = cache_directory(config.cache)
+    key = table_key(
+        source, config, tokenizer, name=f"{preparation.kind}: {preparation.name}", max_rows=max_rows, cache=cache
+    )
+    entry = get_entry(cache, key, lambda directory: _make(preparation, source, config, tokenizer, max_rows, directory))
+    return Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
 
 
 def _make(
@@ -246,54 +199,89 @@ def _make(
     source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
-    *,
     max_rows: int | None,
     directory: Path,
 ) -> dict[str, Any]:
     """Fill the directory of a table, and return the content of its manifest."""
     size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])
-    even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
-    chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
-    parser, chunks = choose_parser(
-        source, preparation.kind, config, read_chunks(source.source, str(source.split), chunk_bytes)
-    )
+    chunks = read_chunks(source.source, str(source.split), min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES)))
+    parser, chunks = choose_parser(source, preparation.kind, config, chunks)
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
+    processes = config.processes or (len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1)
     found, writer = Prepared(), TableWriter(directory)
-    for chunk in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
+    for chunk in _prepared_chunks(job, chunks, max_rows, processes):
         found.merge(chunk)
         if chunk.encoded is not None:
             writer.add(chunk.encoded)
-    if not found.read.kept and (config.on_bad_row == "skip" or not found.bad):
+    if not found.read.kept and not found.problems:
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
-    if found.is_wrong(config):
+    if found.problems:
         raise _WrongRows(found)
-    manifest = {"read": found.read.kept, "tally": asdict(found.tally), "notes": []}
-    manifest |= {"findings": found.findings(config), "kind": preparation.name, "source": source.source}
+    manifest = found.manifest(config, source.source) | {"kind": preparation.name, "read": found.read.kept}
     return {**writer.close(), **manifest}
 
 
 def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[Prepared]:
     """The chunks prepared, in order: one after another where rows are counted, else by several processes."""
     if job.preparation.whole:
-        yield prepare_chunk(job, Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows())), max_rows)
-    elif max_rows is None:
+        chunks = iter([Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows()))])
+    if max_rows is None:
         yield from map_in_order(partial(prepare_chunk, job), chunks, processes)
-    else:
-        for chunk in chunks:
-            if max_rows <= 0:
-                return
-            done = prepare_chunk(job, chunk, max_rows)
-            max_rows -= done.read.kept
-            yield done
+        return
+    for chunk in chunks:
+        done = prepare_chunk(job, chunk, max_rows)
+        yield done
+        max_rows -= done.read.kept
+        if max_rows <= 0:
+            return
+
+
+def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], processes: int) -> Iterator[Result]:
+    """`function` of each input, in order; of several processes, forks of this one, each takes the next when it is free.
+
+    Raises:
+        UserError: the system ended one of the processes.
+    """
+    if processes <= 1:
+        yield from map(function, inputs)
+        return
+    flying: deque[Future[Any]] = deque()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (function,)) as pool:
+        try:
+            for each in inputs:
+                flying.append(pool.submit(_call, each))
+                if len(flying) > AHEAD * processes:
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"one of {processes} processes that prepare data was ended by the system, most likely for lack of memory; "
+                "set data.processes to a smaller number"
+            ) from error
+        finally:
+            for future in flying:
+                future.cancel()
+
+
+_function: Callable[[Any], Any] | None = None  # of a worker: inherited by fork with its tokenizer, never pickled
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    gc.freeze()  # what the parent had made is not looked at again, so its pages stay shared
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork, and every core has a process
+
+
+def _call(argument: object) -> object:
+    assert _function is not None
+    return _function(argument)
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep Python's collector of reference cycles from running, and restore it at the end.
-
-    For work that makes many objects and no cycles: the collector looks at all of them again and again, which takes about
-    a third of the time of preparing rows, and finds nothing.
-    """
+    """Without Python's collector of cycles, which finds none and takes about a third of the time of preparing rows."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -309,41 +297,110 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     from alignment.data.checks import Checks
 
     parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
-    done = Prepared(parsed.counts, problems=parsed.problems[:SHOWN], bad=len(parsed.problems))
-    if done.is_wrong(job.config):
+    done = Prepared(parsed.counts, problems=parsed.problems if job.config.on_bad_row == "error" else [])
+    if done.problems:
         return done
-    kind, codec = job.preparation.kind, job.preparation.codec
-    # the tokens of texts for an objective are checked where they are corrupted
-    plain = job.preparation.tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)
+    kind, tokenize = job.preparation.kind, job.preparation.tokenize
+    plain = tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)  # others are checked where they are corrupted
     done.checks = Checks(kind, job.tokenizer if plain else None, weight=job.checked)
     examples: list[Any] = []
     rows = choose_turns(parsed.rows, job.config.turns)
     step = len(rows) if job.preparation.whole else BATCH_ROWS
     for start in range(0, len(rows), max(1, step)):
         records = rows[start : start + step]
-        try:
-            made, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
-        except RefusedRows as error:
-            done.merge(Prepared(refused=error.refused))
-            continue
+        made, counts = tokenize(records, job.tokenizer, job.config.max_length)
         done.tokenized = done.tokenized.merged_with(counts)
         done.checks.add(records, made)
-        examples += made if codec is None else map(codec.encode, made)
+        examples += made
     done.encoded = encode_examples(examples, {row.row_id: text_hash(prompt_key(row)) for row in rows})
     return done
 
 
 def trained_on(train: Rows, held_out: Rows) -> list[str]:
-    """Row ids of the held-out examples whose prompt (or text) a training example has too.
-
-    Prompts are compared by hashes of 64 bits: among ten million prompts a false match has a chance of about 1e-12 each.
-    """
+    """Row ids of the held-out examples whose prompt (or text) a training example has too, by 64 bits of its hash."""
     both = np.isin(held_out.column("prompt_hash"), train.column("prompt_hash"))
-    return list(dict.fromkeys(held_out.row_id(int(row)) for row in np.flatnonzero(both)))
+    return list(dict.fromkeys(held_out[int(row)].row_id for row in np.flatnonzero(both)))
 
 
-def processes_for(config: DataConfig, size: int) -> int:
-    """Processes that prepare a source of `size` bytes: those asked for, else one, or for a large source one per core."""
-    if config.processes is not None:
-        return config.processes
-    return len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1
+# A share of the training rows that is held out. The hash depends on the prompt (or document) alone: equal prompts stay on one
+# side, in whatever source they are; a row does not move when rows are added or reordered; a larger share holds out the rows of
+# a smaller one too.
+
+
+def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
+    """True for each row that is held out, by the hashes of prompts, uint64, [rows]."""
+    return hashes < np.uint64(int(share * 2**64))
+
+
+def rows_of_part(
+    rows: Sequence[AnyRow], counts: Tally, key: Callable[[AnyRow], str], config: DataConfig, part: Part
+) -> tuple[list[AnyRow], Tally]:
+    """The rows in memory that belong to a part, and the part's tally.
+
+    Args:
+        counts: of all rows.
+        key: a text that is equal for equal prompts.
+
+    Raises:
+        UserError: the part is empty.
+    """
+    hashes = np.array([text_hash(key(row)) for row in rows], np.uint64)
+    chosen = held_out(hashes, config.evaluation_share or 0.0).tolist()
+    sides = {side: [row for row, out in zip(rows, chosen, strict=True) if out == side] for side in (False, True)}
+    found = sides[part == "evaluation"]
+    if not found:
+        raise UserError(_empty(config, part, len(rows)))
+    if part == "evaluation":
+        return found, Tally(len(found), len(found))
+    return found, _without(counts, len(sides[True]), [row.row_id for row in sides[True][:SHOWN_IDS]])
+
+
+def view_of_part(rows: Rows, config: DataConfig, part: Part) -> Rows:
+    """The examples of prepared training rows that belong to a part, in their order; the tables on disk are the same.
+
+    Raises:
+        UserError: the part is empty.
+    """
+    views = [_view(cast(Table, table), config.evaluation_share or 0.0, part) for table in tables_of(rows)]
+    if not any(map(len, views)):
+        raise UserError(_empty(config, part, len(rows)))
+    return views[0] if len(views) == 1 else JoinedTables(views)
+
+
+def _view(table: Table, share: float, part: Part) -> Table:
+    out = held_out(table.column("prompt_hash"), share)
+    view = table.select(np.flatnonzero(out == (part == "evaluation")), key=hash_of([table.key, share, part]))
+    evaluation = view if part == "evaluation" else table.select(np.flatnonzero(out), key="")
+    rows = np.unique(evaluation.column("record"), return_index=True)[1]  # the first example of each data row
+    sizes: dict[str, Any] = {
+        "documents": int(view.column("documents").sum()),
+        "tokens": int(view.column("total").sum()),
+    }
+    if part == "evaluation":  # rows that were dropped and cut, and findings, are told of the training rows
+        return view.changed(tally=Tally(len(rows), len(rows), **sizes), findings=[])
+    counts = _without(table.tally, len(rows), [evaluation[int(row)].row_id for row in rows[:SHOWN_IDS]])
+    return view.changed(tally=replace(counts, **sizes))
+
+
+def _without(counts: Tally, number: int, first: list[str]) -> Tally:
+    """A tally without `number` rows that are held out, the first of which have these names."""
+    if not number:
+        return replace(counts)
+    return replace(
+        counts,
+        rows=counts.rows - number,
+        kept=counts.kept - number,
+        noted={**counts.noted, HELD_OUT: number},
+        first={**counts.first, HELD_OUT: first},
+    )
+
+
+def _empty(config: DataConfig, part: Part, rows: int) -> str:
+    names = ", ".join(source.source for source in config.sources("train"))
+    fewer, way = (
+        ("no row is held out", "raise it") if part == "evaluation" else ("no row is left to train on", "lower it")
+    )
+    return (
+        f"{names}: data.evaluation_share={config.evaluation_share:g} parts {rows} examples by their prompts, and {fewer}; "
+        f"{way}, or name held-out rows by data.evaluation"
+    )

@@ -16,66 +16,80 @@ ranks. Draws from several sources by weights are those of mixture.py.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.config import DataConfig
 from alignment.data.examples import RowSequence
-from alignment.data.mixture import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
-from alignment.data.rows.read import RecordParser, choose_parser
-from alignment.data.rows.records import Kind, Tally
-from alignment.data.table import EncodedSequence, JoinedTables
+from alignment.data.rows.read import choose_parser, raise_bad_rows
+from alignment.data.rows.records import Tally
+from alignment.data.stream import SourceChoices, mixing_shares, seed_of_source
+from alignment.data.table import JoinedTables, Table
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import hash_of
 
 Row = TypeVar("Row")
+OrderState = dict[str, Any]  # of a `StreamedOrder`, JSON-like
 
 FIRST_ROWS = 1024  # of each source: read before the run, to be checked
 SELDOM = 2**20  # one row in this many is looked at by the data doctor after the first ones
 FILE_SALT, WINDOW_SALT = 715_104, 715_105  # generators of different things draw differently
 
 
-@dataclass(frozen=True)
-class WindowStart:
-    """The place where a window begins.
+class File(NamedTuple):
+    """A file or Hub data set, what its rows are prepared with, and the number of its source."""
+
+    opened: OpenSource
+    job: Job
+    source: int
+
+
+@dataclass
+class Place:
+    """A place in the stream of some files.
 
     Attributes:
         epoch: passes over all files before it.
         window: its number in the epoch.
-        file: number of its first file in the order of the epoch.
-        position: of its first row in this file.
+        file: number of the window's first file in the order of the epoch.
+        position: of the window's first row in this file.
+        taken: examples of the window before this place.
+        before: tally of the windows before.
+        last: epoch of the last example; -1 before the first.
+        noted: lost rows at the last note of them.
     """
 
     epoch: int = 0
     window: int = 0
     file: int = 0
     position: Position = None
+    taken: int = 0
+    before: Tally = field(default_factory=Tally)
+    last: int = -1
+    noted: int = 0
 
 
-@dataclass(frozen=True)
 class Window(RowSequence[Any]):
     """The examples of successive rows, in the order in which they are drawn.
 
     Attributes:
-        end: start of the next one.
-        prepared: counts and findings of its rows.
-        name: of the first file or data set in it, '' where it has no row.
-        config: by which its rows were prepared.
         rows: in the order of the files.
         order: in which they are drawn.
+        end: place behind it.
+        name: of the first file or data set in it, '' where it has no row.
+        tally: of its rows.
+        findings: of the data doctor, as a table has them.
     """
 
-    end: WindowStart
-    prepared: Prepared = field(repr=False)
-    name: str
-    config: DataConfig = field(repr=False)
-    rows: JoinedTables = field(repr=False)
-    order: np.ndarray = field(repr=False)
+    def __init__(self, rows: JoinedTables, order: np.ndarray, end: Place, manifest: dict[str, Any]):
+        self.rows, self.order, self.end = rows, order, end
+        self.name, self.findings = manifest["source"], manifest["findings"]
+        self.tally = Tally(**manifest["tally"])
 
     def __len__(self) -> int:
         return len(self.order)
@@ -83,76 +97,102 @@ class Window(RowSequence[Any]):
     def row_at(self, index: int) -> Any:
         return self.rows[int(self.order[index])]
 
-    @property
-    def tally(self) -> Tally:
-        """Of its rows."""
-        return self.prepared.tally
 
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Name and tally, as the manifest of a table has them."""
-        return {"source": self.name, "tally": asdict(self.tally)}
+class Cursor:
+    """Gives out the examples of some files one after another, window by window.
 
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        """Findings of its rows, each as the fields of a `Finding`."""
-        return self.prepared.findings(self.config)
+    Args:
+        seed: of the orders of files and rows; None: as the files are.
+        name: of the files, for messages.
+        check: called with each window that is read.
+        note: called with lines of text on what was read.
+    """
 
+    def __init__(
+        self,
+        files: Sequence[File],
+        config: DataConfig,
+        seed: int | None,
+        name: str = "data.train",
+        check: Callable[[Sequence[Any]], object] = lambda _: None,
+        note: Callable[[str], object] = lambda _: None,
+    ):
+        self.files, self.config, self.seed, self.name, self.check, self.note = files, config, seed, name, check, note
+        self.place = Place()
+        self._window: Window | None = None
+        self._open: tuple[Place, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
 
-@dataclass(frozen=True)
-class File:
-    """A file or Hub data set, and what its rows are prepared with."""
+    def take(self) -> tuple[Any, int]:
+        """The next example, and its epoch.
 
-    opened: OpenSource
-    job: Job
-    source: int
-
-
-class Windows:
-    """Reads the windows of some files, each from its `WindowStart`; faster where it is the next one."""
-
-    def __init__(self, files: Sequence[File], config: DataConfig, seed: int | None):
-        """Read nothing yet.
-
-        Args:
-            seed: of both orders; None: as the files are.
+        Raises:
+            UserError: as `read`; too many rows are lost; a whole epoch has no example.
         """
-        self.files, self.config, self.seed = files, config, seed
-        self._next: tuple[WindowStart, Iterator[RawRow]] | None = None  # where the last window ended
+        while self.place.taken >= len(window := self.window()):
+            counts, epoch = self.place.before.merged_with(window.tally), self.place.epoch
+            if window.end.epoch > epoch:
+                if self.place.last < epoch:
+                    raise UserError(f"{self.name}: no row of a whole epoch can be used")
+                self._describe(f"epoch {epoch + 1} has ended", counts)
+            self.place = replace(window.end, before=counts, last=self.place.last, noted=self.place.noted)
+            self._window = None
+        self.place.taken += 1
+        self.place.last = self.place.epoch
+        return window[self.place.taken - 1], self.place.epoch
 
-    def read(self, start: WindowStart) -> Window:
-        """The window that begins at `start`.
+    def window(self) -> Window:
+        """The window that is drawn from, read where it is not in memory."""
+        if self._window is None:
+            self._window = self.read()
+            self.check(self._window)
+            counts = self.place.before.merged_with(self._window.tally)
+            if counts.rows:
+                require_enough(counts, self.config, "train")
+            if counts.lost >= 2 * max(1, self.place.noted):  # seldom, however many rows are lost
+                self.place.noted = counts.lost
+                self._describe(f"the first {counts.rows} rows", counts)
+        return self._window
+
+    def _describe(self, when: str, counts: Tally) -> None:
+        self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
+
+    def restore(self, place: dict[str, Any]) -> None:
+        """Go on at a place, as `asdict` wrote it."""
+        self.place, self._window = Place(**{**place, "before": Tally(**place["before"])}), None
+
+    def read(self) -> Window:
+        """The window at the present place.
 
         Raises:
             UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
         """
-        order = permutation(len(self.files), self.seed, FILE_SALT, start.epoch)
-        found, name, parts = Prepared(), "", list[EncodedSequence]()
-        left, position, end = self.config.shuffle_buffer, None, WindowStart(start.epoch + 1)
-        for number, rows in self._open_from(order, start):
-            file = self.files[order[number]]
+        place, found, name, parts = self.place, Prepared(), "", list[Table]()
+        order = permutation(len(self.files), self.seed, FILE_SALT, place.epoch)
+        left, position, end = self.config.shuffle_buffer, None, Place(place.epoch + 1)
+        for number, rows in self._rows_from(place, order):
+            opened, job, source = self.files[order[number]]
             while left and (chunk := tuple(islice(rows, min(BATCH_ROWS, left)))):
-                done = prepare_chunk(file.job, Chunk(rows=chunk))
+                done = prepare_chunk(job, Chunk(rows=chunk))
                 found.merge(done)
-                name, left = name or file.opened.name, left - len(chunk)
+                name, left = name or opened.name, left - len(chunk)
                 if done.encoded is not None:
-                    parts.append(EncodedSequence(done.encoded, file.job.preparation.codec, file.source))
+                    parts.append(Table(done.encoded, {}, source=source))
                 position = chunk[-1].end
             if not left:
-                end = WindowStart(start.epoch, start.window + 1, number, position)
-                self._next = (end, rows)
+                end = Place(place.epoch, place.window + 1, number, position)
+                self._open = (end, rows)
                 break
-        found.raise_errors(self.config)
+        raise_bad_rows(found.problems)
         joined = JoinedTables(parts)
-        drawn = permutation(len(joined), self.seed, WINDOW_SALT, start.epoch, start.window)
-        return Window(end, found, name, self.config, joined, drawn)
+        drawn = permutation(len(joined), self.seed, WINDOW_SALT, place.epoch, place.window)
+        return Window(joined, drawn, end, found.manifest(self.config, name))
 
-    def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Iterator[RawRow]]]:
-        """The files from `start` on: number in the order of the epoch, and the rows that are yet to be read."""
-        following, self._next = self._next, None
-        rest = following[1] if following is not None and following[0] == start else None
-        position = start.position
-        for number in range(start.file, len(order)):
+    def _rows_from(self, place: Place, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
+        """The files from a place on: number in the order of the epoch, and the rows that are yet to be read."""
+        start, position, following = (place.epoch, place.window), place.position, self._open
+        rest = following[1] if following and (following[0].epoch, following[0].window) == start else None
+        self._open = None
+        for number in range(place.file, len(order)):
             yield number, rest or self.files[order[number]].opened.read(position)
             rest = position = None
 
@@ -162,98 +202,17 @@ def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
     return np.arange(count) if seed is None else np.random.default_rng([seed, *numbers]).permutation(count)
 
 
-OrderState = dict[str, Any]  # of a `StreamedOrder`, or of a cursor in it, as JSON-like values
-
-
-class Cursor:
-    """Gives out the examples of some files one after another, window by window."""
-
-    def __init__(
-        self,
-        windows: Windows,
-        name: str,
-        *,
-        check: Callable[[Sequence[Row]], object] | None = None,
-        note: Callable[[str], object] | None = None,
-    ):
-        """Begin with the first example of the first epoch.
-
-        Args:
-            name: of the files, for messages.
-            check: called with each window that is read.
-            note: called with lines of text on what was read.
-        """
-        self.windows, self.name, self.check, self.note = windows, name, check, note
-        self.start, self.taken = WindowStart(), 0
-        self.before = Tally()  # of the windows before this one
-        self._window: Window | None = None
-        self._noted = 0
-        self._last = -1  # epoch of the last example
-
-    def take(self) -> tuple[Any, int]:
-        """The next example, and its epoch.
-
-        Raises:
-            UserError: as `Windows.read`; too many rows are lost; a whole epoch has no example.
-        """
-        while self.taken >= len(window := self.window()):
-            self.before = self.before.merged_with(window.tally)
-            if window.end.epoch > self.start.epoch:
-                if self._last < self.start.epoch:
-                    raise UserError(f"{self.name}: no row of a whole epoch can be used")
-                self._describe(f"epoch {self.start.epoch + 1} has ended", self.before)
-            self.start, self.taken, self._window = window.end, 0, None
-        self.taken += 1
-        self._last = self.start.epoch
-        return window[self.taken - 1], self.start.epoch
-
-    def window(self) -> Window:
-        """The window that is drawn from, read where it is not in memory."""
-        if self._window is None:
-            self._window = self.windows.read(self.start)
-            if self.check is not None:
-                self.check(self._window)
-            counts = self.before.merged_with(self._window.tally)
-            if counts.rows:
-                require_enough(counts, self.windows.config, "train")
-            if counts.lost >= 2 * max(1, self._noted):  # seldom, however many rows are lost
-                self._noted = counts.lost
-                self._describe(f"the first {counts.rows} rows", counts)
-        return self._window
-
-    def _describe(self, when: str, counts: Tally) -> None:
-        if self.note is not None:
-            self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
-
-    def state(self) -> dict[str, Any]:
-        """State for `restore`, as JSON-like values."""
-        start, before = asdict(self.start), asdict(self.before)
-        return {"start": start, "taken": self.taken, "before": before, "last": self._last, "noted": self._noted}
-
-    def restore(self, state: OrderState) -> None:
-        """Go on where `state` says."""
-        start, self._window = WindowStart(**state["start"]), None
-        self.start, self.taken, self._last = start, state["taken"], state["last"]
-        self.before, self._noted = Tally(**state["before"]), state["noted"]
-
-
 class StreamedRows(JoinedTables):
     """The examples of `data.train` under data.streaming. As a sequence: the first rows of each source, for checks.
 
     Attributes:
         files: of each source.
         config: with `streaming`.
-        tally: of the first rows.
     """
 
     def __init__(self, files: Sequence[Sequence[File]], config: DataConfig):
-        """Read the first rows of each source.
-
-        Raises:
-            UserError: as `Windows.read`; too few of them can be used.
-        """
         few = replace(config, shuffle_buffer=min(FIRST_ROWS, config.shuffle_buffer))
-        super().__init__([Windows(each, few, seed=None).read(WindowStart()) for each in files])
+        super().__init__([Cursor(each, few, seed=None).read() for each in files])
         self.files, self.config = files, config
         require_enough(self.tally, config, "train")
 
@@ -276,26 +235,22 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
     """The training rows of a config with `streaming`, and the tally of the first of them.
 
     Raises:
-        UserError: no such source, no rows, columns that make no record of this kind, bad rows among the first, a file
-            that cannot be read row by row, or a preparation that needs all rows at once.
+        UserError: no such source, no rows, columns that make no record of this kind, bad rows among the first, too many of
+            them lost, a file that cannot be read row by row, or a preparation that needs all rows at once.
     """
     if preparation.whole:
         raise UserError(f"data.streaming: {preparation.name} needs all rows at once; set data.streaming=false")
     names, files = config.source_names, []
     for source in config.require_sources("train"):
         opened = open_sources(source.source, str(source.split))
+        rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
+        chunks = (Chunk(rows=chunk) for chunk in iter(lambda rows=rows: tuple(islice(rows, FIRST_ROWS)), ()))
+        parser, _ = choose_parser(source, preparation.kind, config, chunks)
         own = with_chat_template(tokenizer, source.chat_template)
-        job = Job(preparation, _parser(opened, source, config, preparation.kind), source.columns or {}, config, own)
+        job = Job(preparation, parser, source.columns or {}, config, own)
         files.append([File(each, job, names.index(str(source.name))) for each in opened])
     rows = StreamedRows(files, config)
     return rows, rows.tally
-
-
-def _parser(opened: Sequence[OpenSource], source: SourceConfig, config: DataConfig, kind: Kind) -> RecordParser:
-    """The parser that the first rows of a source ask for."""
-    rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
-    chunks = (Chunk(rows=chunk) for chunk in iter(lambda: tuple(islice(rows, FIRST_ROWS)), ()))
-    return choose_parser(source, kind, config, chunks)[0]
 
 
 class StreamedOrder(Generic[Row]):
@@ -315,8 +270,8 @@ class StreamedOrder(Generic[Row]):
         *,
         batch_size: int,
         seed: int,
-        check: Callable[[Sequence[Row]], object] | None = None,
-        note: Callable[[str], object] | None = None,
+        check: Callable[[Sequence[Row]], object] = lambda _: None,
+        note: Callable[[str], object] = lambda _: None,
     ):
         """Begin before the first batch; nothing is read yet.
 
@@ -325,16 +280,15 @@ class StreamedOrder(Generic[Row]):
             note: called with lines of text: what was dropped, and when an epoch ends.
         """
         self.batch_size, self.seed, self.key = batch_size, seed, rows.key
-        self._choices, groups, names = None, rows.files, [str(source.name) for source in rows.config.sources("train")]
-        if rows.config.mixing == "weights":
-            self._choices = SourceChoices(mixing_shares(rows.config, [1] * len(groups)).tolist(), seed)
+        self._choices, config = None, rows.config
+        groups, names, seeds = [[file for files in rows.files for file in files]], ["data.train"], [seed]
+        if config.mixing == "weights":
+            groups, names = rows.files, [str(source.name) for source in config.sources("train")]
+            self._choices = SourceChoices(mixing_shares(config, [1] * len(groups)).tolist(), seed)
             seeds = [seed_of_source(seed, number) for number in range(len(groups))]
-        else:
-            groups, names, seeds = [[file for files in groups for file in files]], ["data.train"], [seed]
-        groups = [[replace(file, job=replace(file.job, checked=SELDOM)) for file in files] for files in groups]
+        groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(Windows(files, rows.config, own), name, check=check, note=note)
-            for files, own, name in zip(groups, seeds, names, strict=True)
+            Cursor(files, config, own, name, check, note) for files, own, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
@@ -369,7 +323,7 @@ class StreamedOrder(Generic[Row]):
 
     def state(self) -> OrderState:
         """State for `restore`, which then gives the next batch."""
-        cursors = [cursor.state() for cursor in self._cursors]
+        cursors = [asdict(cursor.place) for cursor in self._cursors]
         return {"files": self.key, "step": self._last[0] + 1, "cursors": cursors}
 
     def restore(self, state: OrderState | None) -> None:

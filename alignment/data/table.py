@@ -13,7 +13,7 @@ not grow with the table.
 import json
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from itertools import accumulate, chain, pairwise
@@ -27,7 +27,7 @@ from alignment.data.rows.records import Tally
 from alignment.errors import raise_all
 from alignment.files import hash_of
 
-Row = TypeVar("Row", bound=TokenizedRow)
+Row = TypeVar("Row")
 Manifest = Mapping[str, Any]  # of an entry of the cache: how a table was made
 
 FILES = {"tokens": np.int32, "runs": np.int32, "documents": np.int64, "rows": np.int64, "values": np.uint8}
@@ -36,13 +36,6 @@ FILES = {"tokens": np.int32, "runs": np.int32, "documents": np.int64, "rows": np
 # The line after the last row has 0 for all but the first three.
 COLUMNS = ("document", "value", "record", "longest", "total", "cut", "prompt_hash")
 ROWS_KEPT = 32  # decoded before mapped pages are given back; the system maps up to 1 MiB with each row, in large pages
-
-
-class Codec(NamedTuple):
-    """Stores rows of another class as examples."""
-
-    encode: Callable[[Any], Example]
-    decode: Callable[[Example], Any]
 
 
 def runs_of(mask: Sequence[bool]) -> list[int]:
@@ -72,11 +65,6 @@ class EncodedExamples(NamedTuple):
     documents: np.ndarray
     rows: np.ndarray
     values: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return len(self.rows) - 1
 
     def example(self, row: int, source: int = 0) -> Example:
         """One example, which is given the number of its data source."""
@@ -132,7 +120,7 @@ class TableWriter:
 
     def add(self, encoded: EncodedExamples) -> None:
         """Append rows."""
-        self.rows += encoded.size
+        self.rows += len(encoded.rows) - 1
         documents, rows = encoded.documents + self._last[0], encoded.rows + self._last[1]
         self._write(encoded._replace(documents=documents[:-1], rows=rows[:-1]))
         self._last = documents[-1:], rows[-1:]
@@ -148,91 +136,74 @@ class TableWriter:
                 array.tofile(file)
 
 
-class EncodedSequence(RowSequence[Any]):
-    """Encoded rows, decoded when they are asked for; all are of one data source."""
-
-    def __init__(self, encoded: EncodedExamples, codec: Codec | None = None, source: int = 0):
-        self.encoded, self.codec, self.source = encoded, codec, source
-
-    def __len__(self) -> int:
-        return self.encoded.size
-
-    def row_at(self, index: int) -> Any:
-        example = self.encoded.example(range(self.encoded.size)[index], self.source)
-        return example if self.codec is None else self.codec.decode(example)
-
-
-class Table(EncodedSequence):
-    """Examples of one kind, read from disk when they are asked for; the same values at every call.
-
-    Attributes:
-        directory: where its files are.
-        key: hex digest of all that the table was made of.
-        tally: what was read, dropped and cut to make it.
-        notes: what the preparation noted beside the tally.
-        findings: what the checks of the rows found while they were prepared, each as the fields of a `Finding`.
-        cached: True where an earlier run, or another process, had prepared it.
-        source: number of the data source that its examples are given.
-
-    `select` makes a table of some of its rows.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        manifest: Manifest,
-        *,
-        codec: Codec | None = None,
-        cached: bool = False,
-        notes: Sequence[str] = (),
-        source: int = 0,
-    ):
-        self.directory, self.manifest, self.cached = directory, manifest, cached
-        self.key: str = manifest["key"]
-        self.tally = Tally(**manifest["tally"])
-        self.notes: list[str] = [*notes, *manifest.get("notes", ())]
-        self.findings: list[dict[str, Any]] = list(manifest.get("findings", ()))
-        # The files are mapped at once, so that they stay readable when the cache is cleared.
-        self._maps = [_mapped(directory / name) for name in FILES]
-        arrays = [np.frombuffer(data or b"", dtype) for data, dtype in zip(self._maps, FILES.values(), strict=True)]
-        tokens, runs, documents, lines, values = arrays
-        encoded = EncodedExamples(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
-        super().__init__(encoded, codec, source)
-        self._rows: np.ndarray | None = None
-        self._read = [0]  # rows since pages were given back; shared by all views
-
-    def __len__(self) -> int:
-        return self.encoded.size if self._rows is None else len(self._rows)
-
-    def row_at(self, index: int) -> Any:
-        row = super().row_at(self._position(index))
-        self._read[0] += 1
-        if self._read[0] >= ROWS_KEPT:
-            self._release()
-        return row
-
+class _Joinable(RowSequence[Any]):
     def __add__(self, other: Sequence[TokenizedRow]) -> Sequence[Any]:
         return JoinedTables([self, other]) if len(other) else self
 
     def __radd__(self, other: Sequence[TokenizedRow]) -> Sequence[Any]:
         return JoinedTables([other, self]) if len(other) else self
 
-    @property
-    def documents(self) -> int:
-        """Documents of all rows."""
-        sizes = np.diff(self.encoded.rows[:, 0])
-        return int((sizes if self._rows is None else sizes[self._rows]).sum())
+
+class Table(_Joinable):
+    """Examples of one data source, decoded when they are asked for; the same values at every call.
+
+    Attributes:
+        encoded: all rows, mapped from disk or in memory.
+        manifest: that the preparation wrote, `key` (hex digest of all that the table was made of) among it.
+        tally: of what was read, dropped and cut to make it.
+        findings: of the data doctor while the rows were prepared, each as the fields of a `Finding`.
+        source: number of the data source that its examples are given.
+        directory: of its files.
+        cached: True where an earlier run, or another process, had prepared it.
+        notes: that a damaged entry of the cache was replaced.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedExamples,
+        manifest: Manifest,
+        *,
+        source: int = 0,
+        directory: Path | None = None,
+        cached: bool = False,
+        notes: Sequence[str] = (),
+        maps: Sequence[mmap.mmap | None] = (),
+    ):
+        self.encoded, self.manifest, self.source = encoded, manifest, source
+        self.directory, self.cached, self.notes = directory, cached, list(notes)
+        self.key: str = manifest.get("key", "")
+        self.name: str = manifest.get("source", "")
+        self.tally = Tally(**manifest.get("tally", {}))
+        self.findings: list[dict[str, Any]] = list(manifest.get("findings", ()))
+        self._rows: np.ndarray | None = None  # those that `select` chose
+        self._maps, self._read = maps, [0]  # rows since pages were given back; shared by all views
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest, *, cached: bool = False, notes: Sequence[str] = ()) -> "Table":
+        """The table in a directory. Its files are mapped at once, so that they stay readable when the cache is cleared."""
+        maps = [_mapped(directory / name) for name in FILES]
+        arrays = [np.frombuffer(data or b"", dtype) for data, dtype in zip(maps, FILES.values(), strict=True)]
+        tokens, runs, documents, rows, values = arrays
+        encoded = EncodedExamples(tokens, runs, documents.reshape(-1, 2), rows.reshape(-1, len(COLUMNS)), values)
+        return cls(encoded, manifest, directory=directory, cached=cached, notes=notes, maps=maps)
+
+    def __len__(self) -> int:
+        return len(self.encoded.rows) - 1 if self._rows is None else len(self._rows)
+
+    def row_at(self, index: int) -> Example:
+        row = self.encoded.example(index if self._rows is None else int(self._rows[index]), self.source)
+        self._read[0] += 1
+        if self._read[0] >= ROWS_KEPT:
+            self._release()
+        return row
 
     def column(self, name: str) -> np.ndarray:
-        """One of `COLUMNS`, [rows]; made anew at each call."""
-        values = self.encoded.rows[:-1, COLUMNS.index(name)]
+        """One of `COLUMNS`, or the number of `documents`, [rows]; made anew at each call."""
+        rows = self.encoded.rows
+        values = np.diff(rows[:, 0]) if name == "documents" else rows[:-1, COLUMNS.index(name)]
         values = values.copy() if self._rows is None else values[self._rows]
         self._release()
         return values.view(np.uint64) if name == "prompt_hash" else values
-
-    def row_id(self, index: int) -> str:
-        """Name of one row."""
-        return self.encoded.example(self._position(index)).row_id
 
     def changed(self, **attributes: Any) -> "Table":
         """The same files with other attributes: another source, tally or findings."""
@@ -249,16 +220,6 @@ class Table(EncodedSequence):
         """
         return self.changed(_rows=rows, key=key)
 
-    def distinct_rows(self) -> np.ndarray:
-        """Indices of the examples that are the first of their data row, which may have made several."""
-        return np.unique(self.column("record"), return_index=True)[1]
-
-    def _position(self, index: int) -> int:
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"row {index} of a table of {len(self)}")
-        return number if self._rows is None else int(self._rows[number])
-
     def _release(self) -> None:
         """Give mapped pages back to the system; they are read again when needed."""
         self._read[0] = 0
@@ -273,7 +234,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else None
 
 
-class JoinedTables(RowSequence[Any]):
+class JoinedTables(_Joinable):
     """Several sequences of examples, tables or lists, one after another.
 
     Attributes:
@@ -288,26 +249,12 @@ class JoinedTables(RowSequence[Any]):
         return self._starts[-1]
 
     def row_at(self, index: int) -> Any:
-        table, row = self._locate(index)
-        return self.tables[table][row]
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.tables)
-
-    def __add__(self, other: Sequence[TokenizedRow]) -> "JoinedTables":
-        return JoinedTables([self, other])
-
-    def __radd__(self, other: Sequence[TokenizedRow]) -> "JoinedTables":
-        return JoinedTables([other, self])
+        table = bisect_right(self._starts, index) - 1
+        return self.tables[table][index - self._starts[table]]
 
     def column(self, name: str) -> np.ndarray:
         """`column_of` all parts."""
         return np.concatenate([column_of(table, name) for table in self.tables])
-
-    def row_id(self, index: int) -> str:
-        """Name of one row."""
-        table, row = self._locate(index)
-        return name_of_row(self.tables[table], row)
 
     # What follows needs tables, not lists, as parts.
 
@@ -326,14 +273,6 @@ class JoinedTables(RowSequence[Any]):
         """Rows that were read, dropped and cut to make the tables."""
         return reduce(Tally.merged_with, [table.tally for table in self.tables], Tally())
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        """The part that a row lies in, and its index there."""
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"row {index} of joined tables of {len(self)}")
-        table = bisect_right(self._starts, number) - 1
-        return table, number - self._starts[table]
-
 
 Rows = Table | JoinedTables  # examples of one kind on disk
 
@@ -343,7 +282,7 @@ def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:
     return list(examples.tables) if isinstance(examples, JoinedTables) else [examples]
 
 
-def column_of(rows: Sequence[TokenizedRow], name: str) -> np.ndarray:
+def column_of(rows: Sequence[Any], name: str) -> np.ndarray:
     """`longest`, `total` or `cut` of each row, [rows]; of tables any of `COLUMNS`, without reading the rows."""
     if isinstance(rows, Table | JoinedTables):
         return rows.column(name)
@@ -365,43 +304,34 @@ def totals_of(rows: Sequence[TokenizedRow]) -> np.ndarray:
     return column_of(rows, "total")
 
 
-def name_of_row(rows: Sequence[TokenizedRow], index: int) -> str:
-    """The row id of one row."""
-    return rows.row_id(index) if isinstance(rows, Table | JoinedTables) else rows[index].row_id
-
-
 def describe_cache(rows: Sequence[TokenizedRow]) -> list[str]:
     """Key and place of prepared rows on disk, and what was noted of them, as lines of text; none for rows in memory."""
     if not isinstance(rows, Table | JoinedTables):
         return []
     tables = [table for table in tables_of(rows) if isinstance(table, Table)]
-    ways = [f"{'read from' if table.cached else 'prepared into'} the cache: {table.directory}" for table in tables]
-    return [*ways, *rows.notes]
+    lines = [f"{'read from' if table.cached else 'prepared into'} the cache: {table.directory}" for table in tables]
+    return [*lines, *rows.notes]
 
 
 def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
     """The `count` rows with the longest documents, longest first, equal ones in their order."""
-    order = np.argsort(-lengths_of(rows), kind="stable")[:count]
+    order = np.argsort(-column_of(rows, "longest"), kind="stable")[:count]
     return [rows[int(index)] for index in order]
 
 
 def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
     """Findings of the data doctor in prepared rows, a line each; what the tally says of them is left out.
 
-    Args:
-        examples: a table, or joined tables.
-        check: data.check.
-
     Raises:
-        UserError: it found errors, and `check` is stop; all of them at once.
+        UserError: it found errors, and `check`, data.check, is stop; all of them at once.
     """
     lines, errors = [], []
     for table in getattr(examples, "tables", [examples]) if check != "off" else []:
-        counted = {**table.manifest["tally"]["dropped"], **table.manifest["tally"]["cut"]}
+        counted = {**table.tally.dropped, **table.tally.cut}
         for finding in table.findings:
             if finding["name"] not in counted:
                 lines.append(f"{finding['level']}: {finding['text']}")
-                errors += [f"{table.manifest['source']}: {finding['text']}"] * (finding["level"] == "error")
+                errors += [f"{table.name}: {finding['text']}"] * (finding["level"] == "error")
     if errors and check == "stop":
         raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
     return lines

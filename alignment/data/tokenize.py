@@ -3,7 +3,7 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from alignment.data.rows.records import (
     Steps,
     Tally,
     Text,
+    replies_of,
     single_turns,
 )
 from alignment.data.text import chat
@@ -81,12 +82,16 @@ def tokenize_demonstrations(
     answered = zip(
         encode_prompts(tokenizer, [row for row, _ in flat], counts), _responses(tokenizer, flat, counts), strict=True
     )
-    whole = iter(_dialogues(tokenizer, [row for row in rows if row.messages and not row.apart], counts))
+    together = [row for row in rows if row.messages and not row.apart]
+    dialogues = encode_dialogues(
+        tokenizer, [DialogueRow(row.messages or [], row.trained, row.tools) for row in together]
+    )
+    whole = iter(_accepted(together, dialogues, counts))
     for row, of_row in zip(rows, turns, strict=True):
         if row.messages and not row.apart:
-            ids, mask = next(whole)
-            start = last_span(mask)
-            made = [(ids[:start], mask[:start], ids[start:])]
+            dialogue = next(whole)
+            start = last_span(dialogue.mask)
+            made = [(dialogue.ids[:start], dialogue.mask[:start], dialogue.ids[start:])]
         else:
             made = [(head, [False] * len(head), tail) for head, tail in islice(answered, len(of_row))]
         made = [(head, mask, tail) for head, mask, tail in made if len(tail) >= 2]
@@ -102,60 +107,24 @@ def tokenize_demonstrations(
     return counted(examples, counts)
 
 
-def tokenize_comparisons(
-    rows: Sequence[Comparison], tokenizer: Tokenizer, max_length: int
+def tokenize_responses(
+    rows: Sequence[Comparison | LabeledResponse | Ranking], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[Example], Tally]:
-    """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
-    replies = [row.messages or (row.chosen, row.rejected) for row in rows]
-    ranks, values = [(0, 1)] * len(rows), [margin_of(row) for row in rows]
-    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values)
-
-
-def tokenize_labels(
-    rows: Sequence[LabeledResponse], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[Example], Tally]:
-    """Prompt and response joined, as in demonstrations of one turn, with the label."""
-    replies, values = [(row.response,) for row in rows], [{"desirable": row.desirable} for row in rows]
-    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=[(0,)] * len(rows), values=values)
-
-
-def tokenize_rankings(rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """All responses of a row after the very same prompt tokens, each cut to what the prompt leaves of `max_length`.
 
     Of responses that are the same tokens in the end, one stays where they tie; where they do not, none does, since the
-    ranking contradicts itself. A ranking with fewer than two responses left is dropped.
-    """
-    replies, ranks = [row.responses for row in rows], [row.ranks for row in rows]
-    values = [margin_of(row) for row in rows]
-    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values, ranked=True)
-
-
-def _tokenize_judged(
-    rows: Sequence[PromptedRow],
-    replies: Sequence[Sequence[str | Message]],
-    tokenizer: Tokenizer,
-    max_length: int,
-    *,
-    ranks: Sequence[Sequence[int]],
-    values: Sequence[Values],
-    ranked: bool = False,
-) -> tuple[list[Example], Tally]:
-    """Each row's prompt with its replies; see `tokenize_rankings`.
-
-    Args:
-        replies: of each row.
-        ranks: of each row's replies, 0 is best.
-        values: of each row's example.
-        ranked: the ranks of the replies that are kept are among its values.
+    judgment contradicts itself. A pair with one response left, or a ranking with fewer than two, is dropped.
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
+    replies = [getattr(row, "messages", None) or replies_of(row) for row in rows]
     flat = [(row, reply) for row, of_row in zip(rows, replies, strict=True) for reply in of_row]
     encoded = iter(_responses(tokenizer, flat, counts))
-    for row, head, row_ranks, known in zip(rows, prompts, ranks, values, strict=True):
-        whole = [next(encoded) for _ in row_ranks]
+    for row, head, of_row in zip(rows, prompts, replies, strict=True):
+        whole = [next(encoded) for _ in of_row]
         kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
-        kept = _distinct(tails, row_ranks)
+        ranks = row.ranks if isinstance(row, Ranking) else range(len(whole))
+        kept = _distinct(tails, ranks)
         if min(map(len, whole)) < 2:
             counts.drop(EMPTY, row.row_id)
         elif len(kept) < min(2, len(whole)):
@@ -164,17 +133,24 @@ def _tokenize_judged(
             if len(kept) < len(tails):
                 counts.note_cut(EQUAL_IN_RANKING, row.row_id)
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
-            distinct = sorted({row_ranks[index] for index in kept})
-            order = {"ranks": [distinct.index(row_ranks[index]) for index in kept]} if ranked else {}
             tails = [tails[index] for index in kept]
-            examples.append(Example.answered(kept_head, tails, row.row_id, **order, **known))
+            examples.append(Example.answered(kept_head, tails, row.row_id, **judgment_of(row, kept)))
     counts.kept = len(examples)
     return counted(examples, counts)
 
 
-def margin_of(row: Comparison | Ranking) -> Values:
-    """The margin of a row as a value of its example, where it has one."""
-    return {} if row.margin is None else {"margin": row.margin}
+tokenize_comparisons = tokenize_labels = tokenize_rankings = tokenize_responses  # a record says how it is judged
+
+
+def judgment_of(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:
+    """The values of a row's example, of which these responses are kept."""
+    if isinstance(row, LabeledResponse):
+        return {"desirable": row.desirable}
+    values: Values = {} if row.margin is None else {"margin": row.margin}
+    if isinstance(row, Comparison):
+        return values
+    distinct = sorted({row.ranks[index] for index in kept})
+    return {"ranks": [distinct.index(row.ranks[index]) for index in kept], **values}
 
 
 def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:
@@ -263,38 +239,27 @@ def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
     Raises:
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
-    if counts is not None and tokenizer.chat_template is not None:
-        plain = [row for row in rows if isinstance(row.prompt, str)]
-        _note(counts, plain, [[PLAIN_PROMPT]] * len(plain))
+    counts = Tally() if counts is None else counts
+    for row in rows if tokenizer.chat_template is not None else ():
+        if isinstance(row.prompt, str):
+            counts.note(PLAIN_PROMPT, row.row_id)
     encoded = chat.encode_each_prompt(tokenizer, [row.prompt for row in rows], [row.tools for row in rows])
-    return _accepted(rows, encoded)
+    return _accepted(rows, encoded, counts)
 
 
 def _responses(
     tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally
 ) -> list[list[int]]:
-    """Ids of each reply to its row's prompt; their notes are counted."""
+    """Ids of each reply to its row's prompt."""
     rows = [row for row, _ in replies]
     encoded = chat.encode_each_response(
         tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
     )
-    accepted = _accepted(rows, encoded)
-    _note(counts, rows, [each.notes for each in accepted])
-    return [each.ids for each in accepted]
+    return [each.ids for each in _accepted(rows, encoded, counts)]
 
 
-def _dialogues(
-    tokenizer: Tokenizer, rows: Sequence[Demonstration], counts: Tally
-) -> list[tuple[list[int], list[bool]]]:
-    """Ids and mask of each row's dialogue; their notes are counted."""
-    dialogues = [DialogueRow(row.messages or [], row.trained, row.tools) for row in rows]
-    accepted = _accepted(rows, encode_dialogues(tokenizer, dialogues))
-    _note(counts, rows, [each.notes for each in accepted])
-    return [(each.ids, each.mask) for each in accepted]
-
-
-def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError]) -> list[Encoded]:
-    """The results; refusals are reported for all rows at once, the same refusal once with its rows."""
+def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
+    """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
     done: list[Encoded] = []
     refused: dict[str, list[str]] = {}
     for row, result in zip(rows, encoded, strict=True):
@@ -302,29 +267,20 @@ def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError
             refused.setdefault(str(result), []).append(row.row_id)
         else:
             done.append(result)
+            for note in getattr(result, "notes", ()):
+                counts.note(note, row.row_id)
     if refused:
-        raise RefusedRows(refused)
+        raise refused_rows(refused)
     return done
 
 
-def _note(counts: Tally, rows: Sequence[PromptedRow], notes: Sequence[Sequence[str]]) -> None:
-    for row, of_row in zip(rows, notes, strict=True):
-        for note in of_row:
-            counts.note(note, row.row_id)
-
-
-class RefusedRows(UserError):
-    """Rows that the chat template refuses: `refused` has their names by what it says."""
-
-    def __init__(self, refused: dict[str, list[str]]):
-        self.refused = refused
-        super().__init__(list_problems(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items()))
-
-
-def _more(row_ids: Sequence[str]) -> str:
-    """That other rows share a fault, and the names of the first few."""
-    shown = ", ".join(row_ids[: SHOWN_IDS - 1]) + (", ..." if len(row_ids) >= SHOWN_IDS else "")
-    return f" (likewise {len(row_ids)} more: {shown})" if row_ids else ""
+def refused_rows(refused: Mapping[str, Sequence[str]]) -> UserError:
+    """The error that names rows, by why the chat template (or an encoder) refuses them."""
+    problems = []
+    for why, names in refused.items():
+        shown = ", ".join(names[1:SHOWN_IDS]) + (", ..." if len(names) > SHOWN_IDS else "")
+        problems.append(f"{names[0]}: {why}" + f" (likewise {len(names) - 1} more: {shown})" * (len(names) > 1))
+    return UserError(list_problems(problems))
 
 
 def last_span(mask: Sequence[bool]) -> int:

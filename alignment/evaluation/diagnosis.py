@@ -4,7 +4,7 @@ A threshold that PPO's alarms have during the run too is in training/collapse.py
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from alignment.evaluation.run_log import ENOUGH, RunLog, Series
-from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
+from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 
 # Of any run
 SPIKE = 10.0  # times the median of grad_norm: far outside what batches of rows differ by
@@ -23,44 +23,19 @@ OVERFITTED = 1.05  # times the best held-out loss
 CHANCE = 0.55  # accuracy of pairs; 0.5 is a coin
 GAP = 0.15  # training less held-out accuracy
 UNMOVED = 0.01  # of implicit rewards, beta times nats of a response: the odds of a pair change by 1 %
-TIED = 0.5  # share of pairs, or of samples, that score alike and teach nothing
 # Of a run that learns from its own samples. The first ratio is 1 but for rounding: a float32 sum of some thousand terms, or
 # bfloat16's 8 bits of a log-probability near -10. Sampling error, nats: the cache sums in another order (1e-5 is usual);
 # bfloat16 holds logits of 16 to 32 in steps of 1/8, and this is the largest difference of all tokens.
 ROUNDING = {"first_ratio_error": {"fp32": 1e-4, "bf16": 0.05}, "sampling_error": {"fp32": 1e-2, "bf16": 0.5}}
 WEIGHT_OFF = 0.2  # the mean importance weight is 1 where both distributions agree
-CLIPPED_WEIGHTS = 0.1  # share of weights at the cap: above it the correction is biased as well as noisy
 STILL = 0.05  # nats per response: a policy so close to the reference gives its responses
-RUNAWAY_KL = (
-    10.0  # nats per response: the KL of the best of 60,000 samples; gold rewards peak below it (Gao et al. 2023)
-)
+RUNAWAY_KL = 10.0  # nats per response: the best of 60,000 samples; gold rewards peak below it (Gao et al. 2023)
 EXPLAINED = 0.05  # a constant explains 0; below this the advantages are the returns with noise added
 LONGER = 1.25  # times the first length; below, the words of a better answer account for it
 NEAR_LIMIT = 0.8  # of max_new_tokens
 LENGTH_CORRELATION = 0.4  # rank correlation of score and length over the samples: 16 % of the variance
-EMPTY = 0.1  # share of responses without a token before the end
 CLIPPED = 0.3  # share of clipped tokens; 0.05 to 0.2 is usual (Huang et al. 2024)
 LARGE_UPDATE = 0.1  # nats per token from the sampling policy to the updated one; 0.01 to 0.02 is usual as target_kl
-SMALL_UPDATE = 1e-6  # nats per token: log-probabilities move by a thousandth
-TAX = 0.05  # nats per token of the pretraining text: 5 % of its perplexity
-HELD_OUT = ("held_out_win_rate", "held_out_score", "gold_score")  # what the score stands for
-DOMINANT = 0.95  # of the movement of all reward parts
-
-
-class Sign(NamedTuple):
-    """A sign of a symptom.
-
-    Attributes:
-        metrics: names; one that ends in / stands for all that begin so. The sign is absent where the run lacks one.
-        wrong: True where the run is not well; called with the run and the `Series` of each metric.
-        enough: lines of each metric that are needed.
-        limit: of the first metric, in words.
-    """
-
-    metrics: tuple[str, ...]
-    wrong: Callable[..., object]
-    enough: int = ENOUGH
-    limit: str = ""
 
 
 class Times(NamedTuple):
@@ -71,10 +46,10 @@ class Times(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A setting to try: its key, its value or how to get it from the run, and why."""
+    """A setting to try: its key, its value, and why."""
 
     key: str
-    value: object | Times | Callable[[RunLog], object]
+    value: object
     why: str
 
 
@@ -84,18 +59,21 @@ class Symptom(NamedTuple):
     Attributes:
         name: of the symptom.
         stages: that are examined for it; "rows": all that learn from rows without preferences, such as sft.
-        signs: one suffices.
+        signs: names of metrics -> True where the run is not well, called with the run and the `Series` of each metric. One
+            sign suffices; it is absent where the run lacks a metric.
         cause: what usually leads to it.
         advice: the likeliest first.
         unless: symptoms that would explain this one.
+        enough: lines of each metric that are needed.
     """
 
     name: str
     stages: tuple[str, ...]
-    signs: tuple[Sign, ...]
+    signs: Mapping[str, Callable[..., object]]
     cause: str
     advice: tuple[Advice, ...]
     unless: tuple[str, ...] = ()
+    enough: int = ENOUGH
 
 
 @dataclass(frozen=True)
@@ -121,22 +99,20 @@ class Diagnosis:
 
 def diagnose(run: RunLog) -> list[Diagnosis]:
     """The symptoms of a run; a cause of others comes before them."""
-    found: dict[str, Diagnosis] = {}
+    found = {each.symptom: each for each in _overflow(run)}
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
-        limits: dict[str, str] = {}
-        for sign in symptom.signs:
-            logged = {name: run.series[name] for each in sign.metrics for name in _names(run, each)}
-            enough = all(len(each.values) >= sign.enough for each in logged.values())
-            if enough and len(logged) >= len(sign.metrics) and sign.wrong(run, *logged.values()):
+        for metrics, wrong in symptom.signs.items():
+            logged = {name: run.series[name] for name in metrics.split() if name in run.series}
+            enough = all(len(each.values) >= symptom.enough for each in logged.values())
+            if enough and len(logged) == len(metrics.split()) and wrong(run, *logged.values()):
                 seen |= logged
-                limits[next(iter(logged))] = sign.limit
         if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {each.course()}{limits.get(name, '')}" for name, each in seen.items())
+            evidence = "; ".join(f"{name} {each.course()}" for name, each in seen.items())
             steps = min(each.late[0] for each in seen.values()), max(each.late[1] for each in seen.values())
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
-    return [*_overflow(run), *found.values()]
+    return list(found.values())
 
 
 def symptoms_of(stage: str) -> list[Symptom]:
@@ -145,19 +121,16 @@ def symptoms_of(stage: str) -> list[Symptom]:
     return [symptom for symptom in SYMPTOMS if known in symptom.stages]
 
 
-def _names(run: RunLog, name: str) -> list[str]:
-    return [each for each in run.series if each == name or (name.endswith("/") and each.startswith(name))]
-
-
-def _overflow(run: RunLog) -> list[Diagnosis]:
+def _overflow(run: RunLog) -> Iterator[Diagnosis]:
     """Metrics that are no finite numbers, which no series holds."""
     steps = sorted(step for each in run.broken.values() for step in each)
-    if not steps:
-        return []
-    names = sorted(name for name, each in run.broken.items() if each[0] == steps[0])
-    evidence = f"{', '.join(names)} from step {steps[0]} on; {len(steps)} values in all"
-    cause = "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it."
-    return [Diagnosis("not finite", evidence, cause, (steps[0], steps[-1]), settings_to_try(run, OVERFLOW_ADVICE))]
+    if steps:
+        names = sorted(name for name, each in run.broken.items() if each[0] == steps[0])
+        evidence = f"{', '.join(names)} from step {steps[0]} on; {len(steps)} values in all"
+        cause = (
+            "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it."
+        )
+        yield Diagnosis("not finite", evidence, cause, (steps[0], steps[-1]), settings_to_try(run, OVERFLOW_ADVICE))
 
 
 def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...]:
@@ -168,8 +141,6 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...
         if isinstance(value, Times):
             number = max(float(f"{run.number(key, 0) * value.factor:.3g}"), value.least)
             value = int(number) if isinstance(now, int) else number
-        elif callable(value):
-            value = value(run)
         if run.has(key) and now != value:
             found.append(Setting(key, now, value, why))
     return tuple(found)
@@ -178,38 +149,15 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...
 # Signs
 
 
-def above(name: str, bound: float) -> Sign:
-    """The last window lies above a bound."""
-    return Sign((name,), lambda _, series: series.last > bound, limit=f" (at most {bound:g})")
-
-
-def peaks_above(name: str, bound: float) -> Sign:
-    """Some window lies above a bound."""
-    return Sign((name,), lambda _, series: series.windows.max() > bound, limit=f" (at most {bound:g})")
-
-
-def shrinks_to(name: str, share: float) -> Sign:
-    """The last window is less than a share of the beginning."""
-    limit = f" (at least {share:g} of the beginning)"
-    return Sign((name,), lambda _, series: series.last < share * series.first and series.falls(3), limit=limit)
-
-
-def over_optimized(name: str) -> Sign:
-    """The score rises further while what it stands for falls."""
-
-    def wrong(run: RunLog, score: Series, held_out: Series) -> bool:
-        best = held_out.windows.max()
-        fall = max(3 * held_out.error, 0.1 * abs(best - held_out.first))
-        return score.rises() and best > held_out.first and best - held_out.last > fall
-
-    return Sign(("score", name), wrong)
-
-
-def exceeds_rounding(run: RunLog, errors: Series, name: str) -> bool:
+def exceeds_rounding(name: str) -> Callable[[RunLog, Series], bool]:
     """Any line lies above `ROUNDING` of the run's precision."""
-    sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
-    precision = "bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"
-    return max(errors.values) > ROUNDING[name][precision]
+
+    def wrong(run: RunLog, errors: Series) -> bool:
+        sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
+        precision = "bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"
+        return max(errors.values) > ROUNDING[name][precision]
+
+    return wrong
 
 
 def sampling_differs(run: RunLog) -> bool:
@@ -218,7 +166,7 @@ def sampling_differs(run: RunLog) -> bool:
     return filtered or run.number("rollouts_behind", 0) > 0
 
 
-def gradient_spikes(run: RunLog, norms: Series) -> bool:
+def gradient_spikes(_: RunLog, norms: Series) -> bool:
     """Single updates have gradients far above the usual; the first updates of a new head are large."""
     late = norms.later(0.1)
     spikes = [norm for norm in late.values if norm > SPIKE * late.middle > 0]
@@ -245,16 +193,11 @@ def equal_scores(run: RunLog, score: Series) -> bool:
     return not score.rises() and len(given) >= ENOUGH and all_equal(given)
 
 
-def updates_too_small(run: RunLog, moved: Series, score: Series) -> bool:
-    """The policy hardly changes within an iteration, while the score does not rise.
-
-    With one update per rollout the ratio is 1 by construction; the end of a schedule says nothing about the rate.
-    """
-    rates = dict(zip(*run.series.get("learning_rate", Series((), ())), strict=True))
-    high = max(rates.values(), default=0.0) / 2
-    sizes = [value for step, value in zip(*moved, strict=True) if rates.get(step, 0.0) >= high]
-    several = run.number("epochs", 1) * run.number("minibatches", 1) >= 2
-    return several and not score.rises() and float(np.median(sizes or moved.values)) < SMALL_UPDATE
+def over_optimized(_: RunLog, score: Series, held_out: Series) -> bool:
+    """The score rises further while what it stands for falls."""
+    best = held_out.windows.max()
+    fall = max(3 * held_out.error, 0.1 * abs(best - held_out.first))
+    return score.rises() and best > held_out.first and best - held_out.last > fall
 
 
 def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
@@ -269,18 +212,7 @@ def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
     return bool(correlated) or 0 < NEAR_LIMIT * run.number("max_new_tokens", 0) < length.last
 
 
-def one_sided_reward(run: RunLog, *parts: Series) -> bool:
-    """Of several reward parts one decides, or one is given up for the others."""
-    entries = run.setting("rewards")
-    if not isinstance(entries, list) or len(entries) != len(parts):
-        entries = [{}] * len(parts)
-    weights = [1.0 if each.get("weight") is None else float(each["weight"]) for each in entries]
-    moved = [abs(weight) * float(np.std(part.values)) for weight, part in zip(weights, parts, strict=True)]
-    given_up = any(weight > 0 and part.falls(3) for weight, part in zip(weights, parts, strict=True))
-    return len(parts) > 1 and sum(moved) > 0 and (max(moved) >= DOMINANT * sum(moved) or given_up)
-
-
-def unmoved(run: RunLog, *rewards: Series) -> bool:
+def unmoved(_: RunLog, *rewards: Series) -> bool:
     """Chosen and rejected responses are as likely as at the start; implicit rewards of some losses do not begin at 0.
 
     Noise is that of batches whose rewards differ, so that their mean alone stays where it was.
@@ -288,15 +220,9 @@ def unmoved(run: RunLog, *rewards: Series) -> bool:
     return all(max(abs(each.last - each.first), each.noise) < UNMOVED for each in rewards)
 
 
-def best_step(run: RunLog) -> int:
-    """The last step of the window in which a held-out measure is highest."""
-    held_out = next(run.series[name] for name in HELD_OUT if name in run.series)
-    return held_out.steps[int(held_out.windows.argmax()) + held_out.width - 1]
-
-
-def rewards_and(entry: Callable[[RunLog], object]) -> Callable[[RunLog], list[object]]:
-    """The run's rewards and another one; `reward_model` alone is the short form of one entry."""
-    return lambda run: [*(run.setting("rewards") or [{"reward_model": run.setting("reward_model")}]), entry(run)]
+def overfitted(run: RunLog, own: Series, held_out: Series) -> bool:
+    """The rows of training are ranked better than others."""
+    return run.trend("accuracy") is not None and own.last - held_out.values[-1] > GAP
 
 
 # The table
@@ -312,30 +238,21 @@ PENALTY = Advice("kl_coef", Times(2, 0.02), "twice the penalty")
 TARGET_KL = Advice("target_kl", 0.02, "ends the passes over a rollout once the policy has moved so far")
 TEMPERATURE = Advice("temperature", 1.0, "samples that differ")
 END_PENALTY = Advice("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
-ENDS = f" (at least {ENDED:g})"
-LONGER_RESPONSES = Advice("max_new_tokens", Times(2), "room to end")
-CRITIC = (
-    Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
-    Advice("value_model", "reward_model", "its trunk has already learned what is scored"),
-    Advice("advantages", "rloo", "needs no critic (with responses_per_prompt of 4 or more)"),
-)
 OVERFLOW_ADVICE = (
     THIRD, Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
     Advice("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
 )  # fmt: skip
 SYMPTOMS = (  # a cause of others comes before them
     Symptom(
-        "gradient spikes", ALL, (Sign(("grad_norm",), gradient_spikes),),
+        "gradient spikes", ALL, {"grad_norm": gradient_spikes},
         "Odd rows (very long, broken, mislabeled) or steps at the edge of what is stable.",
         (HALF, WARMUP, Advice("optim.max_grad_norm", Times(0.5), "cuts what is above the usual")),
     ),
     Symptom(
         "sampler mismatch", SAMPLED,
-        (Sign(("first_ratio_error",), lambda run, errors: exceeds_rounding(run, errors, "first_ratio_error"), 1),
-         Sign(("sampling_error",),
-              lambda run, errors: not sampling_differs(run) and exceeds_rounding(run, errors, "sampling_error"), 1),
-         Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1, " (1 without a mismatch)"),
-         Sign(("importance_clipped_share",), lambda _, clipped: clipped.last > CLIPPED_WEIGHTS, 1)),
+        {"first_ratio_error": exceeds_rounding("first_ratio_error"),
+         "sampling_error": lambda run, errors: not sampling_differs(run) and exceeds_rounding("sampling_error")(run, errors),
+         "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF},
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
         (Advice("rollouts_behind", 0, "samples of the present weights"),
@@ -344,9 +261,10 @@ SYMPTOMS = (  # a cause of others comes before them
          Advice("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
          Advice("weights.dtype", "float32", "rounding is then below 1e-4; compare on a short run"),
          Advice("training.precision", "fp32", "likewise")),
+        enough=1,
     ),
     Symptom(
-        "KL negative", SAMPLED, (Sign(("kl",), kl_negative),),
+        "KL negative", SAMPLED, {"kl": kl_negative},
         "The samples do not come from the policy whose log-probabilities are compared: a colder sampler, a minimum length, "
         "dropout in one of the two, or a reference at another temperature. The penalty then pays for leaving the reference.",
         (Advice("temperature", 1.0, "the temperature at which the reference was trained"),
@@ -354,37 +272,27 @@ SYMPTOMS = (  # a cause of others comes before them
          Advice("training.precision", "fp32", "if sampling_error is large as well")),
     ),
     Symptom(
-        "updates too large", SAMPLED, (peaks_above("clip_fraction", CLIPPED), peaks_above("approx_kl", LARGE_UPDATE)),
+        "updates too large", SAMPLED,
+        {"clip_fraction": lambda _, share: share.windows.max() > CLIPPED,
+         "approx_kl": lambda _, moved: moved.windows.max() > LARGE_UPDATE},
         "The policy leaves the range in which the samples say something about it: the learning rate is too high, or the "
         "passes over one rollout are too many.",
         (THIRD, Advice("epochs", Times(0.5, 1), "fewer passes over each rollout"), TARGET_KL),
     ),
     Symptom(
-        "updates too small", SAMPLED, (Sign(("approx_kl", "score"), updates_too_small),),
-        "The learning rate is too low for so many updates.", (TEN_TIMES,),
-    ),
-    Symptom(
-        "critic diverges", SAMPLED,
-        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < -0.5),
-         Sign(("value_loss",),
-              lambda _, loss: loss.last > 2 * loss.windows.min() and loss.last - loss.windows.min() > 3 * loss.error)),
-        "The values are worse than a constant or become so: the critic's steps overshoot.",
-        (Advice("value_optim.learning_rate", Times(1 / 3), "a third of its step"), *CRITIC),
-    ),
-    Symptom(
-        "critic lost", SAMPLED,
-        (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED,
-              limit=f" (median of the later half at least {EXPLAINED:g})"),),
+        "critic lost", SAMPLED, {"explained_variance value_loss": lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED},
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
-        "too slowly to follow the policy.",
-        (Advice("value_optim.learning_rate", Times(3), "three times its step"), *CRITIC),
-        unless=("critic diverges",),
+        "too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
+        (Advice("value_optim.learning_rate", Times(3), "three times its step"),
+         Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
+         Advice("value_model", "reward_model", "its trunk has already learned what is scored"),
+         Advice("advantages", "rloo", "needs no critic (with responses_per_prompt of 4 or more)")),
     ),
     Symptom(
-        "score constant", SAMPLED, (Sign(("score",), equal_scores),), "The reward tells nothing apart.", (TEMPERATURE,)
+        "score constant", SAMPLED, {"score": equal_scores}, "The reward tells nothing apart.", (TEMPERATURE,)
     ),
     Symptom(
-        "score falls", SAMPLED, (Sign(("score",), lambda _, score: score.falls(3)),),
+        "score falls", SAMPLED, {"score": lambda _, score: score.falls(3)},
         "What is learned is not the score: the penalty outweighs it, or the updates are too large to improve it.",
         (THIRD, Advice("kl_coef", Times(0.5), "half the penalty"),
          Advice("pretrain_coef", Times(0.5), "half the weight of the text")),
@@ -392,88 +300,58 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "score flat at the reference", SAMPLED,
-        (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
+        {"score kl": lambda _, score, kl: not score.rises() and abs(kl.last) < STILL},
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
         (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
          Advice("epochs", 4, "more passes over each rollout")),
         unless=("score constant", "score falls"),
     ),
     Symptom(
-        "score flat", SAMPLED, (Sign(("score",), lambda _, score: not score.rises()),),
+        "score flat", SAMPLED, {"score": lambda _, score: not score.rises()},
         "The policy moves, but not towards the score: the advantages are mostly noise.",
         (Advice("training.batch_size", Times(4), "a quarter of the noise's variance"),
          Advice("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"), HALF),
         unless=("score constant", "score falls", "score flat at the reference"),
     ),
     Symptom(
-        "one-sided reward", SAMPLED, (Sign(("score/",), one_sided_reward),),
-        "One part of the reward outweighs the others, which then have no say or are given up for it: halve its weight among "
-        "the rewards.",
-        (),
-    ),
-    Symptom(
         "over-optimization", SAMPLED,
-        tuple(map(over_optimized, HELD_OUT)),
-        "The policy has found what the reward model gets wrong: its score no longer means what it did.",
-        (Advice("training.max_steps", best_step, "ends where the held-out measure was best"), PENALTY,
-         Advice("reward_combine", "min", "with an ensemble: what one member doubts does not pay")),
+        {f"score {held_out}": over_optimized for held_out in ("held_out_win_rate", "held_out_score", "gold_score")},
+        "The policy has found what the reward model gets wrong: its score no longer means what it did. End where the "
+        "held-out measure was best.",
+        (PENALTY, Advice("reward_combine", "min", "with an ensemble: what one member doubts does not pay")),
     ),
     Symptom(
-        "length hacking", SAMPLED, (Sign(("score", "response_tokens"), length_hacking),),
+        "length hacking", SAMPLED, {"score response_tokens": length_hacking},
         "The reward pays for length: reward models learn that from labelers who prefer long answers.",
-        (END_PENALTY, PENALTY,
-         Advice("rewards", rewards_and(lambda run: {"length": {"max": int(run.series["response_tokens"].first)}}),
-              "each further token costs")),
+        (END_PENALTY, PENALTY),
     ),
     Symptom(
-        "missing ends", SAMPLED, (Sign(("ended_share",), lambda _, ended: ended.last < ENDED <= ended.first, limit=ENDS),),
-        "The policy has unlearned to end its responses.", (END_PENALTY, LONGER_RESPONSES),
+        "missing ends", SAMPLED, {"ended_share": lambda _, ended: ended.last < ENDED},
+        "The policy has unlearned to end its responses, the limit is too short, or the starting policy never learned its end "
+        "token (see the chat template and the end tokens of its SFT run).",
+        (END_PENALTY, Advice("max_new_tokens", Times(2), "room to end")),
     ),
     Symptom(
-        "responses cut off", SAMPLED, (Sign(("ended_share",), lambda _, ended: max(ended.first, ended.last) < ENDED, limit=ENDS),),
-        "The limit is too short, or the starting policy never learned its end token (see the chat template and the end "
-        "tokens of its SFT run).",
-        (LONGER_RESPONSES, END_PENALTY),
-    ),
-    Symptom(
-        "empty responses", SAMPLED, (above("empty_share", EMPTY),),
-        "Ending at once scores better than answering: the reward of an empty text is high, or every token costs KL.",
-        (Advice("missing_end_penalty", Times(0.5), "ending is worth less"),
-         Advice("kl_coef", Times(0.5), "half the price of a token that differs"),
-         Advice("rewards", rewards_and(lambda _: {"format": r".*\S.*"}), "an empty response loses")),
-    ),
-    Symptom(
-        "collapse", SAMPLED, (shrinks_to("entropy", ENTROPY_LEFT), shrinks_to("distinct_share", DISTINCT_LEFT),
-         Sign(("repetition",), lambda _, share: repeats(share.last, share.first))),
+        "collapse", SAMPLED,
+        {"entropy": lambda _, nats: nats.last < ENTROPY_LEFT * nats.first and nats.falls(3),
+         "distinct_share": lambda _, share: share.last < DISTINCT_LEFT * share.first and share.falls(3),
+         "repetition": lambda _, share: repeats(share.last, share.first)},
         "The policy has settled on few responses: nothing is left to compare, so nothing more is learned.",
-        (PENALTY, Advice("entropy_coef", 0.01, "pays for entropy"), HALF,
-         Advice("temperature", 1.0, "samples as varied as the policy")),
+        (PENALTY, Advice("entropy_coef", 0.01, "pays for entropy"), HALF, TEMPERATURE),
     ),
     Symptom(
-        "KL runs away", SAMPLED, (Sign(("kl",), kl_runaway),),
+        "KL runs away", SAMPLED, {"kl": kl_runaway},
         "The penalty is too weak for this reward, or the steps are too large for it: beyond about 10 nats learned rewards "
         "stop agreeing with what they stand for.",
         (PENALTY, Advice("kl_target", 6.0, "steers the coefficient towards 6 nats per response"), HALF, TARGET_KL),
     ),
     Symptom(
-        "alignment tax", SAMPLED, (Sign(("pretrain_loss",), lambda _, loss: loss.last - loss.first >= TAX and loss.rises(3)),),
-        "The policy pays for its reward with what it knew of other text.",
-        (Advice("pretrain_coef", Times(2, 0.1), "twice the weight of the text's loss"), HALF),
-    ),
-    Symptom(
-        "few pairs", ("online_dpo",), (above("score_ties", TIED),),
-        "The responses to a prompt score alike, so most of the samples teach nothing.",
-        (Advice("responses_per_prompt", Times(2), "more to choose from"), TEMPERATURE,
-         Advice("tie_margin", Times(0.5), "smaller differences count")),
-    ),
-    Symptom(
-        "policy did not move", ("dpo", "online_dpo"), (Sign(("chosen_reward", "rejected_reward"), unmoved),),
+        "policy did not move", ("dpo", "online_dpo"), {"chosen_reward rejected_reward": unmoved},
         "The result is the starting policy: the steps are too small, or too few.", (TEN_TIMES,),
     ),
     Symptom(
         "preferences not learned", PAIRS,
-        (Sign(("accuracy",),
-              lambda run, each: each.last < CHANCE and ((margin := run.trend("margin")) is None or not margin.rises())),),
+        {"accuracy": lambda run, each: each.last < CHANCE and ((margin := run.trend("margin")) is None or not margin.rises())},
         "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the steps "
         "are too small. `alignment data check` shows tokens and what is cut.",
         (FIVE_TIMES, LENGTH),
@@ -481,38 +359,32 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "overfitting", (*PAIRS, "rows"),
-        (Sign(("held_out_loss",), lambda _, loss: loss.values[-1] > OVERFITTED * min(loss.values) > 0, 3),
-         Sign(("accuracy", "held_out_accuracy"),
-              lambda run, own, held_out: run.trend("accuracy") and own.last - held_out.values[-1] > GAP, 1)),
+        {"held_out_loss": lambda _, loss: loss.values[-1] > OVERFITTED * min(loss.values) > 0,
+         "accuracy held_out_accuracy": overfitted},
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
         (Advice("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
          Advice("training.epochs", 1, "each row once"), HALF),
+        enough=3,
     ),
     Symptom(
         "loss rises", (*PAIRS, "rows"),
-        (Sign(("loss",),
-              lambda _, loss: loss.last - loss.windows.min() >= max(4 * loss.error, RISEN * abs(loss.windows.min()))),),
+        {"loss": lambda _, loss: loss.last - loss.windows.min() >= max(4 * loss.error, RISEN * abs(loss.windows.min()))},
         "The steps are too large for what has been reached, or the later rows are of another kind.",
         (THIRD, Advice("optim.schedule", "cosine", "smaller steps towards the end"), WARMUP),
     ),
     Symptom(
-        "loss flat", ("rows",), (Sign(("loss",), lambda _, loss: not loss.falls()),),
+        "loss flat", ("rows",), {"loss": lambda _, loss: not loss.falls()},
         "Nothing is learned that shows: the steps are too small, or the rows hold nothing that the model does not know.",
         (FIVE_TIMES,),
         unless=("loss rises",),
     ),
     Symptom(
         "chosen responses become unlikely", ("dpo",),
-        (Sign(("chosen_reward", "margin"),
-              lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)),),
+        {"chosen_reward margin":
+            lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)},
         "The pairs are told apart by making both responses unlikely; the probability goes to texts that nobody judged.",
         (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to the reference"),
          HALF),
-    ),
-    Symptom(
-        "scores tied", ("reward",), (above("ties", TIED),),
-        "Both responses look the same to the model: what differs is cut off, or its head has not begun to learn.",
-        (LENGTH, FIVE_TIMES),
     ),
 )  # fmt: skip
 
@@ -535,21 +407,17 @@ def report_lines(name: str, run: RunLog, findings: Sequence[Diagnosis], width: i
         names = ", ".join(symptom.name for symptom in symptoms_of(run.stage))
         yield from textwrap.wrap(f"none of the usual failures found; examined for: {names}", width)
     for number, found in enumerate(findings, 1):
-        entries = [("evidence", found.evidence), ("cause", found.cause)]
-        for i, each in enumerate(found.settings):
-            change = f"{each.key}={_value(each.value)} (now {_value(each.now)}): {each.why}"
-            entries.append(("" if i else "try", change))
         yield from ("", f"{number}. {found.symptom} (steps {found.steps[0]} to {found.steps[1]})")
-        for title, text in entries:
+        changes = [f"{one.key}={_value(one.value)} (now {_value(one.now)}): {one.why}" for one in found.settings]
+        titles = ["evidence", "cause", "try", *[""] * len(changes)]
+        for title, text in zip(titles, [found.evidence, found.cause, *changes], strict=False):
             yield from textwrap.wrap(
                 text, width, initial_indent=f"   {title:10s}", subsequent_indent=" " * 13, break_on_hyphens=False
             )
 
 
 def _value(value: object) -> str:
-    """A setting's value as it is written in `key=value`; of a long list its last entry."""
-    if isinstance(value, list) and len(value) > 1:
-        return f"[..., {_value(value[-1])}]"
+    """A setting's value as it is written in `key=value`."""
     if isinstance(value, float):
         return f"{value:g}"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")

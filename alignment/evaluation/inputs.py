@@ -21,7 +21,7 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
     rows, tally = read_rows(
         data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row, as_messages=data.as_messages
     )
-    print_tally(kind, tally, data.left_out("train"))
+    print_tally(kind, tally)
     return rows
 
 
@@ -45,7 +45,7 @@ def check_hotel_prompts(prompts: Sequence[Prompt], who: str, advice: str = "") -
         )
 
 
-def print_tally(what: str, tally: Tally, notes: Sequence[str] = ()) -> None:
-    """Print notes, and the counts of rows that reading or tokenizing dropped and cut, on standard error."""
-    for line in (*notes, *tally.lines()):
+def print_tally(what: str, tally: Tally) -> None:
+    """Print the counts of rows that reading or tokenizing dropped and cut, on standard error."""
+    for line in tally.lines():
         print(f"{what}: {line}", file=sys.stderr)

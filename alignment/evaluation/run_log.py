@@ -35,7 +35,6 @@ class Series(NamedTuple):
 
     @property
     def last(self) -> float:
-        """Mean of the last window."""
         return float(np.mean(self.values[-self.width :]))
 
     @property

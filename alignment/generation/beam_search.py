@@ -15,11 +15,11 @@ from annotated_types import Interval
 from torch import Tensor
 
 from alignment.generation.decode import Responses
-from alignment.generation.logits_processors import TokenHistory, discourage_repetition
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
+from alignment.generation.sampling import TokenHistory, discourage_repetition
 from alignment.models.protocols import DecodingCache, GenerativeModel
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+from alignment.settings import NonNegativeInt, PositiveFloat, Settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class BeamConfig(Settings):
         early_stopping: end of the search for a prompt. True: as soon as K hypotheses have ended. False: as soon as
             the best running one, if it ended now, would not beat the worst of those. "never": as soon as it could not
             even at its most favorable length.
-        num_returned: hypotheses returned for each prompt, at most `num_beams`.
         repetition_penalty, no_repeat_ngram_size, min_new_tokens: as in `SamplingConfig`, on log-probabilities.
     """
 
@@ -42,47 +41,11 @@ class BeamConfig(Settings):
     length_penalty: float = 1.0
     max_new_tokens: NewTokens = 64
     early_stopping: bool | Literal["never"] = False
-    num_returned: PositiveInt = 1
     repetition_penalty: PositiveFloat = 1.0
     no_repeat_ngram_size: NonNegativeInt = 0
     min_new_tokens: NonNegativeInt = 0
 
-    RULES = (
-        ROOM_FOR_LEAST,
-        Rule(
-            "num_returned",
-            lambda c: c.num_returned > c.num_beams,
-            "must be at most num_beams, {self.num_beams}, got {self.num_returned}",
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Hypotheses:
-    """The hypotheses of each prompt, the best first.
-
-    Attributes:
-        token_ids: tokens, the stop token included where there is one.
-        log_probs: the model's log-probability of each token after the logits processors, nats.
-        scores: sum of those / tokens ** length_penalty.
-        ended: True where the last token is a stop token; False where the maximum length was reached.
-    """
-
-    token_ids: list[list[list[int]]]
-    log_probs: list[list[list[float]]]
-    scores: list[list[float]]
-    ended: list[list[bool]]
-
-    def best(self) -> Responses:
-        """The best hypothesis of each prompt."""
-        return Responses(
-            token_ids=[hypotheses[0] for hypotheses in self.token_ids],
-            log_probs=[hypotheses[0] for hypotheses in self.log_probs],
-            ended=[hypotheses[0] for hypotheses in self.ended],
-        )
-
-
-_Collected = tuple[list[list[int]], list[list[float]], list[float], list[bool]]  # `Hypotheses` of one prompt
+    RULES = (ROOM_FOR_LEAST,)
 
 
 @torch.no_grad()
@@ -94,8 +57,11 @@ def beam_search(
     *,
     batch_size: int = 64,
     start_token: int | None = None,
-) -> Hypotheses:
-    """The best responses to each prompt that a search with `config.num_beams` beams finds.
+) -> Responses:
+    """The best response to each prompt that a search with `config.num_beams` beams finds.
+
+    Its log-probabilities are the model's after the logits processors, and it has the largest sum of them / tokens **
+    length_penalty.
 
     Args:
         model: in eval mode for exact log-probabilities.
@@ -112,16 +78,19 @@ def beam_search(
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the plain power of the length as its penalty.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: dict[int, _Collected] = {}
+    found: dict[int, tuple[list[int], list[float]]] = {}
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token)
-        found.update(zip(group, _collect(searched, config.num_returned, stop_ids), strict=True))
+        rows = (column[:, 0].tolist() for column in searched[1:])
+        for i, tokens, log_probs, length in zip(group, *rows, strict=True):
+            found[i] = tokens[:length], log_probs[:length]
         # A hypothesis with NaN is the best one: `topk` takes NaN for the largest number.
-        best = {i: list(map(math.isnan, found[i][1][0])) for i in group}
-        check_failed({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
-    columns = zip(*(found[i] for i in range(len(prompts))), strict=True)
-    return Hypotheses(*map(list, columns)) if prompts else Hypotheses([], [], [], [])
+        broken = {i: list(map(math.isnan, found[i][1])) for i in group}
+        check_failed({i: each.index(True) + 1 for i, each in broken.items() if any(each)})
+    token_ids = [found[i][0] for i in range(len(prompts))]
+    ended = [tokens[-1] in set(stop_ids) for tokens in token_ids]
+    return Responses(token_ids, [found[i][1] for i in range(len(prompts))], ended)
 
 
 class _Beams(NamedTuple):
@@ -173,7 +142,13 @@ def _search_group(
     steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     cache, logits, history = _prefill(model, prompts, steps, start_token)
-    kept = _candidates_kept(beams, len(stops), logits.shape[-1])
+    vocabulary = logits.shape[-1]
+    if vocabulary - len(stops) < beams:
+        raise ValueError(
+            f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
+            f"tokens {len(stops)} end one; lower num_beams"
+        )
+    kept = min(max(2, 1 + len(stops)), vocabulary) * beams  # so many that at least K of them do not end
 
     found = _Beams.none(count, beams, steps, device)
     live = torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
@@ -235,16 +210,6 @@ def _prefill(
     return cache, model.prefill(batch.to(device), cache), history
 
 
-def _candidates_kept(beams: int, stops: int, vocabulary: int) -> int:
-    """Candidates kept for each prompt: enough that at least K of them do not end."""
-    if vocabulary - stops < beams:
-        raise ValueError(
-            f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
-            f"tokens {stops} end one; lower num_beams"
-        )
-    return min(max(2, 1 + stops), vocabulary) * beams
-
-
 def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_Beams, Tensor]:
     """The best candidates among all one-token extensions, and the beam that each continues.
 
@@ -283,15 +248,3 @@ def _settled(running: _Beams, finished: _Beams, length: int, config: BeamConfig)
     longest_pays = config.early_stopping == "never" and config.length_penalty > 0
     best = running.scores[:, 0] / (config.max_new_tokens if longest_pays else length) ** config.length_penalty
     return best <= worst
-
-
-def _collect(finished: _Beams, num_returned: int, stop_ids: Sequence[int]) -> list[_Collected]:
-    """The best hypotheses of each prompt, cut to their lengths."""
-    stops, collected = set(stop_ids), []
-    for scores, tokens, log_probs, lengths in zip(
-        *(column[:, :num_returned].tolist() for column in finished), strict=True
-    ):
-        cut = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-        values = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
-        collected.append((cut, values, scores, [row[-1] in stops for row in cut]))
-    return collected

@@ -25,11 +25,13 @@ class Responses:
         log_probs: natural-log probability of each under the distribution it was sampled from.
         ended: True where the last token is a stop token or completes a stop string; False where the maximum length was
             reached.
+        texts: cut before the stop string or token; None where no tokenizer was given.
     """
 
     token_ids: list[list[int]]
     log_probs: list[list[float]]
     ended: list[bool]
+    texts: list[str] | None = None
 
 
 @torch.no_grad()
@@ -86,5 +88,8 @@ def decode_responses(
     check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]
     return Responses(
-        [row.tokens for row in ordered], [row.log_probs for row in ordered], [row.finish == "stop" for row in ordered]
+        [row.tokens for row in ordered],
+        [row.log_probs for row in ordered],
+        [row.finish == "stop" for row in ordered],
+        None if tokenizer is None else [row.text.text for row in ordered if row.text is not None],
     )

@@ -16,11 +16,6 @@ beside it nor on the order in which they came.
 Equal prompts are computed once as long as one of them waits: the others copy its cache row. So n samples of a prompt are n
 requests that differ in `row`.
 
-With `kept_tokens` common beginnings are computed once as well: the prompt and the response of a request that has finished
-stay in memory, and of a prompt that begins with the same tokens (16 at least), as the next turn of a dialogue does, only
-the rest is computed; so it is behind a system prompt whose row still runs. Models of other kinds than our decoders, and
-documents beyond the original context of dynamic or LongRoPE scaling, are computed whole.
-
 A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes of
 transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
 
@@ -35,9 +30,8 @@ import torch
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.filling import Prompt, PromptFiller
-from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.requests import DecodingRequest, IncrementalText, RunningRequest, TokenEvent
-from alignment.generation.sampling import DrawnTokens, RowSampler
+from alignment.generation.sampling import DrawnTokens, RowSampler, TokenHistory
 from alignment.models.protocols import GenerativeModel
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
@@ -59,7 +53,6 @@ class DecodingEngine:
         max_rows: int = 64,
         start_token: int | None = None,
         tokenizer: Tokenizer | None = None,
-        kept_tokens: int = 0,
     ):
         """An engine without requests.
 
@@ -68,15 +61,12 @@ class DecodingEngine:
             max_rows: requests decoded side by side.
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
-            kept_tokens: tokens of prompts with their responses whose keys and values are kept, for prompts to come that
-                begin as they do; those used least recently go first, and of a longer document its first tokens are kept.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
         self._device = next(model.parameters()).device
-        self._filler = PromptFiller(model, self._device, start_token, kept_tokens)
-        self._keeps_documents = kept_tokens > 0
+        self._filler = PromptFiller(model, self._device, start_token)
         self._skip_special_tokens = start_token is not None
         self._start = None if start_token is None else [start_token]
         self._waiting: deque[RunningRequest] = deque()
@@ -136,7 +126,6 @@ class DecodingEngine:
             self._waiting_prompts -= Counter([tuple(found.request.prompt)])
         for slot, running in enumerate(self.running):
             if running is not None and running.number == number:
-                self._filler.save(slot, running.tokens)
                 self.running[slot], running.finish = None, "cancelled"
 
     def step(self) -> list[TokenEvent]:
@@ -154,12 +143,7 @@ class DecodingEngine:
         Args:
             largest: see `decode_responses`.
             idle_room: tokens that a row of the cache needs in which nothing is decoded but other ranks wait for it.
-
-        Raises:
-            ValueError: `largest` with `kept_tokens`, which needs a second forward for some prompts.
         """
-        if largest is not None and self._keeps_documents:
-            raise ValueError("kept_tokens must be 0 where ranks run equally many forwards")
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
         if largest is not None:
             self._run_with_others(largest, idle_room)
@@ -270,10 +254,7 @@ class DecodingEngine:
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
-                if row.finish == "error":
-                    self._failed = True
-                else:
-                    self._filler.save(slot, row.tokens)
+                self._failed |= row.finish == "error"
                 self.running[slot] = None
         if self._filler.cache is not None:
             if not self._waiting or not self._filler.continuous:

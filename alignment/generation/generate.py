@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from alignment.data.text.chat import stop_token_ids
+from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
+from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
-from alignment.generation.requests import SamplingConfig, check_stop, text_before_stop
-from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
+from alignment.generation.requests import SamplingConfig, check_stop
 from alignment.models.model import check_lengths
 from alignment.models.protocols import GenerativeModel
 
@@ -50,7 +50,7 @@ def generate(
     The checkpoint's generation_config.json is ignored: settings that are left out are off.
 
     Args:
-        model: a language model or an encoder-decoder from `load_model`.
+        model: a language model or an encoder-decoder from `load_model`; in eval mode while it generates.
         tokenizer: the tokenizer from `load_tokenizer`.
         prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
             encoder-decoder takes texts, encoded with their special tokens.
@@ -77,19 +77,6 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
-    return _generate(model, tokenizer, prompts, config, batch_size, stop=stop)
-
-
-def _generate(
-    model: GenerativeModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str | Sequence[Mapping[str, str]]],
-    config: SamplingConfig | BeamConfig,
-    batch_size: int,
-    *,
-    stop: Sequence[str],
-) -> Generation:
-    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
@@ -99,24 +86,23 @@ def _generate(
     was_training = model.training
     model.eval()
     try:
-        if isinstance(config, SamplingConfig):
-            options = {"batch_size": batch_size, "start_token": start_token}
-            decoder = tokenizer if stop else None
-            responses = decode_responses(model, ids, config, stop_ids, stop=stop, tokenizer=decoder, **options)
+        if isinstance(config, BeamConfig):
+            prompts_at_once = max(1, batch_size // config.num_beams)
+            found = beam_search(model, ids, config, stop_ids, batch_size=prompts_at_once, start_token=start_token)
         else:
-            options = {"batch_size": max(1, batch_size // config.num_beams), "start_token": start_token}
-            responses = beam_search(model, ids, config, stop_ids, **options).best()
+            stopping = {"stop": stop, "tokenizer": tokenizer} if stop else {}
+            found = decode_responses(
+                model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, **stopping
+            )
     finally:
         model.train(was_training)
-
-    def text(tokens: list[int], ended: bool) -> str:
-        if ended and tokens[-1] not in stop_ids:
-            least, skip = config.min_new_tokens, start_token is not None
-            return text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=skip)
-        return response_text(tokenizer, tokens, ended) if start_token is None else target_text(tokenizer, tokens)
-
-    texts = list(map(text, responses.token_ids, responses.ended))
-    return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
+    texts = found.texts
+    if texts is None:
+        texts = [
+            response_text(tokenizer, tokens, ended) if start_token is None else target_text(tokenizer, tokens)
+            for tokens, ended in zip(found.token_ids, found.ended, strict=True)
+        ]
+    return Generation(texts, found.token_ids, found.log_probs, found.ended)
 
 
 def decoding_config(
@@ -140,12 +126,78 @@ def decoding_config(
             f"beam search (num_beams={num_beams}) does not sample, so temperature, top_k, top_p and min_p have no "
             "effect; leave them out, or take num_beams=1 to sample"
         )
-    return BeamConfig(
-        num_beams,
-        length_penalty,
-        sampling.max_new_tokens,
-        early_stopping,
-        repetition_penalty=sampling.repetition_penalty,
-        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
-        min_new_tokens=sampling.min_new_tokens,
+    both = ("max_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens")
+    shared: dict[str, Any] = {name: getattr(sampling, name) for name in both}
+    return BeamConfig(num_beams, length_penalty, early_stopping=early_stopping, **shared)
+
+
+# Prompts and responses of a decoder or an encoder-decoder
+
+
+def start_token_of(model: GenerativeModel) -> int | None:
+    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder.
+
+    Raises:
+        UserError: an encoder-decoder's config has none.
+    """
+    start = getattr(model.spec, "start_token", None)
+    if start is not None or not model.config.get("is_encoder_decoder", False):
+        return start
+    if (start := model.config.get("decoder_start_token_id")) is None:
+        raise UserError(
+            f"the {model.config.get('model_type')} model's config.json names no decoder_start_token_id, so its decoder "
+            "cannot begin; T5 takes its padding token, BART its end token"
+        )
+    return start
+
+
+def read_prompts(tokenizer: Tokenizer, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
+    """Ids of prompts for a decoder, or for an encoder where responses begin with a start token.
+
+    Raises:
+        UserError: one prompt in place of a list of them, or an entry that is neither text nor messages.
+    """
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list, got one text, {prompts[:40]!r}; write [text]")
+    prompts = list(prompts)
+    if any(isinstance(prompt, dict) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one; write [messages]")
+    raise_all(
+        f"prompt {number}: must be text or a list of messages, got {type(prompt).__name__}"
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, (str, list, tuple))
     )
+    if start_token is None:
+        return [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    return source_ids(tokenizer, prompts)
+
+
+def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]:
+    """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
+
+    Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
+    that it is asked to fill.
+
+    Raises:
+        UserError: messages instead of text, all of them at once; a text without any token.
+    """
+    raise_all(
+        f"prompt {number}: an encoder-decoder model reads text, this prompt is a list of messages"
+        for number, text in enumerate(texts)
+        if not isinstance(text, str)
+    )
+    with naming_panics(tokenizer):
+        options = {"padding": False, "truncation": False, "verbose": False}
+        encoded = tokenizer(list(map(str, texts)), **options)["input_ids"] if texts else []
+    raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
+    return encoded
+
+
+def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
+    """Text of a decoder's response, without its stop token."""
+    return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
+
+
+def target_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -89,11 +89,7 @@ class DecodingRequest:
 
 
 def check_stop(stop: Sequence[str]) -> None:
-    """Refuse stop strings that are no list of texts.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise ValueError for stop strings that are no list of texts."""
     if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
         raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
 
@@ -131,14 +127,7 @@ def token_failure(number: int) -> str:
 
 
 def check_failed(failed: Mapping[int, int]) -> None:
-    """Refuse responses that have failed.
-
-    Args:
-        failed: number of the prompt -> of the token, as for `token_failure`.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise UserError where there are failed responses: number of the prompt -> of the token."""
     if failed:
         first = min(failed)
         more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
@@ -272,13 +261,3 @@ class IncrementalText:
         new = self.text[self._returned : end]
         self._returned = max(self._returned, end)
         return new
-
-
-def text_before_stop(
-    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], min_tokens: int, *, skip_special_tokens: bool
-) -> str:
-    """Text of a response that a stop string has ended, cut before it; none is searched before `min_tokens` tokens."""
-    text = IncrementalText(tokenizer, stop, skip_special_tokens=skip_special_tokens)
-    for number, token in enumerate(tokens, start=1):
-        text.push(token, check_stop=number >= min_tokens)
-    return text.text

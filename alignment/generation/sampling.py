@@ -1,13 +1,20 @@
-"""From logits to a token: the sampling distribution of each row, and a sample from it. No model and no cache here."""
+"""From logits to a token: the sampling distribution of each row, and a sample from it. No model and no cache here.
+
+The tokens that a logits processor looks back at stay on the device, so that nothing waits for it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from alignment.generation.logits_processors import TokenHistory, discourage_repetition
 from alignment.generation.requests import RunningRequest, SamplingConfig
+
+NO_TOKEN = -1  # at positions of a row that hold no token
+UNREAD = SamplingConfig()  # settings of rows that nobody reads
+Rows = Sequence[RunningRequest | None]  # the request of each row; None: nobody reads the token that is drawn there
 
 
 def sampling_log_probs(logits: Tensor, config: SamplingConfig, seen: Tensor | None = None) -> Tensor:
@@ -33,6 +40,93 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, seen: Tensor | No
         logits = discourage_repetition(logits, seen, config.repetition_penalty, config.no_repeat_ngram_size)
     rows = logits.reshape(-1, logits.shape[-1])
     return row_log_probs(rows, RowFilters.of([config] * len(rows), rows.shape[1], rows.device)).view(logits.shape)
+
+
+# Processors that look back
+
+
+class TokenHistory:
+    """The tokens so far of rows that begin and end at different times.
+
+    Attributes:
+        tokens: from column 0 on, [B, W].
+        lengths: tokens of each row, [B].
+    """
+
+    def __init__(self, device: torch.device):
+        self.tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Hold at least `rows` rows of at least `width` tokens; new rows are empty."""
+        more, wider = max(0, rows - len(self.tokens)), max(0, width - self.tokens.shape[1])
+        self.tokens, self.lengths = F.pad(self.tokens, (0, wider, 0, more)), F.pad(self.lengths, (0, more))
+
+    def put(self, row: int, document: Sequence[int]) -> None:
+        """Let a row begin with a document."""
+        self.tokens[row, : len(document)] = torch.tensor(document, device=self.tokens.device)
+        self.lengths[row] = len(document)
+
+    def append(self, rows: Tensor, tokens: Tensor) -> None:
+        """Add a token to each of some rows, [n]; one that is full, which is not read any more, stays as it is."""
+        columns_of_rows = self.lengths[rows].clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.index_put_((rows, columns_of_rows), tokens)
+        self.lengths[rows] = columns_of_rows + 1
+
+    def keep(self, rows: Tensor) -> None:
+        """Put row `rows[i]` at position i; a row may come several times, or not at all, [n]."""
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """The tokens of some rows [n], aligned on the right, `NO_TOKEN` before them, [n, W]."""
+        width = self.tokens.shape[1]
+        columns = torch.arange(width, device=rows.device) - (width - self.lengths[rows])[:, None]
+        return self.tokens[rows].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, NO_TOKEN)
+
+
+def discourage_repetition(scores: Tensor, seen: Tensor, penalty: float, ngram_size: int) -> Tensor:
+    """Scores [B, V] after the repetition penalty (1: off) and the ban of repeated n-grams (0: off), in this order.
+
+    Args:
+        scores: logits or log-probabilities of the next token, fp32.
+        seen: token ids of each row, `NO_TOKEN` where there is none, [B, L].
+    """
+    if penalty != 1:
+        scores = penalize_repetition(scores, seen, penalty)
+    return forbid_repeated_ngrams(scores, seen, ngram_size) if ngram_size else scores
+
+
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make earlier tokens less likely: score / penalty where the score is positive, score * penalty elsewhere.
+
+    The paper divides always, which makes a token with a negative score likelier; every library multiplies there
+    instead. A token is penalized once, however often it occurs. Arguments as for `discourage_repetition`.
+
+    Source: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, their theta.
+    """
+    padded = F.pad(scores, (1, 0))  # a column for NO_TOKEN
+    found = padded.gather(1, seen + 1)
+    return padded.scatter(1, seen + 1, torch.where(found < 0, found * penalty, found / penalty))[:, 1:]
+
+
+def forbid_repeated_ngrams(scores: Tensor, seen: Tensor, size: int) -> Tensor:
+    """Scores with -inf where a token would complete an n-gram of `size` tokens that its row already contains.
+
+    Source: Paulus et al. 2017, arXiv:1705.04304, section 2.5 (there for trigrams).
+    """
+    width = seen.shape[1]
+    if width < size:
+        return scores
+    windows = seen.unfold(1, size, 1)  # [B, L - n + 1, n]
+    begun = seen[:, None, width + 1 - size :]  # the n - 1 newest tokens
+    # Where the newest tokens include NO_TOKEN, no complete n-gram of the row begins like them: it needs no mask.
+    repeats = (windows[..., :-1] == begun).all(-1)
+    forbidden = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+    forbidden.scatter_(1, torch.where(repeats, windows[..., -1] + 1, 0), True)
+    return scores.masked_fill(forbidden[:, 1:], -torch.inf)
+
+
+# Temperature and filters
 
 
 class RowFilters(NamedTuple):
@@ -74,14 +168,7 @@ class RowFilters(NamedTuple):
 
 
 def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
-    """`sampling_log_probs` with settings of their own for each row, after the logits processors.
-
-    Args:
-        logits: fp32, [B, V].
-
-    Returns:
-        float32, [B, V].
-    """
+    """`sampling_log_probs` of fp32 logits [B, V] with settings of their own for each row, after the logits processors."""
     certain = None if filters.greedy is None else greedy_log_probs(logits)
     if filters.temperature is not None:
         logits = logits / filters.temperature
@@ -91,9 +178,7 @@ def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
     if filters.top_p is not None:
         ordered, order = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        before = (
-            probability.cumsum(-1) - probability
-        )  # mass of the likelier tokens: 0 for the first, so it always stays
+        before = probability.cumsum(-1) - probability  # mass of the likelier tokens: the first always stays
         logits = logits.masked_fill((before >= filters.top_p).gather(-1, order.argsort(-1)), -torch.inf)
     if filters.min_p is not None:
         probability = logits.softmax(-1)
@@ -112,6 +197,8 @@ def greedy_log_probs(logits: Tensor) -> Tensor:
 def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse transform sampling: the token at which the cumulative probability passes `uniform`; never one of probability 0.
 
+    Nothing is read back, which would stall a GPU.
+
     Args:
         log_probs: [B, V].
         uniform: in [0, 1), [B].
@@ -119,31 +206,15 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         token ids, [B].
     """
-    if log_probs.is_cuda:
-        return sample_token_unasked(log_probs, uniform)
-    cumulative, threshold = _cumulative_and_threshold(log_probs, uniform)
-    if bool((threshold < cumulative[:, -1:]).all()):
-        return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return sample_token_unasked(log_probs, uniform)
-
-
-def sample_token_unasked(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """`sample_token` by operations that read no number back: reading would stall a GPU."""
-    cumulative, threshold = _cumulative_and_threshold(log_probs, uniform)
-    # A float32 threshold can round up to the total itself; the result is then the last token that has any mass.
-    possible = (cumulative > threshold).int().argmax(-1)
-    last = (log_probs > -torch.inf).int().flip(-1).argmax(-1)
-    return torch.where(threshold.squeeze(-1) < cumulative[:, -1], possible, log_probs.shape[-1] - 1 - last)
-
-
-def _cumulative_and_threshold(log_probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The cumulative probabilities [B, V], and the one at which each row stops, [B, 1]."""
     cumulative = log_probs.exp().cumsum(-1)
-    return cumulative, uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
+    threshold = uniform.to(cumulative.dtype)[:, None] * total
+    passed = torch.searchsorted(cumulative, threshold, right=True)
+    last = torch.searchsorted(cumulative, total)  # a threshold may round up to the total, which nothing passes
+    return torch.minimum(passed, last).clamp(max=log_probs.shape[-1] - 1).squeeze(-1)  # NaN has no place
 
 
-UNREAD = SamplingConfig()  # settings of rows that nobody reads
-Rows = Sequence[RunningRequest | None]  # the request of each row; None: nobody reads the token that is drawn there
+# Rows of requests
 
 
 class DrawnTokens(NamedTuple):
@@ -194,11 +265,13 @@ class RowSampler:
             log_probs = greedy_log_probs(processed)
             tokens = log_probs.argmax(-1)
         else:
-            log_probs = row_log_probs(processed, self._filters_of_rows(logits.shape[-1]))
+            if self._filters is None:
+                configs = [UNREAD if row is None else row.request.sampling for row in self.rows]
+                self._filters = RowFilters.of(configs, logits.shape[-1], self._device)
+            log_probs = row_log_probs(processed, self._filters)
             tokens = sample_token(log_probs, self._next_draws())
         if self._of_model is not None:
             log_probs = torch.where(self._of_model[:, None], logits.log_softmax(-1), log_probs)
-        values = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         alternatives = None
         if self._alternatives:
             top = log_probs.topk(min(self._alternatives, log_probs.shape[-1]))
@@ -206,13 +279,7 @@ class RowSampler:
         for row in self.rows:
             if row is not None:
                 row.drawn += 1
-        return DrawnTokens(self.rows, tokens, values, alternatives)
-
-    def _filters_of_rows(self, vocabulary: int) -> RowFilters:
-        if self._filters is None:
-            configs = [UNREAD if row is None else row.request.sampling for row in self.rows]
-            self._filters = RowFilters.of(configs, vocabulary, self._device)
-        return self._filters
+        return DrawnTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), alternatives)
 
     def _next_draws(self) -> Tensor:
         """One uniform number for each row, float64, [B]; a greedy row's has no effect."""

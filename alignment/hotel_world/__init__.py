@@ -2,6 +2,6 @@
 
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.hotel_world.gold import GoldScore, score
-from alignment.hotel_world.writers import best_reply
+from alignment.hotel_world.grammar import best_reply
 
 __all__ = ["GoldScore", "RowCounts", "best_reply", "score", "write_world"]

@@ -17,12 +17,13 @@ from alignment.hotel_world.grammar import (
     parse_prompt,
     sample_request,
     sample_sheet,
+    sample_writer,
     sentence,
     write_prompt,
+    write_reply,
     write_request,
     write_sheet,
 )  # fmt: skip
-from alignment.hotel_world.writers import sample_writer, write_reply
 from alignment.settings import NonNegativeInt, PositiveInt, Settings
 
 FOLDS = 100  # of fact sheets, by their facts; each file has a range of its own
@@ -64,7 +65,6 @@ class HotelWorldConfig(Settings):
     Attributes:
         output: the stage's directory; the files go into its `data`.
         seed: of all random choices.
-        rows: rows per file.
     """
 
     output: str
@@ -84,10 +84,7 @@ def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None
 
     The directory appears whole or not at all; one that exists is replaced.
 
-    Args:
-        directory: where the .jsonl files go.
-        seed: of all random choices. Each file has a generator of its own: the size of one does not change another's rows.
-        sizes: rows per file; None for the quickstart's.
+    Each file has a generator of its own: the size of one does not change another's rows. `sizes` None: the quickstart's.
     """
     directory, sizes = Path(directory), sizes or RowCounts()
     with atomic_directory(directory) as temporary:

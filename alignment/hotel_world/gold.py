@@ -23,13 +23,25 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from alignment.hotel_world.grammar import CLAIM, GUESTS, PRIVATE, ParsedPrompt, find_claims, parse_prompt
-from alignment.hotel_world.writers import CLOSINGS, FILLERS, GREETINGS, IGNORANCE, LEAK, REFUSAL, RUDE, RUDE_WORDS
+from alignment.hotel_world.grammar import (
+    CLAIM,
+    CLOSINGS,
+    FILLERS,
+    GREETINGS,
+    GUESTS,
+    IGNORANCE,
+    LEAK,
+    PRIVATE,
+    REFUSAL,
+    RUDE,
+    RUDE_WORDS,
+    ParsedPrompt,
+    find_claims,
+    parse_prompt,
+)  # fmt: skip
 
 WORDS_FREE, WORDS_PER_ITEM = 8, 7  # the length a reply may have before it counts as long
-TEMPERATURE = (
-    0.99  # of labelers, gold points per nat: two of them agree on 73 % of the comparisons, as InstructGPT's did
-)
+TEMPERATURE = 0.99  # of labelers, gold points per nat: two agree on 73 % of the comparisons, as InstructGPT's did
 LENGTH_TASTE = 0.03  # nats per word by which labelers like a longer reply better than the gold score does
 
 

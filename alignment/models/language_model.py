@@ -11,7 +11,6 @@ from alignment.models.heads import ClassificationHead, VocabularyHead, float32_l
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.layer_contexts import longest_continued
 from alignment.models.layers.padded_layout import select_rows, states_before_targets
 from alignment.models.model import Padded
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
@@ -104,16 +103,6 @@ class LanguageModel(NativeModel[TransformerSpec]):
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
         last = partial(select_rows, index=batch.last)
         return self.head(self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
-
-    @torch.no_grad()
-    def extend(self, batch: Ragged, cache: Cache, rows: Tensor) -> Tensor:
-        """Logits [B, V] after documents whose first tokens fill cache `rows` [B] already; `batch` has the rest of each."""
-        return self.head(select_rows(self.trunk.extend(batch, cache, rows), batch.last))
-
-    @property
-    def longest_extended(self) -> int | None:
-        """Most tokens of a document that `extend` computes as `prefill` does, virtual ones included; None: no limit."""
-        return longest_continued(self.spec.layers)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:

@@ -1,7 +1,7 @@
 """The models that training loops, generation and evaluation take: modules of ours, and wrapped ones of transformers."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, overload
 
 from torch import Tensor, nn
 
@@ -81,21 +81,6 @@ class GenerativeModel(Module, Protocol):
     @property
     def decode(self) -> Callable[..., Tensor]:
         """(tokens [B], cache) -> logits [B, V] after one more token for every cache row."""
-        ...
-
-
-@runtime_checkable
-class ExtendingModel(Protocol):
-    """A decoder whose cache rows take several new tokens at once behind what they hold."""
-
-    @property
-    def extend(self) -> Callable[..., Tensor]:
-        """(batch, cache, rows [B]) -> logits [B, V] after documents whose beginnings fill the rows; the batch has the rest."""
-        ...
-
-    @property
-    def longest_extended(self) -> int | None:
-        """Most tokens of a document that is computed so, virtual ones included; None: no limit."""
         ...
 
 

@@ -17,8 +17,6 @@ from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import (
     PositionModules,
-    continue_rows,
-    continuing_contexts,
     decoding_contexts,
     training_contexts,
 )
@@ -202,19 +200,6 @@ class Transformer(nn.Module):
         hidden = self._run(self.embedded(tokens, positions, None), contexts)
         cache.lengths, cache.longest = positions + 1, cache.longest + 1
         return hidden
-
-    def extend(self, batch: Ragged, cache: Cache, rows: Tensor) -> Tensor:
-        """Hidden states [N, D] of new tokens behind documents in the cache, whose rows then hold both.
-
-        Args:
-            batch: the new tokens of each document, N in all.
-            cache: filled by `forward`; without gradient only.
-            rows: cache row of each document, none of them empty, [B].
-        """
-        refuse_shared(batch, "a forward that continues the rows of a cache")
-        new = continue_rows(batch, cache, rows, self.spec.layers[0].attention.heads)
-        contexts = continuing_contexts(self.spec.layers, self.position_modules, cache, new)
-        return self._run(self.embedded(batch.tokens, new.positions, None), contexts)
 
     @property
     def position_modules(self) -> PositionModules:

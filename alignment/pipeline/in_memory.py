@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from alignment.algorithms.finetune.predict import load_finetuned
+from alignment.algorithms.finetune.scoring import load_finetuned
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
@@ -23,7 +23,7 @@ from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
 from alignment.rewards.functions import with_names
 from alignment.training.distributed import propagate_failures
-from alignment.training.run.trackers import OnUpdate, update_callback
+from alignment.training.run.directory import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]
 

@@ -79,7 +79,7 @@ def with_micro_batch(config: Any) -> Any:
     training = getattr(config, "training", None)
     if training is None or training.micro_batch_tokens != "auto":
         return config
-    return importlib.import_module("alignment.planning.resolve").resolve_micro_batch(config)
+    return importlib.import_module("alignment.planning.plan").resolve_micro_batch(config)
 
 
 def write_page(directory: Path) -> None:

@@ -1,18 +1,19 @@
 """The devices of a run: their memory and speed, and the parts of a network that each of them holds."""
 
-import os
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from alignment.config.load import find_packaged
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
-from alignment.training.backends.whole_weights import blocks_of, outermost
+from alignment.training.backends.base import blocks_of, outermost
 from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, measured_tflops
 
 Backend = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -31,12 +32,12 @@ class Device:
     """One device of a run.
 
     Attributes:
-        gpu: whether it is one; else the processor, whose memory all processes of the machine share.
+        gpu: False: the processor, whose memory all processes of the machine share.
         memory: bytes; None: not known, so that nothing is said about whether a run fits.
         name: of its kind, or what is assumed.
         tflops: the most it computes in the run's precision, 10^12 operations per second.
         bandwidth: bytes per second that it reads from its memory.
-        assumed: whether the kind was guessed, from the memory or for want of a table's row.
+        assumed: the kind was guessed, from the memory or for want of a table's row.
     """
 
     gpu: bool
@@ -77,22 +78,16 @@ def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflo
         memory = torch.cuda.get_device_properties(0).total_memory
     here = torch.cuda.get_device_name(0) if found and gpu_memory is None else ""
     known = next((name for name in PEAK_TFLOPS if name in here), None)
-    name = known or ("A100" if here else _name_by_memory(memory))
+    usual = {24.5: "RTX 4090", 41: "A100", 90: "H100", math.inf: "H200"}  # the largest memory of a usual card
+    by_memory = next(name for most, name in usual.items() if memory is None or memory <= most * GB)
+    name = known or ("A100" if here else "H100" if memory is None else by_memory)
     rate = tflops or PEAK_TFLOPS[name][0 if precision == "bf16" else 1]
     return Device(True, memory, name, rate, PEAK_BANDWIDTH[name], assumed=known is None)
 
 
-def _name_by_memory(memory: int | None) -> str:
-    """A usual card with so much memory."""
-    if memory is None or memory > 90 * GB:
-        return "H100" if memory is None else "H200"
-    return "RTX 4090" if memory <= 24.5 * GB else "A100" if memory <= 41 * GB else "H100"
-
-
 def total_memory() -> int:
     """Bytes of this machine's memory, or of the limit of its container."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
+    whole, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(whole, int(text)) if text.isdecimal() else whole
 
@@ -101,10 +96,7 @@ def free_memory() -> int:
     """Bytes of this process's device that are free now."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    free = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min(next(free, total_memory()), total_memory())
+    return min(psutil.virtual_memory().available, total_memory())
 
 
 @dataclass(frozen=True)
@@ -218,48 +210,36 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
         return Layout("single" if gpus in (None, 1) else "ddp", gpus or 1)
     file = find_packaged(launch, "launch")
     values: dict[str, Any] = read_yaml(file).values
-    processes, kind = gpus or int(values.get("num_processes", 1)), str(values.get("distributed_type"))
-    fsdp: Mapping[str, object] = values.get("fsdp_config") or {}
-    if kind == "DEEPSPEED":
-        zero = values.get("deepspeed_config") or {}
-        devices = [str(zero.get(f"offload_{part}_device", "none")) for part in ("param", "optimizer")]
-        return _zero_layout(str(zero.get("zero_stage", 2)), processes, *devices)
-    if kind not in ("MULTI_GPU", "MULTI_CPU", "FSDP"):
+    kinds = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2", "DEEPSPEED": "deepspeed"}
+    if (kind := str(values.get("distributed_type"))) not in kinds:
         raise UserError(f"{file}: distributed_type {kind} is none of MULTI_GPU, FSDP and DEEPSPEED")
-    if kind != "FSDP" or processes == 1:
-        return Layout("single" if processes == 1 else "ddp", processes)
-    hybrid = str(fsdp.get("fsdp_sharding_strategy", "")).lower() in ("hybrid_shard", "4")
+    processes = gpus or int(values.get("num_processes", 1))
+    sent = {key.upper(): str(value) for key, value in (values.get("fsdp_config") or {}).items()}
+    for key, value in (values.get("deepspeed_config") or {}).items():
+        sent[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(value)
+    sent["LOCAL_WORLD_SIZE"] = str(processes // int(values.get("num_machines", 1)))
+    return layout_of("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
+
+
+def layout_of(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
+    """The layout of `size` processes of a kind of process group, from the variables that Accelerate's launcher sends."""
+
+    def value(name: str, default: str) -> str:
+        return sent.get(name, default).lower()
+
+    if kind == "deepspeed":
+        stage = value("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if stage not in ("1", "2", "3"):
+            raise UserError(f"launch file: zero_stage {stage} is none of 1, 2 and 3")
+        weights, state = (value(f"ACCELERATE_DEEPSPEED_OFFLOAD_{x}_DEVICE", "none") for x in ("PARAM", "OPTIMIZER"))
+        return Layout(cast(Backend, f"zero{stage}"), size, size, weights != "none", state != "none")
+    if kind != "fsdp2":
+        return Layout(cast(Backend, kind), size)
+    hybrid = value("FSDP_SHARDING_STRATEGY", "") in ("hybrid_shard", "4")
     return Layout(
         "fsdp2",
-        processes,
-        shard_over=processes // int(values.get("num_machines", 1)) if hybrid else processes,
-        offload=str(fsdp.get("fsdp_offload_params", False)).lower() == "true",
-        reshard=str(fsdp.get("fsdp_reshard_after_forward", True)).lower() == "true",
+        size,
+        shard_over=int(value("LOCAL_WORLD_SIZE", str(size))) if hybrid else size,
+        offload=value("FSDP_OFFLOAD_PARAMS", "false") == "true",
+        reshard=value("FSDP_RESHARD_AFTER_FORWARD", "true") == "true",
     )
-
-
-def launched_layout(kind: str, size: int) -> Layout:
-    """The layout of the processes that were launched, from what Accelerate has put into the environment.
-
-    Args:
-        kind: of the process group.
-        size: its number of processes.
-    """
-    sent = os.environ.get
-    if kind == "deepspeed":
-        devices = [sent(f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE", "none") for part in ("PARAM", "OPTIMIZER")]
-        return _zero_layout(sent("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"), size, *devices)
-    if kind == "fsdp2":
-        offload = sent("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
-        return Layout(
-            "fsdp2", size, size, offload, reshard=sent("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-        )
-    return Layout("ddp" if kind == "ddp" else "single", size)
-
-
-def _zero_layout(stage: str, processes: int, weights: str, optimizer: str) -> Layout:
-    """ZeRO with the devices to which weights and optimizer state are offloaded, "none" for those that stay."""
-    if stage not in ("1", "2", "3"):
-        raise UserError(f"launch file: zero_stage {stage} is none of 1, 2 and 3")
-    nowhere = ("none", "None")
-    return Layout(cast(Backend, f"zero{stage}"), processes, processes, weights not in nowhere, optimizer not in nowhere)

@@ -29,11 +29,10 @@ from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
-from alignment.planning.stages import DOCUMENTS, StageConfig, Workload
-from alignment.planning.starts import is_encoder
+from alignment.planning.stages import DOCUMENTS, StageConfig, Workload, is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
-from alignment.training.backends.whole_weights import computing_types, whole_bytes
-from alignment.training.optimizers import hidden_matrices, optimizer_bytes
+from alignment.training.backends.base import computing_types, whole_bytes
+from alignment.training.optim import hidden_matrices, optimizer_bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
@@ -385,11 +384,8 @@ class Tracer:
 
 def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
     """The tokens that are computed of each document of a row: of a shared prompt once."""
-    sizes = [len(ids) for ids in row.documents]
-    sides = getattr(row, "responses", None) or [getattr(row, x) for x in ("chosen", "rejected") if hasattr(row, x)]
-    common = 0
-    if sides and allowed(share, sizes):
-        common = common_prompt([side.ids for side in sides], [side.mask for side in sides])
+    sizes, masks = [len(ids) for ids in row.documents], getattr(row, "masks", None)
+    common = common_prompt(row.documents, masks) if masks is not None and allowed(share, sizes) else 0
     own = [size - (common if number else 0) for number, size in enumerate(sizes)]
     return [(size, max(size - 1, 1)) for size in own]
 
@@ -428,10 +424,7 @@ def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:
 
 @contextmanager
 def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
-    """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel.
-
-    Fake CUDA tensors would need CUDA for their backward pass.
-    """
+    """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel."""
     sizes, applies = (language.CHUNK_ELEMENTS, language.KEPT_ELEMENTS), layer_contexts.varlen_applies
     before = [size["cpu"] for size in sizes]
     if gpu:

@@ -25,8 +25,7 @@ from alignment.models.quantization import quantizable_layers
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.planning.stages import Network, Workload
-from alignment.planning.starts import Start, is_encoder
+from alignment.planning.stages import Network, Start, Workload, is_encoder
 from alignment.reward_model.ensemble import AdapterEnsemble
 
 Networks = dict[str, Any]  # role -> a model of one of our classes or around one of transformers'
@@ -112,11 +111,7 @@ def _stored(start: Start, task: str, labels: Mapping[str, object], weights: Weig
 
 
 def empty_network(config: HFConfig, task: str, dtype: torch.dtype) -> Any:
-    """A model of an architecture on the meta device, in a type, in eval mode.
-
-    Raises:
-        UserError: the config is that of no architecture known here or to transformers.
-    """
+    """A model of an architecture on the meta device, in a type, in eval mode."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,25 +1,78 @@
 """The plan of a run: what it holds on each device, how long it is, and whether it fits."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.dpo import DPOConfig
-from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
+from torch import nn
+
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.reward import RewardConfig
+from alignment.algorithms.reward_losses import OBJECTIVES
+from alignment.config.yaml_source import read_yaml
+from alignment.data.config import DataConfig
+from alignment.data.examples import TokenizedRow
+from alignment.data.prepare import prepare, prepare_with
+from alignment.data.stream import epoch_rows, mixing_shares, tables_of
 from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
-from alignment.models.weights_config import WeightsConfig
-from alignment.planning.layout import GB, Device, Layout
+from alignment.loading import load_tokenizer
+from alignment.models.operations import forward_operations, is_counted
+from alignment.models.transformer import TransformerSpec
+from alignment.planning.layout import Device, Layout, free_memory, layout_of
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
-from alignment.planning.run_length import Data, RunLength, run_length
 from alignment.planning.stages import StageConfig, Workload, workload_of
+from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.training.backends.base import computing_types, whole_bytes
+from alignment.training.distributed import init_distributed, launched_rank
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
+CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
+
+SMALLER = (
+    "smaller, from what costs the run least: training.gradient_checkpointing=true, a smaller training.micro_batch_tokens, "
+    "optim.name=adamw_8bit, adapter.kind=lora, weights.quantize=nf4, more GPUs with --launch launch/fsdp2"
+)
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training rows, as far as they are known.
+
+    Attributes:
+        rows: rows of one epoch; None where the data or the tokenizer is not there.
+        examples: tokenized.
+    """
+
+    rows: int | None = None
+    examples: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run; None for what depends on rows that are not known.
+
+    Attributes:
+        counted: the tokens are those of the data, not the most that `data.max_length` allows.
+        decoding_bytes: weights that one device reads to sample, at most: each token of a batch of responses reads all.
+    """
+
+    rows: int | None
+    steps: int | None = None
+    tokens: float | None = None
+    operations: float | None = None
+    counted: bool = False
+    decoding_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +82,7 @@ class RoleCount:
     Attributes:
         parameters, trained: numbers of weights.
         adapters: frozen adapters of its checkpoint, below the one that trains.
-        base: the checkpoint that its shapes are those of, and the file in which they were found.
+        base: the checkpoint that its shapes are those of.
     """
 
     role: str
@@ -37,7 +90,6 @@ class RoleCount:
     trained: int
     adapters: int
     base: str
-    shapes_from: str
 
 
 @dataclass(frozen=True)
@@ -48,8 +100,6 @@ class Plan:
         tokens: of a micro-batch.
         roles: the networks.
         peaks: of the run's phases, per device.
-        reserve: bytes of a process beside its tensors.
-        fits: None where the device's memory is not known.
     """
 
     config: StageConfig
@@ -97,9 +147,6 @@ def make_plan(
     Args:
         data: what is known of the training rows.
         near: folder of the user's config.
-
-    Raises:
-        UserError: nothing is known about a checkpoint that the config names, or not even one row fits, with `auto`.
     """
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
@@ -127,41 +174,27 @@ def token_range(config: StageConfig, stage: Workload, layout: Layout, device: De
 
 
 def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, most: int) -> int:
-    """The largest number of tokens, a multiple of `row`, whose need fits; `needed` was called with it.
-
-    Memory grows about linearly with the tokens, so that each trial is placed by interpolation.
+    """The largest number of tokens, a multiple of `row`, whose need fits, by bisection; `needed` was called with it.
 
     Args:
         needed: tokens -> bytes.
         memory: bytes.
         row: tokens of the longest row.
         most: tokens beyond which nothing is gained.
-
-    Raises:
-        UserError: not even one row fits.
     """
-    largest = needed(most)
-    if largest <= memory:
+    if needed(most) <= memory:
         return most
-    least = largest if most == row else needed(row)
-    if least > memory:
+    if (least := needed(row)) > memory:
         raise UserError(
             f"training.micro_batch_tokens: auto: not even one row of {row} tokens fits: {least / 1e9:.2f} GB are needed "
-            f"and {memory / 1e9:.2f} GB are free; `alignment plan` lists what makes the run smaller"
+            f"and {memory / 1e9:.2f} GB are free; {SMALLER}"
         )
-    fits, fits_bytes, fails, fails_bytes = row, least, most, largest
+    fits, fails = 1, most // row
     for _ in range(MOST_TRIALS):
-        slope = (fails_bytes - fits_bytes) / (fails - fits)
-        guess = int(fits + (memory - fits_bytes) / slope) // row * row if slope > 0 else fits
-        guess = min(max(guess, fits + row), fails - row)
-        if fails - fits <= row:
-            break
-        size = needed(guess)
-        if size <= memory:
-            fits, fits_bytes = guess, size
-        else:
-            fails, fails_bytes = guess, size
-    return fits
+        middle = (fits + fails) // 2
+        if middle > fits:
+            fits, fails = (middle, fails) if needed(middle * row) <= memory else (fits, middle)
+    return fits * row
 
 
 def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *, data: Data, near: Path | None) -> Plan:
@@ -169,7 +202,7 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     stage = workload_of(config, near)
     networks = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
     roles = [
-        RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base, start.shapes_from)
+        RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base)
         for role, start in ((role, network.start) for role, network in stage.networks.items())
     ]
     length = run_length(config, stage, data, networks, layout.gpus)
@@ -177,88 +210,128 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
     room = device.room(layout.gpus)
     peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
-    if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
-        before = replace(config, reference_log_probs="compute", reference_cache=None)
-        stage = workload_of(before, near)
-        both = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
-        first = Tracer(before, stage, both, layout, gpu=device.gpu, updates=False)
-        longest = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
-        documents, _ = rows.take([[(longest, longest - 1)]] * CACHED_ROWS)
-        peaks = [first.forwards("reference log-probabilities", documents), *peaks]
     return Plan(config, layout, device, tokens, roles, peaks, length)
 
 
-# What would make it fit
+# The length of a run
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change of settings, on top of those before it, and what the run needs then."""
+def read_training_rows(config: StageConfig, stage: Workload) -> Data:
+    """The training rows of a config, where files and tokenizer are on this disk."""
+    name = getattr(config, "tokenizer", None) or config.policy
+    files = [Path(source.source) for source in config.data.sources("train")]
+    here = name and Path(name).is_dir() and all(file.is_file() for file in files)
+    if stage.kind is None or config.data.streaming or not here:
+        return Data()
+    new = {key: getattr(config, key, ()) for key in ("add_tokens", "add_special_tokens")}
+    tokenizer = load_tokenizer(str(name), getattr(config, "chat_template", None), **new)
+    if isinstance(config, RewardConfig):
+        preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
+        examples, _ = prepare_with(preparation, config.data, tokenizer, part="train")
+    else:
+        examples, _ = prepare(config.data, stage.kind, tokenizer)
+    return Data(epoch_rows(config.data, list(map(len, tables_of(examples)))), examples)
 
-    settings: str
-    plan: Plan
+
+def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
+    """Tokens of a row, on average over the rows that a run sees."""
+    totals = [totals_of(table) for table in tables_of(examples)]
+    sizes = list(map(len, totals))
+    shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
+    return float(sum(share * each.mean() for share, each in zip(shares, totals, strict=True)))
 
 
-def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Change]:
-    """Changes of settings in the order of what they cost the run, each on top of those before, until it fits.
+def run_length(
+    config: StageConfig, stage: Workload, data: Data, networks: Mapping[str, nn.Module], gpus: int
+) -> RunLength:
+    """Rows, updates, tokens and operations of a run.
 
-    Those that leave what is trained as it is come first; an adapter and quantization follow, then more devices.
+    Args:
+        networks: by role, as the plan built them.
+        gpus: devices that share the rows of an update.
     """
-    found: list[Change] = []
-    for settings, config, layout, tokens in _candidates(plan, near):
+    training = config.training
+    if training.max_steps is None and data.rows is None:
+        return RunLength(None)
+    steps = training.steps(data.rows or 0)
+    of_row = 1 if stage.responses else stage.documents  # documents that the data holds of a row
+    mean: float = mean_tokens(config.data, data.examples) if data.examples else config.data.max_length * of_row
+    if stage.responses:
+        mean = (mean + getattr(config, "max_new_tokens", 0)) * stage.responses
+    length = max(1, round(mean / (stage.responses or of_row)))
+    operations = 0.0
+    for role, network in stage.networks.items():
+        forward, (total, trained) = forward_per_token(networks[role], length), parameter_count(networks[role])
+        operations += forward * (network.forwards + network.updates * (2 + trained / total))
+    tokens = steps * training.batch_size * mean
+    decoding = steps * _decoding_bytes(config, stage, networks, gpus) if stage.responses else 0.0
+    return RunLength(data.rows, steps, tokens, tokens * operations, bool(data.examples), decoding)
+
+
+def _decoding_bytes(config: StageConfig, stage: Workload, networks: Mapping[str, nn.Module], gpus: int) -> float:
+    """Bytes of weights that a device reads to sample one update's responses, all as long as they may be."""
+    responses = math.ceil(config.training.batch_size / gpus) * stage.responses
+    assert isinstance(config, OnlineDPOConfig | PPOConfig)
+    passes = math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
+    return float(passes * whole_bytes(computing_types(networks["policy"], config.training.precision), lambda _: True))
+
+
+def forward_per_token(model: nn.Module, length: int) -> float:
+    """Operations of a forward per token: of matrices and attention where they can be counted, else twice the weights.
+
+    An adapter's own matrices come on top.
+    """
+    if isinstance(model, AdapterEnsemble):  # each member runs the base by itself
+        return sum(forward_per_token(member, length) for member in model.models)
+    adapters = sum(x.numel() for name, x in model.named_parameters() if "lora_" in name)
+    if isinstance(model.spec, TransformerSpec) and is_counted(model.spec):
+        return forward_operations(model.spec, length) + 2 * adapters
+    return 2.0 * parameter_count(model)[0]
+
+
+# `training.micro_batch_tokens: auto` at the start of a run
+
+
+def resolve_micro_batch(config: Config) -> Config:
+    """The config with a number in the place of `training.micro_batch_tokens: auto`; any other config as it is.
+
+    A run that is resumed keeps the number of its config.yaml. On several processes the smallest free memory decides,
+    and all of them take the same number; every process must call this.
+    """
+    if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
+        return config
+    tokens = _earlier_choice(config) or _choose(config)
+    if launched_rank() == 0:
+        print(f"training.micro_batch_tokens: auto: {tokens}", file=sys.stderr, flush=True)
+    return replace(config, training=replace(config.training, micro_batch_tokens=tokens))
+
+
+def _earlier_choice(config: StageConfig) -> int | None:
+    """The number with which the run in the config's directory began; None where there is nothing to resume."""
+    output = Path(config.output)
+    if not (config.training.resume and (output / "checkpoints").is_dir() and (output / "config.yaml").is_file()):
+        return None
+    tokens = read_yaml(output / "config.yaml").values["training"]["micro_batch_tokens"]
+    return tokens if isinstance(tokens, int) else None
+
+
+def _choose(config: StageConfig) -> int:
+    group = init_distributed()
+    gpu = group.device.type == "cuda"
+    # Processes of a CPU run share the memory of their machine.
+    own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
+    memory = int(min(values[0] for values in group.gather([own])))
+    # Rank 0 traces the model: the others would find the same, and may have less time.
+    tokens, refused = 0, ""
+    if group.is_main:
+        layout = layout_of(group.kind, group.size, os.environ)
+        # The need of a CPU plan is that of all its processes.
+        device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:
-            tried = plan_at(config, layout, plan.device, tokens, data=data, near=near)
-        except (UserError, ValueError):  # a setting that does not go with this model
-            continue
-        found.append(Change(settings, tried))
-        if tried.fits:
-            break
-    return found
-
-
-def _candidates(plan: Plan, near: Path | None) -> Iterator[tuple[str, StageConfig, Layout, int]]:
-    """Settings in words, and the run with them and all those before."""
-    config, layout, tokens = plan.config, plan.layout, plan.tokens
-    if not config.training.gradient_checkpointing or config.training.keep_activations != "nothing":
-        training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
-        config = replace(config, training=training)
-        yield "training.gradient_checkpointing=true", config, layout, tokens
-    row, _ = token_range(config, workload_of(config, near), layout, plan.device, Data())
-    if tokens > row:
-        tokens = row
-        yield f"training.micro_batch_tokens={tokens}", config, layout, tokens
-    if getattr(config, "micro_rollout_batch_size", 0) > 8:
-        config = replace(config, micro_rollout_batch_size=8)  # type: ignore[call-arg]
-        yield "micro_rollout_batch_size=8", config, layout, tokens
-    whole = config, layout
-    if config.optim.name == "adamw" and layout.backend in ("single", "ddp"):
-        config = replace(config, optim=replace(config.optim, name="adamw_8bit"))
-        yield "optim.name=adamw_8bit", config, layout, tokens
-    if getattr(config, "adapter", None) is None and hasattr(config, "adapter"):
-        config = replace(config, adapter=LoRASpec())
-        yield "adapter.kind=lora", config, layout, tokens
-    if config.weights.quantize is None and layout.backend in ("single", "ddp"):
-        config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
-        yield "weights.quantize=nf4", config, layout, tokens
-    config, layout = whole
-    for gpus in (2, 4, 8, 16):
-        if plan.device.gpu and gpus > layout.gpus:
-            layout = Layout("fsdp2", gpus, gpus)
-            yield (
-                f"--gpus {gpus} --launch launch/fsdp2 (without the adapter, quantization and 8-bit optimizer above)",
-                config,
-                layout,
-                tokens,
-            )
-    if layout.sharded and not layout.offload:
-        layout = replace(layout, offload=True)
-        yield "the same with CPU offload", config, layout, tokens
-
-
-def shortfall(plan: Plan) -> str:
-    """The message for a run that does not fit."""
-    assert plan.device.memory is not None
-    return (
-        f"{plan.needed / GB:.1f} GB are needed and {plan.device.memory / GB:.1f} GB are there: {plan.config.output} "
-        "does not fit; the changes listed above make it smaller"
-    )
+            tokens = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
+        except UserError as error:
+            refused = str(error)
+    tokens, refused = group.broadcast_object((tokens, refused))
+    if refused:
+        raise UserError(refused)
+    return tokens

@@ -1,13 +1,19 @@
 """Each stage's networks, what of them trains, and the rows of an update: all that a plan has to know of a stage."""
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.attach import read_spec
+from alignment.adapters.files import is_adapter, read_base
+from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
@@ -18,17 +24,37 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.algorithms.sft import SFTConfig
+from alignment.config.load import build, packaged_folder
+from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
 from alignment.data.rows.records import Kind
-from alignment.errors import UserError
-from alignment.models.families import is_external_type
+from alignment.errors import UserError, suggest
+from alignment.loading import load_tokenizer, missing_directory
+from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.heads import score_labels
-from alignment.planning.starts import Start, config_dtype, find_start, fresh_config, is_encoder
+from alignment.models.safetensors_files import CONFIG, HFConfig, read_config
 
 StageConfig = SFTConfig | RewardConfig | DPOConfig | OnlineDPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
 
 RANKED = 4  # responses of a ranking, typically
 CHOICES = 4  # of a row of multiple choice
 DOCUMENTS: dict[str | None, int] = {"comparisons": 2, "rankings": RANKED}  # of a row of this kind; of others one
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint as far as its memory goes.
+
+    Attributes:
+        config: config.json of the base model.
+        dtype: type of the base's weights.
+        base: identity of the base model; checkpoints with the same one can share its weights.
+        adapters: settings of the adapters that the checkpoint has on the base, in order; empty for a whole model.
+    """
+
+    config: HFConfig
+    dtype: torch.dtype
+    base: str
+    adapters: tuple[AdapterSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,9 +118,6 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
 
     Args:
         near: folder of the user's config, whose other configs may write a start that is not there yet.
-
-    Raises:
-        UserError: nothing is known about a checkpoint that the config names.
     """
     if isinstance(config, PretrainConfig):
         return _pretrain(config, near)
@@ -158,11 +181,7 @@ def _asked(config: DPOConfig | OnlineDPOConfig, networks: Mapping[str, Network])
 
 
 def _reward_model(config: RewardConfig, start: Start) -> Network:
-    """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base.
-
-    Raises:
-        UserError: what the run itself refuses, or an ensemble of adapters over a model of transformers' class.
-    """
+    """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base."""
     encoder, ensemble = is_encoder(start.config), config.ensemble
     if encoder and config.loss == "steps":
         raise UserError(f"{config.policy}: an encoder learns no scores of steps (loss=steps); start from a decoder")
@@ -182,7 +201,7 @@ def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
     if config.policy is None:
         values = {"model": config.model, "vocabulary": config.vocabulary, "tokenizer_kind": config.tokenizer_kind}
         fresh = fresh_config({**values, "tokenizer": config.tokenizer})
-        start = Start(fresh, torch.float32, "fresh", shapes_from="the config's `model`")
+        start = Start(fresh, torch.float32, "fresh")
     else:
         start = find_start(config.policy, near)
     networks = {"policy": Network(start, task, updates=1, adapter=config.adapter)}
@@ -194,7 +213,7 @@ def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
 def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
     if config.policy is None:
         fresh = dict(config.model or {})
-        start = Start(fresh, config_dtype(fresh), "fresh", shapes_from="the config's `model`")
+        start = Start(fresh, config_dtype(fresh), "fresh")
     else:
         start = find_start(config.policy, near)
     choice = config.task == "multiple_choice"
@@ -204,3 +223,106 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
         trains_trunk=not config.frozen_trunk,
     )  # fmt: skip
     return Workload({"policy": network}, None, CHOICES if choice else 1)
+
+
+# Starts
+
+
+def find_start(source: str, near: Path | None = None) -> Start:
+    """The checkpoint behind a directory or a Hub name, by its config.json alone: nothing is downloaded.
+
+    A directory that is not there yet is traced to the config that writes it, and a base of the Hub to configs/bases.
+
+    Args:
+        near: folder with further configs, one of which may write `source`; None: the packaged ones only.
+    """
+    path = Path(os.path.expanduser(source))
+    if path.is_dir():
+        if is_adapter(path):
+            below = find_start(read_base(path), near)
+            return replace(below, adapters=_on_top(below.adapters, read_spec(path)))
+        config = read_config(path)
+        return Start(config, config_dtype(config), str(path.resolve()))
+    if (writer := _config_that_writes(path, near)) is not None:
+        return _start_of_run(source, writer, near)
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        raise UserError(f"{source}: {missing_directory(path)}, and no config writes it")
+    cached = try_to_load_from_cache(source, CONFIG)
+    if isinstance(cached, str):
+        config = read_config(Path(cached).parent)
+    elif source in (bases := packaged_bases()):
+        _, config = bases[source]
+    else:
+        raise UserError(
+            f"{source}: its config.json is neither in the Hub's cache nor packaged ({suggest(source, bases)}); download it "
+            f"(`hf download {source} config.json`), or give a directory that holds it"
+        )
+    return Start(config, config_dtype(config), source)
+
+
+def config_dtype(config: HFConfig) -> torch.dtype:
+    """The type that a config.json names; float32 where it names none."""
+    floats = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return floats.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+
+
+def is_encoder(config: HFConfig) -> bool:
+    """True for one of our encoders, which have a score for a text and none per token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.architecture == "encoder" and not is_external_type(config)
+
+
+@cache
+def packaged_bases() -> dict[str, tuple[str, HFConfig]]:
+    """Hub name -> file name and config.json, for the bases whose facts are packaged."""
+    found = {}
+    for path in sorted((packaged_folder("configs") / "bases").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found |= dict.fromkeys(content["hub_ids"], (path.name, content["config"]))
+    return found
+
+
+def _config_that_writes(path: Path, near: Path | None) -> Path | None:
+    """The config file whose run writes `path`, which ends in `model`: one beside the user's, else a packaged one."""
+    if path.name != "model":
+        return None
+    beside = [] if near is None else sorted(near.glob("*.yaml"))
+    for file in [*beside, *sorted(packaged_folder("configs").glob("*/*.yaml"))]:
+        values = read_yaml(file).values if file.parent.name not in ("evaluate", "launch") else None
+        if isinstance(values, dict) and "data" in values and values.get("output") == str(path.parent):
+            return file
+    return None
+
+
+@dataclass(frozen=True)
+class _Section:
+    adapter: AdapterSpec
+
+
+def _start_of_run(source: str, file: Path, near: Path | None) -> Start:
+    """The checkpoint that the run of a config file will write: its own start, trained whole or with its adapter on top."""
+    values: dict[str, Any] = fill(read_yaml(file).values, {"configs": str(packaged_folder("configs")), "data": ""})
+    if values.get("policy") is None:
+        return Start(fresh_config(values), torch.float32, source)
+    below = find_start(values["policy"], near)
+    if values.get("adapter") is None:
+        return replace(below, base=source, adapters=(), dtype=torch.float32)  # all weights were trained
+    section = SourcedYaml({"adapter": values["adapter"]}, {(): str(file)})
+    return replace(below, adapters=_on_top(below.adapters, build(_Section, section).adapter))
+
+
+def _on_top(adapters: tuple[AdapterSpec, ...], new: AdapterSpec) -> tuple[AdapterSpec, ...]:
+    """The adapters of a checkpoint that trains a new one on these: two LoRAs are saved as one of the sum of their ranks."""
+    if adapters and isinstance(adapters[-1], LoRASpec) and isinstance(new, LoRASpec):
+        return (*adapters[:-1], replace(new, rank=adapters[-1].rank + new.rank))
+    return (*adapters, new)
+
+
+def fresh_config(values: Mapping[str, object]) -> HFConfig:
+    """config.json of a model that is trained from nothing; its vocabulary is the tokenizer's, as far as that is known."""
+    model = dict(cast(HFConfig, values["model"]))
+    if "vocab_size" not in model:
+        sizes = {"bytes": 259, "characters": 512}  # bytes and special tokens; a guess for characters
+        size = values.get("vocabulary") or sizes.get(str(values.get("tokenizer_kind")))
+        model["vocab_size"] = size or len(load_tokenizer(str(values.get("tokenizer"))))
+    return {**family_of(model).new_model_config, **model}

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from alignment.adapters.attach import load_adapter
 from alignment.adapters.files import is_adapter, is_scalar_adapter, read_members, score_rows
-from alignment.adapters.peft_files import load_adapter
 from alignment.errors import UserError
 from alignment.loading import find_base, find_directory, load_tokenizer, torch_dtype
 from alignment.models.families import FAMILIES

@@ -7,8 +7,7 @@ and judge.py.
 
 from alignment.rewards.answers import extract_number, gsm8k_answer, is_right, normalized_text
 from alignment.rewards.code import extract_code, share_of_tests
-from alignment.rewards.combine import RewardPart, Rewards, Scores
-from alignment.rewards.samples import SampledTexts
+from alignment.rewards.combine import RewardPart, Rewards, SampledTexts, Scores
 from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
-from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import AnswerMatch, AnswerSpec, LengthSpec, MatchSpec
 
 # 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic, and

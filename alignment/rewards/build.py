@@ -18,14 +18,11 @@ from alignment.generation import response_text
 from alignment.reward_model import RewardModel
 from alignment.rewards.answers import answer_reward, length_reward, match_reward, reference_problem
 from alignment.rewards.code import code_reward, failing_solutions, tests_problem
-from alignment.rewards.combine import RewardPart, Rewards, Scorer
+from alignment.rewards.combine import PartNormalizer, Reduce, RewardPart, Rewards, SampledTexts, Scorer, TextReward
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
-from alignment.rewards.http import key_problem
-from alignment.rewards.judge import judge_reward
-from alignment.rewards.normalize import PartNormalizer
-from alignment.rewards.samples import TextReward, texts_of_responses
+from alignment.rewards.judge import judge_reward, key_problem
 from alignment.rewards.sandbox import require_sandbox
-from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec, names_of
+from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, MatchSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message
 
@@ -51,7 +48,12 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
                 problems += lines
                 continue
             found[name] = _text_reward(name, spec)
-            problems += _solution_problems(name, spec.code, rows)
+            if spec.code is not None and (failed := failing_solutions(spec.code, [row.extra for row in rows])):
+                named = ", ".join(rows[i].row_id for i in failed[:SHOWN])
+                problems.append(
+                    f"rewards: {name}: the solution in the column {spec.code.solution!r} is missing or fails the tests of its "
+                    f"row in the sandbox, in {len(failed)} of {len(rows)} prompts ({named}); correct or drop these rows"
+                )
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
@@ -60,14 +62,14 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
 
 def _row_problems(name: str, spec: RewardSpec, rows: Sequence[Example]) -> Iterator[str]:
     """A line for each column that rows lack, or whose values are of no use."""
-    section, check = spec.section, lambda value: ""
+    section = spec.section
+    check: Callable[[object], str] = lambda value: ""  # noqa: E731
     columns: Sequence[str] = getattr(section, "columns", ())
     if spec.function is not None:
         columns = columns_of(load_reward_function(spec.function), spec.function)
-    elif isinstance(section, AnswerSpec):
-        columns, check = [section.column], partial(reference_problem, section.match)
-    elif isinstance(section, CodeSpec):
-        columns, check = [section.column], tests_problem
+    elif isinstance(section, (AnswerSpec, CodeSpec)):
+        columns = [section.column]
+        check = partial(reference_problem, section.match) if isinstance(section, AnswerSpec) else tests_problem
     ids: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for column in columns:
@@ -86,34 +88,22 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
     Raises:
         UserError: no sandbox here, or no key in the environment.
     """
-    section = spec.section
-    if spec.function is not None:
-        return function_reward(load_reward_function(spec.function), spec.function)
-    if isinstance(section, LengthSpec):
-        return length_reward(section)
-    if isinstance(section, AnswerSpec):
-        return answer_reward(section)
-    if isinstance(section, CodeSpec):
-        require_sandbox()
-        return code_reward(section)
-    if isinstance(section, JudgeSpec):
-        if section.key_variable is not None and (problem := key_problem(section.key_variable)):
-            raise UserError(f"rewards: {name}: {problem}")
-        return judge_reward(section)
-    assert isinstance(section, MatchSpec)
-    return match_reward(section, whole=spec.format is not None)
-
-
-def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[Example]) -> list[str]:
-    """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
-    if spec is None or spec.solution is None:
-        return []
-    failed = [rows[i].row_id for i in failing_solutions(spec, [row.extra for row in rows])]
-    line = (
-        f"rewards: {name}: the solution in the column {spec.solution!r} is missing or fails the tests of its row in the "
-        f"sandbox, in {len(failed)} of {len(rows)} prompts ({', '.join(failed[:SHOWN])}); correct or drop these rows"
-    )
-    return [line] if failed else []
+    match spec.section:
+        case None:
+            return function_reward(load_reward_function(str(spec.function)), str(spec.function))
+        case AnswerSpec() as section:
+            return answer_reward(section)
+        case CodeSpec() as section:
+            require_sandbox()
+            return code_reward(section)
+        case JudgeSpec() as section:
+            if section.key_variable is not None and (problem := key_problem(section.key_variable)):
+                raise UserError(f"rewards: {name}: {problem}")
+            return judge_reward(section)
+        case MatchSpec() as section:
+            return match_reward(section, whole=spec.format is not None)
+        case section:
+            return length_reward(section)
 
 
 def build_rewards(
@@ -122,9 +112,8 @@ def build_rewards(
     models: Mapping[str, Scorer],
     *,
     tokenizer: Tokenizer,
-    sources: int,
     scaled: Sequence[str] = (),
-    reduce: Callable[[Tensor], Tensor],
+    reduce: Reduce,
 ) -> Rewards:
     """The score function of several rewards.
 
@@ -133,7 +122,6 @@ def build_rewards(
         texts: what `prepare_rewards` gave.
         models: the scorers of the reward models, by the name of their entry.
         tokenizer: the policy's.
-        sources: number of data sources of the prompts.
         scaled: names of reward models whose scores have mean 0 and deviation 1 by their files.
         reduce: adds a tensor over all ranks.
     """
@@ -141,14 +129,14 @@ def build_rewards(
     for name, spec in zip(names_of(specs), specs, strict=True):
         mode = spec.normalize or ("first" if name in models and name not in scaled else "none")
         failures: Counter[str] = Counter()
-        scorer = models.get(name)
+        text_score = None if name in models else _text_scorer(name, texts[name], tokenizer, failures)
         parts.append(
             RewardPart(
                 name,
-                _text_scorer(name, texts[name], tokenizer, failures) if scorer is None else finite_scorer(name, scorer),
+                text_score or finite_scorer(name, models[name]),
                 spec.weight,
                 spec.clip,
-                normalizer=None if mode == "none" else PartNormalizer(mode, sources if spec.per_source else 1, name),
+                normalizer=None if mode == "none" else PartNormalizer(mode, name),
                 max_failed_share=getattr(spec.section, "max_failed_share", None),
                 scaled=name in scaled,
                 failures=failures,
@@ -166,16 +154,13 @@ def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch
     Args:
         tokenizer: the policy's, of which the responses' ids are.
     """
-    if reward_model.shares_token_ids(tokenizer):
-        return lambda prompts, responses, ended: reward_model.score_ids(
-            [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
-        )
+    shares_ids = reward_model.shares_token_ids(tokenizer)
 
     def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-        pairs = [
-            (prompt.prompt, response_text(tokenizer, ids, end))
-            for prompt, ids, end in zip(prompts, responses, ended, strict=True)
-        ]
+        rows = list(zip(prompts, responses, ended, strict=True))
+        if shares_ids:
+            return reward_model.score_ids([[*prompt.ids, *ids] for prompt, ids, _ in rows], micro_batch_tokens)
+        pairs = [(prompt.prompt, response_text(tokenizer, ids, end)) for prompt, ids, end in rows]
         return reward_model.score(pairs, micro_batch_tokens, ended)
 
     return score
@@ -203,10 +188,10 @@ def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: 
     """
 
     def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-        samples = texts_of_responses(tokenizer, prompts, responses, ended)
-        values = list(reward(samples))
+        texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
         failures.clear()
-        failures.update(samples.failures)
+        written, columns = [prompt.prompt for prompt in prompts], [prompt.extra for prompt in prompts]
+        values = list(reward(SampledTexts(written, texts, columns, [len(ids) for ids in responses], failures)))
         if len(values) != len(responses):
             raise UserError(
                 f"rewards: {name} gave {len(values)} numbers for {len(responses)} responses; it has to give one each"

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.sandbox_program import names_of_tests
 from alignment.rewards.specs import CodeSpec
@@ -70,13 +70,12 @@ def share_of_tests(
 
 def code_reward(spec: CodeSpec) -> TextReward:
     """The share of the tests of a column that a response's code passes, or 1 where it passes all."""
-    limits = limits_of(spec)
 
     def reward(samples: SampledTexts) -> Sequence[float]:
         def score(row: int) -> float:
             tests = as_tests(samples.columns[row][spec.column])
             code = extract_code(samples.responses[row])
-            return share_of_tests(code, tests, limits, all_of_them=spec.reward == "all") if code.strip() else 0.0
+            return share_of_tests(code, tests, spec, all_of_them=spec.reward == "all") if code.strip() else 0.0
 
         with ThreadPoolExecutor(spec.processes) as pool:
             return list(pool.map(score, range(len(samples.responses))))
@@ -84,28 +83,16 @@ def code_reward(spec: CodeSpec) -> TextReward:
     return reward
 
 
-def limits_of(spec: CodeSpec) -> SandboxLimits:
-    """The limits of one test."""
-    return SandboxLimits(spec.cpu_seconds, spec.wall_seconds, spec.memory_megabytes, spec.output_bytes)
-
-
 def failing_solutions(spec: CodeSpec, rows: Sequence[Mapping[str, object]]) -> list[int]:
-    """Positions of the rows whose reference solution is missing or does not pass all tests.
-
-    Args:
-        spec: its `solution` names the column of a text of Python, fenced or not.
-        rows: columns of the prompts.
-    """
+    """Positions of the rows whose reference solution is missing or does not pass all tests; none without `solution`."""
 
     def fails(row: Mapping[str, object]) -> bool:
-        code = row.get(spec.solution or "")
-        if not isinstance(code, str):
-            return True
-        code = extract_code(code)
-        return share_of_tests(code, as_tests(row[spec.column]), limits_of(spec), all_of_them=True) < 1
+        code = row.get(str(spec.solution))
+        tests = as_tests(row[spec.column])
+        return not isinstance(code, str) or share_of_tests(extract_code(code), tests, spec, all_of_them=True) < 1
 
     with ThreadPoolExecutor(spec.processes) as pool:
-        return [i for i, failed in enumerate(pool.map(fails, rows)) if failed]
+        return [i for i, failed in enumerate(pool.map(fails, rows)) if failed] if spec.solution is not None else []
 
 
 def as_tests(value: object) -> list[str | Mapping[str, str]]:

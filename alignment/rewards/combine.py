@@ -5,19 +5,52 @@ Penalties of responses that did not end are taken off later, by the algorithm.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from alignment.data.examples import Example
 from alignment.errors import UserError
-from alignment.rewards.normalize import PartNormalizer, mean_and_deviation
+
+if TYPE_CHECKING:
+    from alignment.data.rows.messages import Messages
 
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 SHOWN = 3  # reasons of failures in a message
+
+Reduce = Callable[[Tensor], Tensor]
+"""Adds a tensor over all ranks; every rank has to call."""
+
+
+@dataclass(frozen=True)
+class SampledTexts:
+    """N responses and what belongs to each.
+
+    Attributes:
+        prompts: text or messages, as they were read.
+        responses: texts without their end token.
+        columns: the further columns of each prompt's row.
+        lengths: tokens of each response, its end token included.
+        failures: why responses got no number, with counts; a reward that fails to give one adds its reason.
+    """
+
+    prompts: "Sequence[str | Messages]"
+    responses: Sequence[str]
+    columns: Sequence[Mapping[str, object]] = ()
+    lengths: Sequence[int] = ()
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def column(self, name: str) -> list[object]:
+        """A column of all rows; None where a row lacks it."""
+        return [row.get(name) for row in self.columns]
+
+
+TextReward = Callable[[SampledTexts], Sequence[float | None]]
+"""Sampled texts -> one number for each; None: the reward does not apply to this response, or could not be given."""
 
 Scorer = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 """Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score."""
@@ -41,12 +74,8 @@ class Scores:
     shaped: Tensor | None = None
     fixed_deviation: float | None = None
 
-    def deviation(self, reduce: Callable[[Tensor], Tensor]) -> float:
-        """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal.
-
-        Args:
-            reduce: adds a tensor over all ranks; every rank has to call.
-        """
+    def deviation(self, reduce: Reduce) -> float:
+        """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal."""
         learned = self.total if self.shaped is None else self.shaped
         return mean_and_deviation(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
@@ -58,6 +87,78 @@ ScoreFunction = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[b
 def as_scores(given: Tensor | Scores) -> Scores:
     """A score function's result as `Scores`."""
     return given if isinstance(given, Scores) else Scores(given)
+
+
+# Normalization
+
+
+def moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+    """Number, mean and sum of squared distances from it of the values of all ranks that are numbers, in float64."""
+    values = values[~values.isnan()].double()
+    count, total = reduce(torch.stack([torch.ones_like(values).sum(), values.sum()])).tolist()
+    mean = total / max(1.0, count)
+    return count, mean, reduce(((values - mean) ** 2).sum()).item()
+
+
+def mean_and_deviation(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+    """Number, mean and deviation (divided by n) of the values of all ranks that are numbers; 0 without any."""
+    count, mean, squares = moments(values, reduce)
+    return count, mean, (squares / max(1.0, count)) ** 0.5
+
+
+@dataclass
+class PartNormalizer:
+    """Shifts and scales the numbers of one reward to mean 0 and deviation 1.
+
+    Attributes:
+        mode: first: mean and deviation of the first samples count for the whole run. running: those of all samples so far,
+            the newest included.
+        name: of the reward, for messages.
+        count, mean, squares: of the samples: number, mean, and sum of the squared distances from the mean.
+
+    Source: first: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; means and squares of parts are joined as in Chan,
+        Golub and LeVeque 1983, eq. 2.1.
+    """
+
+    mode: Literal["first", "running"]
+    name: str = "reward"
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def take_in(self, values: Tensor, reduce: Reduce) -> None:
+        """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply.
+
+        Raises:
+            UserError: `first`, and all samples are equal.
+        """
+        count, mean, squares = moments(values, reduce)
+        if not count or (self.mode == "first" and self.squares):
+            return
+        before, distance = self.count, mean - self.mean
+        self.count += count
+        self.squares += squares + (distance**2 * before * count / self.count if before else 0.0)
+        self.mean += distance * (count / self.count)  # exactly the mean of the first samples
+        if self.mode == "first" and not self.squares:
+            raise UserError(
+                f"rewards: {self.name} cannot be normalized by {no_deviation(self.count)}, or set normalize: none for it"
+            )
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The values [B] normalized by the statistics so far; 0 where all samples are equal so far."""
+        deviation = (self.squares / max(1.0, self.count)) ** 0.5
+        scale = 1 / deviation if deviation else 1.0
+        return scale * values - self.mean * scale
+
+
+def no_deviation(count: float) -> str:
+    """The reason why `count` numbers have no deviation to divide by, and the way out, for messages."""
+    if count == 1:
+        return "a single number, that of one response; raise training.batch_size or responses_per_prompt"
+    return f"the same number for all of {count:.0f} responses; check what gives it"
+
+
+# The sum
 
 
 @dataclass(frozen=True)
@@ -84,9 +185,9 @@ class RewardPart:
     scaled: bool = False
     failures: Counter[str] = field(default_factory=Counter)
 
-    def shaped(self, values: Tensor, sources: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
         """clip(normalize(values)), [B]."""
-        values = values if self.normalizer is None else self.normalizer(values, sources)
+        values = values if self.normalizer is None else self.normalizer(values)
         return values if self.clip is None else values.clamp(*self.clip)
 
 
@@ -95,13 +196,9 @@ class Rewards:
 
     Calling it takes the responses into the statistics: it is called once for each rollout that is learned from, by every
     rank. `judge` scores other responses to the same prompts by the statistics so far and changes nothing.
-
-    Attributes:
-        parts: the rewards.
-        reduce: adds a tensor over all ranks.
     """
 
-    def __init__(self, parts: Sequence[RewardPart], reduce: Callable[[Tensor], Tensor]):
+    def __init__(self, parts: Sequence[RewardPart], reduce: Reduce):
         self.parts, self.reduce = tuple(parts), reduce
         self._normalizers = {part.name: part.normalizer for part in parts if part.normalizer is not None}
 
@@ -116,32 +213,44 @@ class Rewards:
 
     def judge(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
         """As a call, with statistics that do not take these responses in."""
-        given = self.give(prompts, responses, ended)
-        self.check_shares(given)
-        return self._bounded(self._sum(given, prompts))
+        return self._bounded(self._sum(self.give(prompts, responses, ended), prompts))
 
     def give(
         self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> dict[str, Tensor]:
-        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
-        return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply.
+
+        Raises:
+            UserError: more of them are missing than their reward allows.
+        """
+        given = {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+        for part in self.parts:
+            if part.max_failed_share is None:
+                continue
+            missing, count = self._missing(given[part.name])
+            if missing > part.max_failed_share * count:
+                raise UserError(
+                    f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
+                    f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
+                )
+        return given
 
     def shape(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
         """Scores of the numbers that `give` gave, which the statistics take in first.
 
         Raises:
-            UserError: too few numbers, or numbers that cannot be normalized.
+            UserError: numbers that cannot be normalized.
         """
-        self.check_shares(given)
         for name, normalizer in self._normalizers.items():
-            normalizer.take_in(given[name], _sources(prompts), self.reduce)
+            normalizer.take_in(given[name], self.reduce)
         return self._sum(given, prompts)
 
     def _sum(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
-        sources, total, shaped = _sources(prompts), torch.zeros(len(prompts)), torch.zeros(len(prompts))
+        total, shaped = torch.zeros(len(prompts)), torch.zeros(len(prompts))
         for part in self.parts:
             total = total + part.weight * given[part.name].nan_to_num()
-            shaped = shaped + part.weight * part.shaped(given[part.name], sources).nan_to_num()
+            shaped = shaped + part.weight * part.shaped(given[part.name]).nan_to_num()
         unscored = self.unscored(given, prompts)
         fixed = len(self.parts) == 1 and (self.parts[0].scaled or bool(self._normalizers))
         return Scores(
@@ -170,29 +279,8 @@ class Rewards:
         raw = torch.tensor([[part.normalizer is None] for part in self.parts])
         return missing.all(0) | (missing & (judges | (raw & applies))).any(0)
 
-    def check_shares(self, given: dict[str, Tensor]) -> None:
-        """Refuse numbers of which more are missing than their rewards allow.
-
-        Raises:
-            UserError: naming the reward.
-        """
-        for part in self.parts:
-            if part.max_failed_share is None:
-                continue
-            missing, count = self._missing(given[part.name])
-            if missing > part.max_failed_share * count:
-                raise UserError(
-                    f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
-                    f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
-                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
-                )
-
     def _bounded(self, scores: Scores) -> Scores:
-        """The scores, of which `MOST_UNSCORED` may be missing, or the share that a judge allows.
-
-        Raises:
-            UserError: naming the rewards that gave no number.
-        """
+        """The scores, of which `MOST_UNSCORED` may be missing, or the share that a judge allows."""
         most = max([MOST_UNSCORED, *(part.max_failed_share or 0.0 for part in self.parts)])
         missing, count = self._missing(scores.total)
         if missing > most * count:
@@ -204,16 +292,15 @@ class Rewards:
             )
         return scores
 
-    def _missing(self, values: Tensor) -> tuple[float, float]:
+    def _missing(self, values: Tensor) -> list[float]:
         """The number of values of all ranks that are not a number, and of all values."""
-        missing, count = self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
-        return missing, count
+        return self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
 
-    def state(self) -> dict[str, dict[str, list[float]]]:
+    def state(self) -> dict[str, list[float]]:
         """Statistics of the normalized parts by name, to be saved."""
-        return {name: normalizer.state() for name, normalizer in self._normalizers.items()}
+        return {name: [each.count, each.mean, each.squares] for name, each in self._normalizers.items()}
 
-    def load(self, state: dict[str, dict[str, list[float]]]) -> None:
+    def load(self, state: dict[str, list[float]]) -> None:
         """Take the statistics of a checkpoint.
 
         Raises:
@@ -224,16 +311,11 @@ class Rewards:
                 f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
                 f"{', '.join(self._normalizers) or 'none'}; keep the rewards of the run, or start a new one"
             )
-        for name, normalizer in self._normalizers.items():
-            normalizer.load(state[name])
+        for name, each in self._normalizers.items():
+            each.count, each.mean, each.squares = state[name]
 
 
-def _sources(prompts: Sequence[Example]) -> Tensor:
-    """Number of the data source of each prompt, [B]."""
-    return torch.tensor([prompt.source for prompt in prompts])
-
-
-def part_metrics(parts: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
     """Mean of each reward over all ranks' responses to which it applies (`score/NAME`), and the share of the others.
 
     `unscored_share/NAME` is given for all of them, 0 as a rule. A reward that applies to none has a mean of 0.

@@ -11,12 +11,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 from alignment.config.load import code_folders
 from alignment.errors import UserError
-from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import RewardSpec
 
 RewardFunction = Callable[..., object]
@@ -40,7 +39,6 @@ def with_names(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _named(rewards: object) -> object:
-    """The entries of `rewards` with names of functions."""
     entries = [rewards] if callable(rewards) else rewards
     if not isinstance(entries, (list, tuple)):
         return rewards
@@ -89,17 +87,18 @@ def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, 
     Args:
         judge: module:name of a function too, or the name of another judge.
     """
-    files: dict[str, list[Path]] = {}
+    found: dict[str, object] = {}
+    with suppress(ImportError, ValueError):
+        found |= {"judge": import_own(judge.partition(":")[0])} if ":" in judge else {}
     for number, spec in enumerate(rewards):
-        with suppress(UserError, TypeError):  # what is written in C has no file
+        with suppress(UserError):
             function = load_reward_function(spec.function) if spec.function else None
-            file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
-            if function is not None and file is not None and Path(file).is_file():  # a notebook's cell is none
-                files[f"rewards.{number}.function"] = [Path(file)]
-    module, colon, _ = judge.partition(":")
-    with suppress(ImportError, ValueError, TypeError, OSError):
-        if colon and (file := inspect.getsourcefile(cast(ModuleType, import_own(module)))):
-            files["judge"] = [Path(file)]
+            found[f"rewards.{number}.function"] = function if inspect.isroutine(function) else type(function)
+    files: dict[str, list[Path]] = {}
+    for key, each in found.items():
+        with suppress(TypeError):  # what is written in C has no file, and a notebook's cell names one that is not there
+            file = Path(inspect.getsourcefile(cast(type, each)) or "")
+            files |= {key: [file]} if file.is_file() else {}
     return files
 
 
@@ -123,46 +122,31 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
         UserError: it takes neither responses nor completions, or takes arguments by position alone.
     """
     arguments = inspect.signature(function).parameters.values()
-    if any(each.kind is each.POSITIONAL_ONLY for each in arguments) or not set(TEXTS) & set(_texts_of(function)):
+    by_name = [each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    takes_texts = any(each.name in TEXTS or each.kind is each.VAR_KEYWORD for each in arguments)
+    if not takes_texts or any(each.kind is each.POSITIONAL_ONLY for each in arguments):
         raise UserError(
             f"rewards: function {name!r} must be of the form f(prompts, responses, **columns), or with completions as in "
             f"trl; its arguments are {inspect.signature(function)}"
         )
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each.name for each in arguments if each.kind not in optional and each.default is each.empty]
-    return [each for each in needed if each not in ("prompts", *TEXTS)]
-
-
-def _takes_all(function: RewardFunction) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
-
-
-def _texts_of(function: RewardFunction) -> list[str]:
-    """The texts that a function is given: those it names; with `**columns` prompts, and responses under one name at least."""
-    named = [each for each in ("prompts", *TEXTS) if each in inspect.signature(function).parameters]
-    return ["prompts", *([each for each in named if each in TEXTS] or TEXTS)] if _takes_all(function) else named
+    return [each.name for each in by_name if each.default is each.empty and each.name not in ("prompts", *TEXTS)]
 
 
 def function_reward(function: RewardFunction, name: str) -> TextReward:
     """A function as a reward. It is given the columns that it names, or all of them where it takes `**columns`.
 
     `responses` are texts. `completions` are as in trl: texts, and for a prompt of messages a list with the assistant's
-    message.
-
-    Args:
-        function: of `load_reward_function`.
-        name: of the function, for messages.
+    message. A function that names neither gets both in its `**columns`.
     """
-    named, takes_all, given_texts = (
-        inspect.signature(function).parameters.keys(),
-        _takes_all(function),
-        _texts_of(function),
-    )
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = {each for each in ("prompts", *TEXTS) if each in parameters}
+    if takes_all:
+        named |= {"prompts"} if named & {*TEXTS} else {"prompts", *TEXTS}
 
     def reward(samples: SampledTexts) -> Sequence[float | None]:
-        present = {column for row in samples.columns for column in row}
-        columns = sorted((present if takes_all else present & named) - {"prompts", *TEXTS})
-        texts: dict[str, list[object]] = {
+        columns = {column for row in samples.columns for column in row} - {"prompts", *TEXTS}
+        given: dict[str, list[object]] = {
             "prompts": list(samples.prompts),
             "responses": list(samples.responses),
             "completions": [
@@ -170,15 +154,17 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
                 for prompt, text in zip(samples.prompts, samples.responses, strict=True)
             ],
         }
+        given = {each: texts for each, texts in given.items() if each in named}
+        given |= {each: samples.column(each) for each in sorted(columns) if takes_all or each in parameters}
         try:
-            given = function(**{each: texts[each] for each in given_texts}, **{c: samples.column(c) for c in columns})
+            values = function(**given)
         except Exception as error:  # of the user's function, which may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
                 f"rewards: function {name!r} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             ) from error
         try:
-            return [None if value is None else float(value) for value in cast("Sequence[float | None]", given)]
+            return [None if value is None else float(value) for value in cast("Sequence[float | None]", values)]
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"rewards: function {name!r} must give a list of numbers or None, one for each response: {error}"

@@ -3,20 +3,27 @@
 No key, prompt or response is written to a message or a log.
 """
 
+import contextlib
+import functools
+import http.client
+import itertools
 import json
 import math
+import os
+import random
 import re
-import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from string import Formatter
+from urllib.parse import urlsplit
 
 from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
-from alignment.rewards.http import RequestFailed, post_json
-from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import JudgeSpec, plain_url
 
-CACHED = 100_000  # scores kept in memory; the oldest go first
+RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses after which the same request may succeed
+MAX_ANSWER_BYTES = 1 << 20
+CACHED = 100_000  # scores kept in memory
 NUMBER = r"(?<![\w.,])[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d)"
 RANGE = re.compile(rf"{NUMBER}\s*(?:[-\u2013\u2014]|to)\s*\d+(?:\.\d+)?", re.IGNORECASE)  # 1-10
 SCALE = re.compile(
@@ -30,36 +37,36 @@ FORMS = (  # of a score, in the order of trust
 )
 
 
+class RequestFailed(Exception):
+    """No score; `pause` is the service's wish in seconds before another try, None where none would help."""
+
+    def __init__(self, why: str, pause: float | None = None):
+        super().__init__(why)
+        self.pause = pause
+
+
 def judge_reward(spec: JudgeSpec) -> TextReward:
     """An HTTP judge as a reward; None where it gave no score. Finished scores are kept and not asked for again."""
-    finished: dict[str, float] = {}
-    lock = threading.Lock()
+    source = f"{plain_url(spec.url)} {'without a key' if spec.key_variable is None else f'with the key in {spec.key_variable}'}"
 
-    def score(body: str) -> tuple[float | None, str]:
-        """The score, and why there is none."""
-        with lock:
-            if body in finished:
-                return finished[body], ""
+    @functools.lru_cache(CACHED)
+    def score(body: str) -> float:
+        return read_score(spec, post_json(spec, body.encode()))
+
+    def score_or_why(body: str) -> float | str:
         try:
-            value = read_score(spec, post_json(spec, body.encode()))
+            return score(body)
         except RequestFailed as error:
-            return None, str(error)
-        with lock:
-            while len(finished) >= CACHED:
-                del finished[next(iter(finished))]
-            finished[body] = value
-        return value, ""
+            return f"{error} from {source}"
 
     def reward(samples: SampledTexts) -> Sequence[float | None]:
         bodies = [request_body(spec, samples, row) for row in range(len(samples.responses))]
         distinct = list(dict.fromkeys(bodies))
         with ThreadPoolExecutor(spec.requests) as pool:
-            scores = dict(zip(distinct, pool.map(score, distinct), strict=True))
-        key = "without a key" if spec.key_variable is None else f"with the key in {spec.key_variable}"
-        samples.failures.update(
-            f"{scores[body][1]} from {plain_url(spec.url)} {key}" for body in bodies if scores[body][0] is None
-        )
-        return [scores[body][0] for body in bodies]
+            found = dict(zip(distinct, pool.map(score_or_why, distinct), strict=True))
+        scores = [found[body] for body in bodies]
+        samples.failures.update(each for each in scores if isinstance(each, str))
+        return [None if isinstance(each, str) else each for each in scores]
 
     return reward
 
@@ -73,17 +80,84 @@ def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
         body: dict[str, object] = {"prompt": prompt, "response": response, "columns": columns}
     else:
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        question = fill_template(spec.template, {**columns, "prompt": text, "response": response})
-        messages = [{"role": "user", "content": question}]
-        body = {"model": spec.model, "messages": messages, "temperature": 0}
+        question = spec.template.format(**{**columns, "prompt": text, "response": response})
+        body = {"model": spec.model, "messages": [{"role": "user", "content": question}], "temperature": 0}
     return json.dumps(body, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def fill_template(template: str, values: Mapping[str, object]) -> str:
-    """The template with each {name} replaced by its value; braces inside values stay as they are."""
-    return "".join(
-        text + ("" if name is None else str(values[name])) for text, name, _, _ in Formatter().parse(template)
-    )
+# The request
+
+
+def post_json(service: JudgeSpec, body: bytes) -> object:
+    """The decoded JSON answer to a posted body of JSON.
+
+    Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause before
+    the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer Retry-After
+    counts, and one above `max_backoff_seconds` is a failure.
+
+    Raises:
+        RequestFailed: no usable answer; the message holds neither key nor body.
+    """
+    for attempt in itertools.count():
+        try:
+            return _post_once(service, body)
+        except RequestFailed as error:
+            if error.pause is None or attempt == service.retries or error.pause > service.max_backoff_seconds:
+                raise
+            longest = min(service.max_backoff_seconds, service.backoff_seconds * 2.0**attempt)
+            time.sleep(max(error.pause, longest * random.uniform(0.5, 1.0)))
+    raise AssertionError("counting never ends")
+
+
+def _post_once(service: JudgeSpec, body: bytes) -> object:
+    """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
+    parts, deadline, received = urlsplit(service.url), time.monotonic() + service.timeout_seconds, b""
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if service.key_variable is not None:
+        headers["Authorization"] = f"Bearer {_key(service.key_variable)}"
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
+            connection.request("POST", target, body, headers)
+            answer = connection.getresponse()
+            while len(received) <= MAX_ANSWER_BYTES and (chunk := answer.read1(MAX_ANSWER_BYTES)):
+                received += chunk
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+    except (OSError, http.client.HTTPException) as error:
+        raise RequestFailed(type(error).__name__, 0.0) from error
+    except ValueError:  # of a header, whose value the error shows
+        raise RequestFailed("a header that cannot be sent") from None
+    if len(received) > MAX_ANSWER_BYTES:
+        raise RequestFailed(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    if answer.status in RETRIED:
+        wish = (answer.getheader("Retry-After") or "").strip()
+        raise RequestFailed(f"status {answer.status}", float(wish) if wish.isdecimal() else 0.0)
+    if not 200 <= answer.status < 300:
+        raise RequestFailed(f"status {answer.status}")
+    try:
+        return json.loads(received)
+    except (ValueError, RecursionError) as error:
+        raise RequestFailed("the answer is no JSON", 0.0) from error
+
+
+def _key(variable: str) -> str:
+    """The key in a variable, without the line break that a file it came from may end in."""
+    return os.environ.get(variable, "").strip()
+
+
+def key_problem(variable: str) -> str:
+    """The fault of the key in an environment variable; '' where it can be sent."""
+    key = _key(variable)
+    if not key:
+        return f"the environment has no {variable}, the judge's key; set it"
+    if not (key.isascii() and key.isprintable()):
+        return f"the key in {variable} has line breaks, control characters or letters beyond ASCII; set one line"
+    return ""
+
+
+# The answer
 
 
 def read_score(spec: JudgeSpec, answer: object) -> float:
@@ -125,12 +199,6 @@ def stated_score(text: str) -> float:
 
 
 def _last_match(pattern: str, text: str) -> float:
-    """The number in the first group of a pattern's last match.
-
-    Raises:
-        IndexError, TypeError, ValueError: there is none.
-        RequestFailed: the pattern takes too long.
-    """
     try:
         return float([found[1] for found in compile_pattern(pattern).finditer(text, timeout=PATTERN_SECONDS)][-1])
     except TimeoutError:

@@ -16,8 +16,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from alignment.errors import UserError
+from alignment.settings import PositiveFloat, PositiveInt, Settings
 
 PROGRAM = Path(__file__).with_name("sandbox_program.py")
 PROBE = """
@@ -39,20 +43,20 @@ print("shut")
 
 
 @dataclass(frozen=True)
-class SandboxLimits:
+class SandboxLimits(Settings):
     """Limits of one run.
 
     Attributes:
         cpu_seconds: time of the processor, rounded up to whole seconds.
         wall_seconds: time until everything is killed.
-        memory_megabytes: address space of a process.
+        memory_megabytes: address space of a process, of which Python itself needs 30.
         output_bytes: longest output of a program, and longest value that a function gives back.
     """
 
-    cpu_seconds: float = 5.0
-    wall_seconds: float = 10.0
-    memory_megabytes: int = 512
-    output_bytes: int = 65_536
+    cpu_seconds: PositiveFloat = 5.0
+    wall_seconds: PositiveFloat = 10.0
+    memory_megabytes: Annotated[int, Ge(64)] = 512
+    output_bytes: PositiveInt = 65_536
 
 
 @functools.cache

@@ -3,27 +3,18 @@
 An entry of each kind runs in a file of its own: functions.py, answers.py (lengths and patterns too), code.py, judge.py.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from string import Formatter
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 from urllib.parse import parse_qsl, urlsplit
-
-from annotated_types import Ge
 
 from alignment.errors import SECRET
 from alignment.patterns import compile_pattern
 from alignment.reward_model import Combine
-from alignment.settings import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Rule,
-    Settings,
-    Share,
-    refusal,
-)
+from alignment.rewards.sandbox import SandboxLimits
+from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings, Share, refusal
 
 KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
@@ -33,7 +24,6 @@ FORMATS = {  # name of a format -> the pattern that the whole response has to ma
 }
 SECRET_PARAMETER = re.compile(r"(?:^|[_-])(?:key|code|auth|sig|signature|pass|pwd|jwt)$", re.IGNORECASE)  # of a query
 
-Normalize = Literal["none", "first", "running"]
 AnswerMatch = Literal["gsm8k", "exact", "boxed"]
 
 
@@ -102,28 +92,22 @@ class AnswerSpec(Settings):
 
 
 @dataclass(frozen=True)
-class CodeSpec(Settings):
+class CodeSpec(SandboxLimits):
     """A reward for Python code that passes unit tests, run in a process without files, sockets and other processes.
 
     The code is the response's last block fenced as Python, else the last fenced without a language, else all of it.
 
     Attributes:
         column: of the prompts: a list of tests, each a text of asserts that call the code's functions, or a mapping
-            `{input, output}` of what the program reads and has to print.
+            `{input, output}` of what the program reads and has to print. Limits are those of one test.
         reward: the share of the tests that pass, or 1 only where all pass.
-        cpu_seconds, wall_seconds: limits of one test.
-        memory_megabytes: limit of the address space, of which Python itself needs 30.
-        output_bytes: limit of what a test may print and a function may return.
         processes: tests that one rank runs side by side.
         solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not run.
     """
 
+    _: KW_ONLY
     column: str = "tests"
     reward: Literal["share", "all"] = "all"
-    cpu_seconds: PositiveFloat = 5.0
-    wall_seconds: PositiveFloat = 10.0
-    memory_megabytes: Annotated[int, Ge(64)] = 512
-    output_bytes: PositiveInt = 65_536
     processes: PositiveInt = 2
     solution: str | None = None
 
@@ -197,12 +181,7 @@ class JudgeSpec(Settings):
     )
 
 
-SHORT_FORMS = {
-    "format": MatchSpec,
-    "regex": MatchSpec,
-    "answer": AnswerSpec,
-    "judge": JudgeSpec,
-}  # one text in place of
+SHORT_FORMS = {"format": MatchSpec, "regex": MatchSpec, "answer": AnswerSpec, "judge": JudgeSpec}  # of one text
 Section = LengthSpec | MatchSpec | AnswerSpec | CodeSpec | JudgeSpec
 
 
@@ -234,7 +213,6 @@ class RewardSpec(Settings):
         clip: [low, high] of the part, after its normalization and before its weight; null: no bounds.
         normalize: first: mean 0 and deviation 1 on the first samples, fixed for the whole run. running: on all samples so
             far. none: as it is. null: first for a reward model without a scale of its own, none for the other kinds.
-        per_source: normalize the samples of each data source by themselves.
     """
 
     reward_model: str | None = None
@@ -251,8 +229,7 @@ class RewardSpec(Settings):
     weight: float = 1.0
     name: str | None = None
     clip: tuple[float, float] | None = None
-    normalize: Normalize | None = None
-    per_source: bool = False
+    normalize: Literal["none", "first", "running"] | None = None
 
     RULES = (
         Rule(
@@ -278,11 +255,6 @@ class RewardSpec(Settings):
             "clip",
             lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
             "must be [low, high] with low below high, got {self.clip}",
-        ),
-        Rule(
-            "per_source",
-            lambda c: c.per_source and c.normalize in (None, "none"),
-            "goes with normalize: first or running",
         ),
         Rule(
             "reward_combine",
@@ -314,17 +286,17 @@ class RewardSpec(Settings):
 
 def url_problem(url: str) -> str:
     """The fault of a service's URL, such as a part that is probably a key; '' without one. Shows no key."""
-    way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
     try:
         parts = urlsplit(url)
-        names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        parts, names, good = urlsplit(""), [], False
+        parts, good = urlsplit(""), False
+    way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
     if "@" in parts.netloc:
         return f"holds a password or a user name; {way_out}"
-    if secret := [name for name in names if SECRET.match(name) or SECRET_PARAMETER.search(name)]:
-        return f"holds a key in its parameter {secret[0]!r}; {way_out}"
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if SECRET.match(name) or SECRET_PARAMETER.search(name):
+            return f"holds a key in its parameter {name!r}; {way_out}"
     return "" if good else f"must be a URL such as https://host/score, got {plain_url(url)!r}"
 
 
@@ -336,19 +308,17 @@ def plain_url(url: str) -> str:
 def template_problem(template: str, columns: Sequence[str]) -> str:
     """The fault of a template; '' without one."""
     try:
-        names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
+        shown = template.format(**{name: f"<{name}>" for name in ("prompt", "response", *columns)})
+    except KeyError as error:
+        return f"names {{{error.args[0]}}}, which is neither prompt, response nor one of columns"
+    except (ValueError, IndexError, AttributeError) as error:
         return f"is not of the form 'text {{prompt}} text': {error}; double the braces that are text"
-    if unknown := sorted(names - {"prompt", "response", *columns}):
-        return f"names {{{unknown[0]}}}, which is neither prompt, response nor one of columns"
-    return "" if "response" in names else "does not show {response} to the judge"
+    return "" if "<response>" in shown else "does not show {response} to the judge"
 
 
 def _group_problem(pattern: str) -> str:
-    """The fault of a pattern that has to have a group; '' without one."""
-    if problem := refusal(compile_pattern, pattern):
-        return problem
-    return "" if compile_pattern(pattern).groups else f"{pattern!r} needs a group (...) around the score"
+    problem = refusal(compile_pattern, pattern)
+    return problem or ("" if compile_pattern(pattern).groups else f"{pattern!r} needs a group (...) around the score")
 
 
 def names_of(specs: Sequence[RewardSpec]) -> list[str]:
@@ -357,17 +327,13 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
     Raises:
         ValueError: two entries have one name.
     """
-    names: list[str] = []
-    taken = {spec.name for spec in specs if spec.name is not None}
+    given, names = [spec.name for spec in specs if spec.name is not None], list[str]()
+    if twice := [name for name in given if given.count(name) > 1]:
+        raise ValueError(f"rewards: two entries are named {twice[0]!r}; names have to differ")
     for spec in specs:
-        if spec.name is not None and spec.name in names:
-            raise ValueError(f"rewards: two entries are named {spec.name!r}; names have to differ")
         base = re.findall(r"\w+", spec.function)[-1] if spec.function is not None else spec.kinds[0]
-        name, number = spec.name or base, 1
-        while spec.name is None and (name in names or name in taken):
-            number += 1
-            name = f"{base}_{number}"
-        names.append(name)
+        free = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
+        names.append(spec.name or next(name for name in free if name not in (*given, *names)))
     return names
 
 

@@ -1,26 +1,34 @@
-"""The HTTP routes of OpenAI's protocol over a `ModelThread`. Starlette (extra `serve`) is imported when an app is built."""
+"""The thread that runs the model, and the HTTP routes of OpenAI's protocol over it.
+
+Requests of all clients decode side by side in the one thread. Starlette (extra `serve`) is imported when an app is built.
+"""
 
 import asyncio
 import json
+import queue
 import secrets
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from alignment.data.rows.records import Messages
 from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest, SamplingConfig, TokenEvent
-from alignment.serving.model_thread import ModelThread, ServingError
 from alignment.serving.protocol import (
     JSON,
     AnswerWriter,
     BadRequest,
-    CompletionRequest,
-    Encode,
+    Body,
+    ChatBody,
     Kind,
+    Prompt,
     ResponseChoice,
-    encode_prompt,
-    error_body,
+    is_ids,
     read_request,
 )
 
@@ -32,9 +40,130 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-STUCK_SECONDS = 60.0  # a step that takes longer: nobody is answered for as long
-GONE = "the client has gone"
 T = TypeVar("T")
+Receiver = Callable[[TokenEvent | BadRequest], object]  # called in the model's thread, so it must not block
+
+
+class ModelThread:
+    """Decodes the requests of all clients side by side in one thread, which owns the engine.
+
+    A context manager: leaving it ends the thread after its current step; requests that still run get an error.
+    """
+
+    def __init__(self, make_engine: Callable[[], DecodingEngine]):
+        """Start the thread.
+
+        Args:
+            make_engine: a new engine over the loaded model; called again after a failed step, whose engine may hold
+                half of it.
+        """
+        self._make_engine, self._engine = make_engine, make_engine()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._receivers: dict[int, Receiver] = {}  # by the request's number in the engine
+        self._closing, self._lock = False, threading.Lock()  # nothing is ordered after `_closing` is set under the lock
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "ModelThread":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._order(self._close)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """True while requests are answered."""
+        return not self._closing
+
+    @property
+    def running(self) -> int:
+        """Requests that have not finished, of those that the thread has taken."""
+        return len(self._receivers)
+
+    def submit(self, requests: Sequence[DecodingRequest], receivers: Sequence[Receiver]) -> Callable[[], None]:
+        """Hand requests over; the function returned forgets those that have not finished.
+
+        Each receiver gets its request's tokens, of which the last one has a `finish`, or an error, also where the thread
+        has ended.
+        """
+        taken: list[tuple[int, Receiver]] = []
+        self._order(lambda: self._add(requests, receivers, taken))
+        return lambda: self._order(lambda: self._cancel(taken))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._closing:
+                return self._orders.put(order)
+        order()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closing = True
+
+    def _work(self) -> None:
+        try:
+            while not self._closing:
+                with suppress(queue.Empty):
+                    while not self._closing:
+                        self._orders.get(block=not self._engine.unfinished)()
+                if not self._closing and self._engine.unfinished:
+                    self._step()
+        finally:
+            self._close()
+            self._fail_all("the server stops")
+            while not self._orders.empty():
+                self._orders.get()()
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception as error:  # the next request may be well: out of memory, for one
+            self._fail_all(f"the model failed: {type(error).__name__}: {error}")
+            self._engine = self._make_engine()
+            return
+        for event in events:
+            receive = self._receivers.get(event.request)
+            if event.finish is not None:
+                self._receivers.pop(event.request, None)
+            if receive is not None:  # else it was cancelled since the token was drawn
+                _tell(receive, BadRequest(event.text, status=500) if event.finish == "error" else event)
+
+    def _add(
+        self, requests: Sequence[DecodingRequest], receivers: Sequence[Receiver], taken: list[tuple[int, Receiver]]
+    ) -> None:
+        for request, receive in zip(requests, receivers, strict=True):
+            if self._closing:
+                _tell(receive, BadRequest("the server stops", status=500))
+                continue
+            try:
+                number = self._engine.add(request)
+            except (UserError, ValueError) as error:
+                _tell(receive, BadRequest(str(error)))
+            except Exception as error:  # it must not end the thread: out of memory, for one
+                _tell(receive, BadRequest(f"the model failed: {type(error).__name__}: {error}", status=500))
+            else:
+                self._receivers[number] = receive
+                taken.append((number, receive))
+
+    def _cancel(self, taken: Sequence[tuple[int, Receiver]]) -> None:
+        for number, receive in taken:
+            if self._receivers.get(number) is receive:  # a new engine counts from the beginning
+                del self._receivers[number]
+                self._engine.cancel(number)
+
+    def _fail_all(self, message: str) -> None:
+        receivers, self._receivers = list(self._receivers.values()), {}
+        for receive in receivers:
+            _tell(receive, BadRequest(message, status=500))
+
+
+def _tell(receive: Receiver, event: TokenEvent | BadRequest) -> None:
+    with suppress(RuntimeError):  # the event loop of this client has ended
+        receive(event)
+
+
+# The model and what is asked of it
 
 
 @dataclass(frozen=True)
@@ -54,81 +183,98 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    encode: Encode
+    encode: Callable[[str | Messages], list[int]]
     stop_ids: tuple[int, ...]
     vocabulary: int
     positions: int
     reads_apart: bool = False
     max_tokens: int = 512
 
-    def prompt_ids(self, prompt: str | Messages | list[int]) -> list[int]:
-        """Token ids of a prompt; see `encode_prompt`."""
-        return encode_prompt(prompt, self.encode, vocabulary=self.vocabulary, positions=self.positions)
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
 
+        Raises:
+            BadRequest: an id that is none, or a prompt that the tokenizer or the chat template refuses.
+        """
+        if is_ids(prompt):
+            ids = cast("list[int]", prompt)
+            if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
+                raise BadRequest(f"prompt: {wrong[0]} is no token id; they are 0 to {self.vocabulary - 1}", "prompt")
+            return ids
+        param = "prompt" if isinstance(prompt, str) else "messages"
+        try:
+            ids = self.encode(cast("str | Messages", prompt))
+        except UserError as error:
+            raise BadRequest(str(error), param) from error
+        if not ids:
+            raise BadRequest("the prompt has no token", param)
+        return ids
 
-def decoding_requests(
-    served: ServedModel, asked: CompletionRequest, prompts: Sequence[list[int]]
-) -> list[DecodingRequest]:
-    """The `n` requests for each prompt, in the order of the answer's choices.
+    def requests(self, asked: Body, prompts: Sequence[list[int]]) -> list[DecodingRequest]:
+        """The `n` requests for each prompt, in the order of the answer's choices.
 
-    With a seed, choice i has the random numbers of row i, as the i-th prompt of `generate` has.
+        With a seed, choice i has the random numbers of row i, as the i-th prompt of `generate` has.
 
-    Args:
-        prompts: token ids of each of `asked.prompts`.
-
-    Raises:
-        BadRequest: a prompt that, with the response, does not fit the model's positions.
-    """
-    seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
-    requests = []
-    for ids in prompts:
-        room = served.positions - (0 if served.reads_apart else len(ids))
-        default = min(served.max_tokens if asked.kind == "chat" else 16, room)  # 16 is OpenAI's
-        new_tokens = default if asked.max_tokens is None else asked.max_tokens
-        if room < max(new_tokens, 1):
-            raise BadRequest(
-                f"the prompt has {len(ids)} tokens and {max(new_tokens, 1)} may follow; the model has {served.positions} "
-                "positions: shorten the prompt or lower max_tokens",
-                "messages" if asked.kind == "chat" else "prompt",
-                code="context_length_exceeded",
-            )
-        if asked.sampling.get("min_new_tokens", 0) > new_tokens:
-            raise BadRequest(f"min_tokens is above max_tokens, {new_tokens}", "min_tokens")
-        sampling = SamplingConfig(max_new_tokens=new_tokens, seed=seed, **asked.sampling)
-        alternatives = asked.alternatives or 0
-        requests += [
-            DecodingRequest(ids, sampling, row, served.stop_ids, asked.stop, alternatives, log_probs="model")
-            for row in range(len(requests), len(requests) + asked.n)
-        ]
-    return requests
+        Raises:
+            BadRequest: a prompt that, with the response, does not fit the model's positions.
+        """
+        chat, seed = isinstance(asked, ChatBody), secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
+        stop = (asked.stop,) if isinstance(asked.stop, str) else asked.stop
+        requests = []
+        for ids in prompts:
+            room = self.positions - (0 if self.reads_apart else len(ids))
+            longest = asked.longest or max(1, min(self.max_tokens if chat else 16, room))  # 16 is OpenAI's
+            if room < longest:
+                raise BadRequest(
+                    f"the prompt has {len(ids)} tokens and {longest} may follow; the model has {self.positions} positions: "
+                    "shorten the prompt or lower max_tokens",
+                    "messages" if chat else "prompt",
+                    code="context_length_exceeded",
+                )
+            if asked.min_tokens > longest:
+                raise BadRequest(f"min_tokens is above max_tokens, {longest}", "min_tokens")
+            sampling = SamplingConfig(
+                longest, asked.temperature, asked.top_k, asked.top_p, seed, asked.min_p, asked.repetition_penalty,
+                min_new_tokens=asked.min_tokens,
+            )  # fmt: skip
+            requests += [
+                DecodingRequest(ids, sampling, row, self.stop_ids, stop, asked.alternatives or 0, log_probs="model")
+                for row in range(len(requests), len(requests) + asked.n)
+            ]
+        return requests
 
 
 class Answer:
-    """The tokens of one client's requests as they arrive; closing it cancels the unfinished ones."""
+    """The tokens of one client's requests as they arrive.
+
+    Attributes:
+        choices: the responses so far.
+        close: cancels the unfinished requests.
+    """
 
     def __init__(self, thread: ModelThread, requests: Sequence[DecodingRequest]):
         self.choices = [ResponseChoice(index, len(request.prompt)) for index, request in enumerate(requests)]
-        self._thread, self._open = thread, len(requests)
-        self._arrived: asyncio.Queue[tuple[ResponseChoice, TokenEvent | ServingError]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[ResponseChoice, TokenEvent | BadRequest]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def receiver(choice: ResponseChoice) -> Callable[[TokenEvent | ServingError], None]:
-            return lambda event: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event)) and None
+        def receiver(choice: ResponseChoice) -> Receiver:
+            return lambda event: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event))
 
-        self._tickets = thread.submit(requests, [receiver(choice) for choice in self.choices])
+        self.close = thread.submit(requests, [receiver(choice) for choice in self.choices])
 
     async def events(self) -> AsyncIterator[tuple[ResponseChoice, TokenEvent]]:
         """Each token with its choice, which already holds it.
 
         Raises:
-            ServingError: the model could not answer.
+            BadRequest: the model could not answer.
         """
-        while self._open:
+        unfinished = len(self.choices)
+        while unfinished:
             choice, event = await self._arrived.get()
-            if isinstance(event, ServingError):
+            if isinstance(event, BadRequest):
                 raise event
             choice.events.append(event)
-            self._open -= event.finish is not None
+            unfinished -= event.finish is not None
             yield choice, event
 
     async def finished(self) -> None:
@@ -136,141 +282,102 @@ class Answer:
         async for _ in self.events():
             pass
 
-    def close(self) -> None:
-        """Cancel the unfinished requests."""
-        if self._open:
-            self._thread.cancel(self._tickets)
+
+# Routes
 
 
-class Service:
-    """Answers requests; a method per route."""
+def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = None, remote: bool = False) -> "Starlette":
+    """The application.
 
-    def __init__(self, served: ServedModel, thread: ModelThread):
-        self._served, self._thread = served, thread
-        self._description: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "alignment"}
+    Args:
+        key: that clients have to send as a bearer token, except for /health; None: no key.
+        remote: other machines may connect.
+    """
+    from starlette.applications import Starlette
+    from starlette.routing import Route
 
-    async def health(self, request: "Request") -> "ASGIApp":
-        """200 while requests are answered; 503 where the model's thread has ended or its present step does not end."""
-        thread, seconds = self._thread, self._thread.step_seconds
+    description: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "alignment"}
+
+    async def health(request: "Request") -> "ASGIApp":
         if not thread.alive:
             raise BadRequest("the model's thread has ended", status=503)
-        if seconds > STUCK_SECONDS:
-            raise BadRequest(
-                f"the model's present step takes {seconds:.0f} s already, and nobody is answered before its end",
-                status=503,
-            )
-        found = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
-        return json_response({"status": "ok", **found})
+        return json_response({"status": "ok", "running": thread.running})
 
-    async def models(self, request: "Request") -> "ASGIApp":
-        """The one model."""
-        return json_response({"object": "list", "data": [self._description]})
+    async def models(request: "Request") -> "ASGIApp":
+        return json_response({"object": "list", "data": [description]})
 
-    async def model(self, request: "Request") -> "ASGIApp":
-        """A model by its name."""
-        self._check_name(request.path_params["name"])
-        return json_response(self._description)
+    async def model(request: "Request") -> "ASGIApp":
+        check_name(request.path_params["name"], served)
+        return json_response(description)
 
-    async def chat(self, request: "Request") -> "ASGIApp":
-        """POST /v1/chat/completions."""
-        if self._served.reads_apart:
-            name = self._served.name
-            raise BadRequest(f"{name} is an encoder-decoder model, which has no chat; use /v1/completions")
-        return await self._complete("chat", request)
+    def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
+        async def checked(request: "Request") -> "ASGIApp":
+            try:
+                check_client(request, None if path == "/health" else key, remote)
+                return await answer(request)
+            except BadRequest as bad:
+                return json_response(bad.body, bad.status)
 
-    async def completions(self, request: "Request") -> "ASGIApp":
-        """POST /v1/completions."""
-        return await self._complete("completions", request)
+        return Route(path, checked, methods=[method])
 
-    def _check_name(self, name: str | None) -> None:
-        if name not in (None, self._served.name):
-            message = f"the model {name!r} is not served here; {self._served.name!r} is"
-            raise BadRequest(message, "model", code="model_not_found", status=404)
+    async def failed(request: "Request", error: Exception) -> "Response":
+        status = getattr(error, "status_code", 500)
+        return json_response(BadRequest(getattr(error, "detail", "the server failed"), status=status).body, status)
 
-    async def _complete(self, kind: Kind, request: "Request") -> "ASGIApp":
-        from starlette.responses import StreamingResponse
-
-        asked = read_request(kind, await json_body(request))
-        self._check_name(asked.model)
-        prompts = await while_connected(request, self._encode(asked))
-        answer = Answer(self._thread, decoding_requests(self._served, asked, prompts))
-        writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
-        if asked.stream:
-            events = stream_events(answer, writer, include_usage=asked.include_usage)
-            headers = {"Cache-Control": "no-cache"}
-            return closing(answer, StreamingResponse(events, media_type="text/event-stream", headers=headers))
-        try:
-            await while_connected(request, answer.finished())
-        except ServingError as error:
-            raise BadRequest(str(error), status=error.status) from error
-        finally:
-            answer.close()
-        return json_response(writer.whole(answer.choices))
-
-    async def _encode(self, asked: CompletionRequest) -> list[list[int]]:
-        """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
-        return [await asyncio.to_thread(self._served.prompt_ids, prompt) for prompt in asked.prompts]
+    routes = [
+        route("/health", health),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", model),
+        route("/v1/chat/completions", partial(complete, "chat", served, thread), "POST"),
+        route("/v1/completions", partial(complete, "completions", served, thread), "POST"),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
 
 
-def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
-    """A response after which the answer is closed, however it ends: also where the client goes away before its first byte."""
+async def complete(kind: Kind, served: ServedModel, thread: ModelThread, request: "Request") -> "ASGIApp":
+    """The answer to a POST of a completion, whole or as a stream."""
+    from starlette.responses import StreamingResponse
 
-    async def send_and_close(scope: "Scope", receive: "Receive", send: "Send") -> None:
-        try:
-            await response(scope, receive, send)
-        finally:
-            answer.close()
-
-    return send_and_close
-
-
-async def while_connected(request: "Request", work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is canceled when the client goes away.
-
-    Raises:
-        BadRequest: the client has gone.
-    """
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    if kind == "chat" and served.reads_apart:
+        raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
+    asked, prompts = read_request(kind, await json_body(request))
+    check_name(asked.model, served)
+    encoded = [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
+    answer = Answer(thread, served.requests(asked, encoded))
+    writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
+    if asked.stream:
+        headers = {"Cache-Control": "no-cache"}
+        events = stream_events(answer, writer)
+        return closing(answer, StreamingResponse(events, media_type="text/event-stream", headers=headers))
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise BadRequest(GONE, status=499)
-        return working.result()
+        await while_connected(request, answer.finished())
     finally:
-        working.cancel()
-        leaving.cancel()
+        answer.close()
+    return json_response(writer.whole(answer.choices))
 
 
-async def stream_events(answer: Answer, writer: AnswerWriter, *, include_usage: bool) -> AsyncIterator[str]:
-    """The answer as server-sent events."""
-
-    async def bodies() -> AsyncIterator[JSON | None]:
-        for choice in answer.choices:
-            yield writer.first_chunk(choice)
-        try:
-            async for choice, event in answer.events():
-                yield writer.chunk(choice, event)
-        except ServingError as error:
-            yield error_body(str(error), status=error.status)
-        else:
-            yield writer.last_chunk(answer.choices) if include_usage else None
-
-    async for body in bodies():
-        if body is not None:
-            yield f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
+def check_name(name: str | None, served: ServedModel) -> None:
+    """Refuse another model's name; None: the request names none."""
+    if name not in (None, served.name):
+        message = f"the model {name!r} is not served here; {served.name!r} is"
+        raise BadRequest(message, "model", code="model_not_found", status=404)
 
 
-def json_response(body: JSON, status: int = 200) -> "Response":
-    """A response with a JSON body."""
-    from starlette.responses import JSONResponse
+def check_client(request: "Request", key: str | None, remote: bool) -> None:
+    """Refuse clients without the key and, on the loopback interface, names of other hosts.
 
-    return JSONResponse(body, status)
+    Args:
+        key: that clients have to send as a bearer token; None: no key.
+        remote: other machines may connect. Where not, a page of another site that has its name resolve to this machine is
+            known by that name in the Host header.
+    """
+    host = request.headers.get("host", "")
+    name, _, port = host.rpartition(":")
+    if not remote and (name if name and port.isdecimal() else host) not in LOCAL_NAMES:
+        raise BadRequest(f"the host {host!r} is not served here", status=403)
+    given = request.headers.get("authorization", "").encode()
+    if key is not None and not secrets.compare_digest(given, f"Bearer {key}".encode()):
+        raise BadRequest("no valid key: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
 
 
 async def json_body(request: "Request") -> object:
@@ -292,71 +399,71 @@ async def json_body(request: "Request") -> object:
             if len(content) > MOST_BYTES:
                 raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
     except ClientDisconnect:
-        raise BadRequest(GONE, status=499) from None
+        raise BadRequest("the client has gone", status=499) from None
     try:
-        text = content.decode()
-        body = json.loads(text)
-        if "\\u" in text:  # an escape may be half a surrogate pair, which has no place in a text
-            json.dumps(body, ensure_ascii=False).encode()
+        body = json.loads(content)
+        json.dumps(body, ensure_ascii=False).encode()  # an escape may be half a surrogate pair, which no text holds
         return body
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
 
 
-def check_client(request: "Request", key: str | None, remote: bool) -> None:
-    """Refuse clients without the key and, on the loopback interface, names of other hosts.
+def json_response(body: JSON, status: int = 200) -> "Response":
+    """A response with a JSON body."""
+    from starlette.responses import JSONResponse
 
-    Args:
-        key: that clients have to send as a bearer token; None: no key.
-        remote: other machines may connect. Where not, a page of another site that has its name resolve to this machine is
-            known by that name in the Host header.
+    return JSONResponse(body, status)
+
+
+async def while_connected(request: "Request", work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is canceled when the client goes away.
+
+    Raises:
+        BadRequest: the client has gone.
     """
-    host = request.headers.get("host", "")
-    if not remote and without_port(host) not in LOCAL_NAMES:
-        raise BadRequest(f"the host {host!r} is not served here", status=403)
-    given = request.headers.get("authorization", "").encode()
-    if key is not None and not secrets.compare_digest(given, f"Bearer {key}".encode()):
-        raise BadRequest("no valid key: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise BadRequest("the client has gone", status=499)
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
-def without_port(host: str) -> str:
-    """The name in a Host header."""
-    name, _, port = host.rpartition(":")
-    return name if name and port.isdecimal() else host
+def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
+    """A response after which the answer is closed, however it ends: also where the client goes away before its first byte."""
+
+    async def send_and_close(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        try:
+            await response(scope, receive, send)
+        finally:
+            answer.close()
+
+    return send_and_close
 
 
-def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = None, remote: bool = False) -> "Starlette":
-    """The application.
+async def stream_events(answer: Answer, writer: AnswerWriter) -> AsyncIterator[str]:
+    """The answer as server-sent events."""
 
-    Args:
-        key: that clients have to send as a bearer token, except for /health; None: no key.
-        remote: other machines may connect.
-    """
-    from starlette.applications import Starlette
-    from starlette.routing import Route
+    async def bodies() -> AsyncIterator[JSON | None]:
+        for choice in answer.choices:
+            yield writer.first_chunk(choice)
+        try:
+            async for choice, event in answer.events():
+                yield writer.chunk(choice, event)
+        except BadRequest as error:
+            yield error.body
+        else:
+            yield writer.last_chunk(answer.choices)
 
-    service = Service(served, thread)
-
-    async def failed(request: "Request", error: Exception) -> "Response":
-        status = getattr(error, "status_code", 500)
-        return json_response(error_body(str(getattr(error, "detail", "the server failed")), status=status), status)
-
-    def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
-        async def checked(request: "Request") -> "ASGIApp":
-            try:
-                check_client(request, None if path == "/health" else key, remote)
-                return await answer(request)
-            except BadRequest as bad:
-                body = error_body(str(bad), status=bad.status, param=bad.param, code=bad.code)
-                return json_response(body, bad.status)
-
-        return Route(path, checked, methods=[method])
-
-    routes = [
-        route("/health", service.health),
-        route("/v1/models", service.models),
-        route("/v1/models/{name:path}", service.model),
-        route("/v1/chat/completions", service.chat, "POST"),
-        route("/v1/completions", service.completions, "POST"),
-    ]
-    return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
+    async for body in bodies():
+        if body is not None:
+            yield f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"

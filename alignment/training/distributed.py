@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +57,6 @@ FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
 # Variables of Accelerate's launcher that decide how a run is spread over processes; others differ between machines.
 LAUNCH_PREFIXES = ("FSDP_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "PARALLELISM_CONFIG_")
 
-PACKAGES = ("peft", "safetensors", "deepspeed", "bitsandbytes")  # compared beside those of lineage.json
 FAILURE = "alignment/failure"  # key of the store: the first rank that failed, and its error
 POLL_SECONDS = 1.0  # between two reads of this key
 GRACE_SECONDS = 5.0  # for a rank to end by itself after another has failed
@@ -138,38 +136,7 @@ class ProcessGroup:
             dist.barrier()
 
 
-@dataclass(frozen=True)
-class FSDPSettings:
-    """The settings of the launch file's `fsdp_config` that FSDP2 has.
-
-    Attributes:
-        reshard_after_forward: whether a block's weights are sharded again after its forward.
-        cpu_offload: shards, gradients and optimizer state lie in host memory, and the optimizer runs there.
-        hybrid: weights are sharded within a node and replicated across nodes.
-        forward_prefetch: the next block's weights are gathered while a block runs.
-        ranks_per_node: processes that the launcher started on each node.
-    """
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    hybrid: bool = False
-    forward_prefetch: bool = False
-    ranks_per_node: int = 1
-
-
-def fsdp_settings() -> FSDPSettings:
-    """FSDP2's settings in the launch file."""
-    sent = _sent_settings()
-    return FSDPSettings(
-        reshard_after_forward=sent["RESHARD_AFTER_FORWARD"] == "true",
-        cpu_offload=sent["OFFLOAD_PARAMS"] == "true",
-        hybrid=sent["SHARDING_STRATEGY"] in ("hybrid_shard", "4"),
-        forward_prefetch=sent["FORWARD_PREFETCH"] == "true",
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())),
-    )
-
-
-def _sent_settings() -> dict[str, str]:
+def fsdp_settings() -> dict[str, str]:
     """Each setting of FSDP_SETTINGS as the launch file sent it, in lower case, or its default."""
     return {name: os.environ.get(f"FSDP_{name}", accepted[0]).lower() for name, (accepted, _) in FSDP_SETTINGS.items()}
 
@@ -224,7 +191,11 @@ def init_distributed() -> ProcessGroup:
 
     deepspeed, fsdp = _launched_with("DEEPSPEED"), _launched_with("FSDP")
     if fsdp:
-        check_fsdp_settings()
+        raise_all(
+            f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
+            for name, (accepted, way_out) in FSDP_SETTINGS.items()
+            if fsdp_settings()[name] not in accepted
+        )
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = [InitProcessGroupKwargs(backend=_backend(on_cpu, deepspeed), timeout=TIMEOUT)]
     # Accelerate's own mixed precision stays off: the backends set the precision, alike for all of them.
@@ -232,20 +203,6 @@ def init_distributed() -> ProcessGroup:
     atexit.register(_destroy_process_group)
     kind = "deepspeed" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
     return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
-
-
-def check_fsdp_settings() -> None:
-    """Check that all settings of the launch file's `fsdp_config` have supported values.
-
-    Raises:
-        UserError: some have not; all of them are named.
-    """
-    sent = _sent_settings()
-    raise_all(
-        f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
-        for name, (accepted, way_out) in FSDP_SETTINGS.items()
-        if sent[name] not in accepted
-    )
 
 
 def _destroy_process_group() -> None:
@@ -275,7 +232,7 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
     if on_cpu:
         return "gloo" if deepspeed else None
     # Offloaded shards are summed and gathered in host memory.
-    return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings().cpu_offload else None
+    return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings()["OFFLOAD_PARAMS"] == "true" else None
 
 
 # Agreement of ranks
@@ -285,68 +242,37 @@ def compare_start(config: Mapping[str, object]) -> None:
     """Check that all ranks have the same config, launch settings, source of this library and versions of packages.
 
     A collective operation.
-
-    Raises:
-        UserError: every difference, with the rank; on every rank.
     """
     if launched_size() > 1:
-        code = code_version()
-        versions = code["versions"] | {
-            name: metadata.version(name) for name in PACKAGES if any(metadata.distributions(name=name))
-        }
-        compare_ranks(
-            {"config": config, "launch": launch_settings(), "code": {"source": code["source"], "versions": versions}}
-        )
+        code = {key: value for key, value in code_version().items() if key != "commit"}
+        compare_ranks({"config": config, "launch": launch_settings(), "code": code})
 
 
 def compare_checkpoints(directories: Mapping[str, Path]) -> None:
     """Check that all ranks have the same files in the checkpoints that the run starts from; a collective operation.
 
-    Compared are names, and a hash over the size and the first and last megabyte of each file: ranks read different slices
-    of the weights, and nobody would notice that they are slices of different models.
+    Ranks read different slices of the weights, and nobody would notice that they are slices of different models.
 
     Args:
         directories: by the name that the config has for them.
-
-    Raises:
-        UserError: every difference, with the rank; on every rank.
     """
     if launched_size() > 1:
-        compare_ranks(
-            {
-                name: {path.name: hash_of_ends(path)[:16] for path in sorted(directory.iterdir()) if path.is_file()}
-                for name, directory in directories.items()
-            }
-        )
+        named = {name: sorted(filter(Path.is_file, each.iterdir())) for name, each in directories.items()}
+        compare_ranks({name: {path.name: hash_of_ends(path)[:16] for path in paths} for name, paths in named.items()})
 
 
 def compare_rows(name: str, rows: Sequence[object]) -> None:
     """Check that all ranks have read the same rows in the same order; a collective operation.
 
-    Args:
-        name: of the rows, for the message.
-        rows: examples as training takes them, compared by their `repr`; prepared rows on disk by their key, which is a
-            hash of all that they were made of.
-
-    Raises:
-        UserError: the ranks that differ from rank 0; on every rank.
+    Prepared rows on disk are compared by their key, a hash of all that they were made of; others by their `repr`.
     """
     if launched_size() > 1:
-        key = getattr(rows, "key", None)
-        if key is None:
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(repr(row).encode())
-            key = digest.hexdigest()
+        key = getattr(rows, "key", None) or hashlib.sha256("".join(map(repr, rows)).encode()).hexdigest()
         compare_ranks({name: {"rows": len(rows), "hash of the rows": key[:16]}})
 
 
 def compare_ranks(values: Mapping[str, object]) -> None:
-    """Check that all ranks have the same JSON-like values; a collective operation.
-
-    Raises:
-        UserError: every difference to rank 0, with the rank; on every rank.
-    """
+    """Check that all ranks have the same JSON-like values; a collective operation."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, values)
     raise_all(
@@ -395,31 +321,21 @@ def is_first_to_report(text: str) -> bool:
 
 
 def _report_failure(error: Exception | SystemExit, store: Store) -> None:
-    """Publish this rank's error for the others, unless it is only a consequence of another rank's failure.
-
-    Raises:
-        SystemExit: the error is a consequence of another rank's failure.
-    """
-    stopped = isinstance(error, SystemExit)
+    """Publish this rank's error for the others; where it is only a consequence of another rank's, tell that one and exit."""
     lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONNECTION_WORDS)
-    first = _first_failure(store)
-    for _ in range(int(GRACE_SECONDS / POLL_SECONDS)):
-        if first is not None or not lost:
-            break
+    until = time.monotonic() + (GRACE_SECONDS if lost else 0)
+    while (first := _first_failure(store)) is None and time.monotonic() < until:
         time.sleep(POLL_SECONDS)  # the rank that closed the connection may be about to report its error
-        first = _first_failure(store)
-    if first is not None:
-        if lost or stopped:
-            _print_failure(first)
-            raise SystemExit(1) from error
-    elif lost:
+    text = f"{type(error).__name__}: {_first_line(error)}"
+    if lost and first is None:
         text = f"it lost the connection to another rank, which was killed, ran out of memory or hangs ({_first_line(error)})"
-        store.set(FAILURE, json.dumps({"rank": launched_rank(), "error": text}))
         print(f"error: rank {launched_rank()} ends: {text}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
-    elif not stopped:
-        text = f"{type(error).__name__}: {_first_line(error)}"
+    if first is None and not isinstance(error, SystemExit):
         store.set(FAILURE, json.dumps({"rank": launched_rank(), "error": text}))
+    elif first is not None and (lost or isinstance(error, SystemExit)):
+        _print_failure(first)
+    if lost or (first is not None and isinstance(error, SystemExit)):
+        raise SystemExit(1) from error
 
 
 def _watch(store: Store, closed: threading.Event) -> None:

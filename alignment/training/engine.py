@@ -6,29 +6,71 @@ them, up to rounding.
 
 import math
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from alignment.errors import UserError
 from alignment.ragged import Batch
-from alignment.training.backends.base import Backend
-from alignment.training.backends.replicated import ReplicatedBackend
+from alignment.training.backends.base import Backend, ReplicatedBackend
+from alignment.training.backends.state_files import local_tensor, read_into, write
 from alignment.training.distributed import ProcessGroup, init_distributed
-from alignment.training.moving_average import MovingAverage
-from alignment.training.optim import OptimConfig, learning_rate_at
-from alignment.training.optimizers import check_optimizer
-from alignment.training.run.random_state import rank_seed
+from alignment.training.optim import OptimConfig, check_optimizer, learning_rate_at
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, averages, flatten_sums, unwrap_batch
 
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is not finite. The weights are those before the update; the engine must not be used again."""
+
+
+class MovingAverage:
+    """The average of a model's trained weights, in float32 on their device and sharded as they are.
+
+    average <- decay * average + (1 - decay) * weight, after every update; it begins with the starting weights.
+
+    Source: Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780 (their alpha is decay).
+    """
+
+    def __init__(self, backend: Backend, decay: float):
+        """Copy the weights; `UserError` where the backend holds none that could be averaged, as ZeRO-3."""
+        self._backend, self._decay = backend, decay
+        self._average = {name: weight.clone() for name, weight in backend.trained_weights().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights in, once after each update."""
+        for name, weight in self._backend.trained_weights().items():
+            local_tensor(self._average[name]).lerp_(local_tensor(weight), 1 - self._decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While open, the model has the averaged weights; afterwards its own again, bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._backend.trained_weights().items():
+            kept = weight.clone()  # one tensor at a time: no second copy of the model
+            weight.copy_(self._average[name])
+            self._average[name].copy_(kept)
+
+    def save(self, directory: Path) -> None:
+        """Write the average beside the weights of a checkpoint; a collective operation."""
+        write("average", self._average, directory, rank=self._backend.process_group.rank)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote; a collective operation."""
+        read_into("average", self._average, directory)
 
 
 class Engine:
@@ -53,9 +95,6 @@ class Engine:
         Args:
             model: float32 weights; frozen parameters may have any type.
             total_steps: updates of the whole run, over which the learning rate schedule is stretched.
-
-        Raises:
-            UserError: the launch configuration or gradient checkpointing does not support this model.
         """
         self.config, self.total_steps = config, total_steps
         self.step = 0
@@ -70,7 +109,8 @@ class Engine:
         decay = training.ema_decay
         self.average = None if decay is None else MovingAverage(self.backend, decay)
         if self.process_group.size > 1:  # weights are equal on all ranks by now; dropout must differ between them
-            torch.manual_seed(rank_seed(training.seed, self.process_group.rank))
+            own = np.random.SeedSequence([training.seed, self.process_group.rank])
+            torch.manual_seed(int(own.generate_state(1, np.uint64)[0]))
 
     def update(self, *terms: Term) -> dict[str, float]:
         """One optimizer step on the sum of `terms`, each averaged over its own global weight.
@@ -93,7 +133,9 @@ class Engine:
         weights, counts, tokens = self._global_weights(terms)
         sums = [MetricSums() for _ in terms]
         for term, term_sums, weight, count in zip(terms, sums, weights, counts, strict=True):
-            batches = self._equalize_counts(term, count)
+            batches = list(term.micro_batches)
+            if self.backend.collective_forward:  # the last one again at weight 0, until all ranks have equally many
+                batches += [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (count - len(batches))
             for index, batch in enumerate(batches):
                 factor = term.coef / weight if float(batch.weight) > 0 else 0.0
                 last = term_sums is sums[-1] and index == len(batches) - 1
@@ -112,8 +154,10 @@ class Engine:
         self.step = number
         if self.average is not None:
             self.average.update()
-        if number == 1:
-            self._warn_of_untrained()
+        if number == 1 and (missing := self.backend.without_gradient()):  # a wrong target, or a graph that was cut
+            self.untrained = missing
+            names_missing = _join_names(missing)
+            warnings.warn(f"trainable parameters without a gradient in the first update: {names_missing}", stacklevel=2)
         losses = [total / weight for total, weight in zip(totals, weights, strict=True)]
         metrics = {"loss": sum(term.coef * loss for term, loss in zip(terms, losses, strict=True))}
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
@@ -136,11 +180,7 @@ class Engine:
             self.average.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation.
-
-        Raises:
-            UserError: a file or tensor is missing or does not fit; it is named.
-        """
+        """Restore what `save` wrote; a collective operation."""
         self.backend.load(directory)
         if self.average is not None:
             self.average.load(directory)
@@ -171,20 +211,6 @@ class Engine:
         largest = [int(max(columns[len(terms) + position])) for position in range(len(terms))]
         return totals[: len(terms)], largest, totals[-1]
 
-    def _equalize_counts(self, term: Term, count: int) -> list[Batch]:
-        """The term's batches; if forwards are collective, the last one repeated at weight 0 until there are `count`."""
-        batches: list[Batch] = list(term.micro_batches)
-        if not self.backend.collective_forward:
-            return batches
-        return batches + [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (count - len(batches))
-
-    def _warn_of_untrained(self) -> None:
-        """Warn of tensors that the first update did not reach: mostly a mistake, a wrong target or a cut graph."""
-        self.untrained = self.backend.without_gradient()
-        if self.untrained:
-            names = _join_names(self.untrained)
-            warnings.warn(f"trainable parameters without a gradient in the first update: {names}", stacklevel=3)
-
     def _non_finite(self, terms: tuple[Term, ...], sums: list[MetricSums], grad_norm: float) -> NonFiniteError:
         """The error of an update that is not finite, naming the rows of all ranks that cause it."""
         culprits = [
@@ -205,11 +231,7 @@ class Engine:
 
 
 def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str) -> Backend:
-    """The backend that the launch configuration asked for.
-
-    Raises:
-        UserError: the optimizer cannot run on it.
-    """
+    """The backend that the launch configuration asked for."""
     check_optimizer(config, process_group.kind)
     if process_group.kind == "deepspeed":
         from alignment.training.backends.deepspeed import DeepSpeedBackend
@@ -223,11 +245,7 @@ def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessG
 
 
 def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -> None:
-    """Call a method of the model that changes how it runs.
-
-    Raises:
-        UserError: the model has no such method.
-    """
+    """Call a method of the model that changes how it runs."""
     if not hasattr(model, method):
         raise UserError(f"training.{setting}: {type(model).__name__} does not support it; set it to false")
     getattr(model, method)(*arguments)

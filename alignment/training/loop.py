@@ -1,12 +1,11 @@
 """The plain loop: rows in order, one update after another, with logs, evaluation, checkpoints and resumption.
 
-PPO has a loop of its own, and shares `load_run_state` and `save_run_state`.
+PPO has a loop of its own, and shares `load_run_state` and `save_run_state`. The bounds of healthy training are here too.
 """
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,33 +15,32 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.ragged import Batch
 from alignment.training.engine import Engine
-from alignment.training.optim import endless_warmup, learning_rate_at
 from alignment.training.result import Result
 from alignment.training.run.checkpoints import (
     Engines,
     check_disk_space,
-    checkpoint_bytes,
     checkpoints,
+    generator_states,
     latest_checkpoint,
     process_group_of,
     restore_checkpoint,
     save_checkpoint,
+    unchanged_random_state,
 )
-from alignment.training.run.directory import Run, read_log
-from alignment.training.run.random_state import generator_states, unchanged_random_state
+from alignment.training.run.directory import Run
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import LossSum, Term, averages, named_sums, shard_rows
+from alignment.training.terms import Collate, LossFn, Term, averages, shard_rows
 
 # Of `save_every_steps: auto`; see `is_save_due`.
 MOST_SECONDS = 600.0  # between two saves
-SAVE_FACTOR = 50  # and at least so many times as long as a save takes
-LEAST_SAVE_SECONDS = 0.2  # that it is taken to need at least
-BYTES_PER_SECOND = 1e8  # of the first one, whose time is not known
-# Of a loss that has exploded; see `divergence`.
-LEAST_UPDATES = 5  # at the end of the run
-FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
-
-LossFn = Callable[[Any], LossSum]  # a micro-batch -> its sums
+LEAST_SECONDS = 10.0
+SAVE_FACTOR = 50  # times as long as the last save took
+# Of what a stage logs of its own samples, beyond which the run goes wrong: of alarms while it runs, of a diagnosis after.
+ENTROPY_LEFT = 0.3  # of the first entropy: a third of the nats per token leaves one way to say each thing
+DISTINCT_LEFT = 0.5  # of the first share of distinct responses
+REPETITION = 0.2  # share of repeated n-grams; fluent text has a few percent
+ENDED = 0.7  # share of responses; below, a third of what the reward model scores is cut off in mid-sentence
+EQUAL = 1e-6  # relative difference of scores that is none
 
 
 class RowStream(Protocol):
@@ -53,8 +51,9 @@ class RowStream(Protocol):
         ...
 
 
+@runtime_checkable
 class Resumable(Protocol):
-    """An object with a state that later updates depend on."""
+    """An object with a state that later updates depend on, such as a stream that reaches its middle sooner with it."""
 
     def state(self) -> object:
         """The state that the next update needs, as JSON-like values; None: none."""
@@ -63,17 +62,6 @@ class Resumable(Protocol):
     def restore(self, state: object, /) -> None:
         """Go on from what `state` returned; None: from the start."""
         ...
-
-
-@runtime_checkable
-class ResumableStream(RowStream, Resumable, Protocol):
-    """A stream that reaches a batch in the middle sooner with a state: `data.streaming.StreamedOrder`."""
-
-
-class Collate(Protocol):
-    """Rows -> micro-batches of at most `micro_batch_tokens` tokens each; `data.batches.collate_pairs` is one."""
-
-    def __call__(self, rows: Sequence[Any], /, micro_batch_tokens: int) -> Sequence[Any]: ...
 
 
 def fit(
@@ -132,10 +120,8 @@ def fit(
         run.total = result.last_step
         run.log(step + 1, metrics)
         save_run_state(run, engine, training, step + 1, state())
-        result.delete_older()
         if step + 1 == run.total and result.best is not None:
             result.write()
-    note_divergence(run)
 
 
 def go_on(
@@ -151,24 +137,14 @@ def go_on(
 
     Returns:
         A function that gives their state for the next checkpoint.
-
-    Raises:
-        UserError: as `load_run_state`; the stream's files are others.
     """
     saved = load_run_state(run, engine, training)
     result.restore(saved)
-    parts: dict[str, Resumable | None] = {"stream": stream if isinstance(stream, ResumableStream) else None}
-    parts["updates"] = remembers
+    parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Resumable)}
     for name, part in parts.items():
-        if part is not None and saved is not None:
+        if saved is not None:
             part.restore(saved.get(name))
-    note_endless_warmup(run, engine)
-
-    def state() -> dict[str, Any]:
-        states = {name: part.state() for name, part in parts.items() if part is not None}
-        return result.state() | {name: known for name, known in states.items() if known is not None}
-
-    return state
+    return lambda: result.state() | {name: each for name, part in parts.items() if (each := part.state()) is not None}
 
 
 def evaluate_model(
@@ -190,15 +166,13 @@ def evaluate_model(
 @torch.no_grad()
 def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, float]:
     """Mean loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank reads them all."""
-    was_training = (
-        engine.backend.unwrapped.training
-    )  # DeepSpeed's wrapper only passes the mode on, and always says True
+    was_training = engine.backend.unwrapped.training  # DeepSpeed's wrapper always says True
     engine.model.eval()
     sums: dict[tuple[str, str], Tensor] = {}
     with engine.backend.autocast():
         for batch in batches:
             result = loss_fn(batch.to(engine.process_group.device))
-            for key, value in {("loss", ""): result.total, **named_sums(result)}.items():
+            for key, value in {("loss", ""): result.total, **result.named_sums()}.items():
                 sums[key] = sums.get(key, torch.zeros((), device=engine.process_group.device)) + value.float()
     engine.model.train(was_training)
     weight = sum(batch.weight for batch in batches)
@@ -206,39 +180,9 @@ def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) 
     return {f"held_out_{key}": value for key, value in means.items()}
 
 
-def note_endless_warmup(run: Run, engines: Engines) -> None:
-    """Note in the run that a learning rate will not reach its peak."""
-    for problem in {endless_warmup(engine.config, engine.total_steps) for engine in _each(engines)} - {""}:
-        run.note(problem)
-
-
 def is_due(step: int, every: int, total: int) -> bool:
     """True where something done every `every` steps and after the last one is due; `every` 0: only after the last."""
     return step == total or (every > 0 and step % every == 0)
-
-
-def note_divergence(run: Run) -> None:
-    """Note in the run that its loss has exploded, where it has."""
-    if run.is_main:
-        losses = [json.loads(line).get("loss") for _, line in read_log(run.output / "metrics.jsonl")[0]]
-        if problem := divergence([loss for loss in losses if isinstance(loss, float)]):
-            run.note(problem)
-
-
-def divergence(losses: Sequence[float]) -> str:
-    """A warning for a run whose loss has exploded, '' for any other.
-
-    The first loss belongs to the starting model, before the first step. The loss has exploded if the last tenth of the
-    updates, at least five, all have more than three times that loss, and more than 0.5 above it. A hard batch among
-    easy ones does not meet this, nor does a model that has learned nothing or has become slightly worse.
-    """
-    last = losses[1:][-max(LEAST_UPDATES, len(losses) // 10) :]
-    if len(last) < LEAST_UPDATES or min(last) <= max(FACTOR * losses[0], losses[0] + MARGIN):
-        return ""
-    return (
-        f"the loss has exploded: {losses[0]:.4g} before the first update, {sum(last) / len(last):.4g} over the last "
-        f"{len(last)}; the model is worse than the one that the run began with. Lower optim.learning_rate"
-    )
 
 
 def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:
@@ -257,46 +201,25 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     if problem:
         raise UserError(problem)
     if path is None:
-        if run.is_main and (lines := read_log(run.output / "metrics.jsonl")[0]):
-            run.note(f"{lines[-1][0]} updates of an earlier start are lost: there is no checkpoint to go on from")
         return None
     identity = process_group.broadcast_object(run.identity)
     state = restore_checkpoint(path, engines, identity)
     run.note(f"resumed from {path}")
     if state["extended"]:
-        run.note(describe_extension(state["step"], engines))
+        run.note(
+            f"the run was finished after step {state['step']} and goes on; rows that its last batch left of an epoch are passed "
+            "over, and the learning rate followed the schedule of the shorter run until here: the result is not that of a run "
+            "of this length from the start"
+        )
     return state
-
-
-def describe_extension(step: int, engines: Engines) -> str:
-    """A sentence on a finished run that is made longer: how it differs from one that had this length from the start.
-
-    Args:
-        step: updates, or iterations, that are finished.
-    """
-    text = (
-        f"the run was finished after step {step} and goes on; rows that its last batch left of an epoch are passed over"
-    )
-    for engine in _each(engines):
-        config, total = engine.config, engine.total_steps
-        if config.schedule not in ("constant", "inverse_sqrt") or config.warmup_ratio:
-            rate = learning_rate_at(engine.step + 1, config, total)
-            text += (
-                f". Its learning rate followed the schedule ({config.schedule}) of the shorter run; from here it follows that "
-                f"of {total} updates, {rate:.3g} next: the result is not that of a run of {total} updates from the start"
-            )
-    return text
 
 
 def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
     """The checkpoint to resume from, or None; and the problem with it, or ''."""
     if not training.resume:
-        if any(checkpoints(run.checkpoints)):
-            return None, (
-                f"training.resume is off, and {run.checkpoints} holds checkpoints of an earlier run; remove them, or "
-                "choose another output"
-            )
-        return None, ""
+        earlier = any(checkpoints(run.checkpoints))
+        why = f"training.resume is off, and {run.checkpoints} holds checkpoints; remove them, or choose another output"
+        return None, why if earlier else ""
     try:
         return latest_checkpoint(run.checkpoints), ""
     except UserError as error:
@@ -312,7 +235,7 @@ def save_run_state(
         state: JSON-like, returned by `load_run_state`.
     """
     process_group = process_group_of(engines)
-    asked = torch.tensor([run.request.number, is_save_due(run, engines, training, step)])
+    asked = torch.tensor([max(run.requested, default=0), is_save_due(run, engines, training, step)])
     if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step
         asked = process_group.max(asked)
     signal, due = asked.tolist()
@@ -348,10 +271,11 @@ def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int)
     when, seconds = run.last_save
     waited = time.monotonic() - (run.began if last else when)
     is_tenth = is_due(step, math.ceil(run.total / 10), run.total)
-    if not run.is_main or not (is_tenth or waited >= MOST_SECONDS):
-        return False
-    expected = seconds or min(checkpoint_bytes(engines) / BYTES_PER_SECOND, MOST_SECONDS / SAVE_FACTOR)
-    if waited < SAVE_FACTOR * max(expected, LEAST_SAVE_SECONDS):
+    if (
+        not run.is_main
+        or waited < max(SAVE_FACTOR * seconds, LEAST_SECONDS)
+        or not (is_tenth or waited >= MOST_SECONDS)
+    ):
         return False
     try:
         check_disk_space(run.checkpoints, engines)
@@ -362,5 +286,26 @@ def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int)
     return True
 
 
-def _each(engines: Engines) -> Iterable[Engine]:
-    return engines.values() if isinstance(engines, Mapping) else (engines,)
+# Bounds of what a stage logs of its own samples
+
+
+def repeats(share: float, first: float) -> bool:
+    """True where this share of repeated n-grams is too large, after `first` at the start."""
+    return share > max(REPETITION, 2 * first)
+
+
+def least_kl(kl_k3: float, responses: float) -> float:
+    """The lowest mean of the signed estimate k1 that noise explains, nats; below it the samples are not the policy's.
+
+    The k1 estimate of a small KL has a variance of 2 KL per response; k3, never negative, says how large the KL is.
+
+    Args:
+        kl_k3: mean over responses, nats.
+        responses: over which the k1 estimate was averaged.
+    """
+    return -max(0.02, 3 * (2 * max(kl_k3, 1e-4) / responses) ** 0.5)
+
+
+def all_equal(scores: Sequence[float]) -> bool:
+    """True where the scores are the same but for rounding, so that they tell nothing apart."""
+    return max(scores) - min(scores) <= EQUAL * max(1.0, abs(scores[-1]))

@@ -1,28 +1,69 @@
 """The weights that a run writes to model/: of its last update or best evaluation, or their moving average.
 
-The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
-best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are lost, model/
-holds the last ones, and the run ends with an error.
+The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. Where they are
+lost, model/ holds the last ones, and the run ends with an error.
 """
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError, raise_all
-from alignment.files import remove_directory
-from alignment.training.early_stopping import BestEvaluation
 from alignment.training.engine import Engine
-from alignment.training.run.checkpoints import STATE, checkpoints, save_checkpoint, step_of, verify
+from alignment.training.run.checkpoints import save_checkpoint, verify
 from alignment.training.run.directory import Run
-from alignment.training.settings import TrainingConfig
+from alignment.training.settings import EarlyStopping, TrainingConfig, is_lower_better
 
 NO_EVALUATION = (
     "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name some, or "
     "hold a share of data.train out by data.evaluation_share, or leave them out"
 )
-ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `delete_older` chooses among them
+
+
+class BestEvaluation:
+    """The best value of a metric over the evaluations of a run, and how long ago the last improvement was.
+
+    Attributes:
+        value: the best so far; None before the first evaluation.
+        step: the update after which it was measured.
+        waited: evaluations since the last improvement by more than `min_delta`.
+    """
+
+    def __init__(self, metric: str, stopping: EarlyStopping | None = None):
+        """Begin without a value; `stopping` says when `exhausted` becomes true, None: never."""
+        self.metric, self._stopping = metric, stopping
+        self._sign = -1.0 if is_lower_better(metric) else 1.0
+        self.value: float | None = None
+        self.step, self.waited = 0, 0
+        self._level: float | None = None  # the value that an improvement is measured from
+
+    def add(self, step: int, value: float) -> bool:
+        """Note the value after update `step`; True where it is the best so far. A value that is not finite is not."""
+        min_delta = 0.0 if self._stopping is None else self._stopping.min_delta
+        finite = math.isfinite(value)
+        best = finite and (self.value is None or self._sign * (value - self.value) > 0)
+        if finite and (self._level is None or self._sign * (value - self._level) > min_delta):
+            self._level, self.waited = value, 0
+        else:
+            self.waited += 1
+        if best:
+            self.value, self.step = value, step
+        return best
+
+    @property
+    def exhausted(self) -> bool:
+        """True where the run has waited as long as it may."""
+        return self._stopping is not None and self.waited >= self._stopping.patience
+
+    def state(self) -> dict[str, float | None]:
+        """The argument of `restore`, JSON-like."""
+        return {"value": self.value, "step": self.step, "waited": self.waited, "level": self._level}
+
+    def restore(self, state: Mapping[str, float | None]) -> None:
+        """Go on from what `state` returned."""
+        self.value, self._level = state["value"], state["level"]
+        self.step, self.waited = int(state["step"] or 0), int(state["waited"] or 0)
 
 
 class Result:
@@ -39,10 +80,7 @@ class Result:
 
         Args:
             save: writes the engine's weights as the run's model; None: no model is written.
-            evaluated: whether the run has an evaluation.
-
-        Raises:
-            UserError: the evaluation decides what is the result, and there is none.
+            evaluated: the run has an evaluation.
         """
         metric = training.best_metric
         if metric is not None and not evaluated:
@@ -50,7 +88,6 @@ class Result:
         self.best = None if metric is None else BestEvaluation(metric, training.early_stopping)
         self._run, self._engine, self._save = run, engine, save
         self._root = run.checkpoints / "best"
-        self._has_older = False
 
     @property
     def exhausted(self) -> bool:
@@ -67,14 +104,10 @@ class Result:
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
-        """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
+        """Go on from the state of a checkpoint; None: there was none."""
         if self.best is None or state is None:
             return
         self.best.restore(state["best"])
-        if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
-            self._run.note(
-                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
-            )
         if self.exhausted:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
@@ -83,9 +116,6 @@ class Result:
 
         Returns:
             What to log of the best so far.
-
-        Raises:
-            UserError: the metric is not among the evaluation's.
         """
         if self.best is None:
             return {}
@@ -98,42 +128,30 @@ class Result:
                 f"{', '.join(sorted(metrics)) or 'no metrics'}"
             )
         if self.best.add(step, value):
-            save_checkpoint(self._root, step, self._engine, self.state(), self._run.identity, keep=ALL)
-            self._has_older = True
+            save_checkpoint(self._root, step, self._engine, self.state(), self._run.identity, keep=1)
         if self.best.value is None:
             return {}
         return {"best_step": float(self.best.step), f"best_{metric}": self.best.value}
 
-    def delete_older(self) -> None:
-        """Delete the weights of earlier bests, except where a checkpoint of the run still knows them as the best."""
-        if not self._has_older or self.best is None:
-            return
-        self._has_older = False
-        if self._engine.process_group.is_main:
-            kept = {self.best.step} | {_best_step(path) for path in checkpoints(self._run.checkpoints)}
-            for path in [path for path in checkpoints(self._root) if step_of(path) not in kept]:
-                remove_directory(path)
-
     def write(self, ended: int | None = None) -> None:
         """Put the best weights into the engine, where these are the result, and write the model; a collective operation.
-
-        Where they are lost, the last weights are written.
 
         Args:
             ended: step after which the run ended, where steps are not the engine's updates; None: they are.
 
         Raises:
-            UserError: the checkpoint of the best weights is damaged or missing, or there is none. The model is written.
+            UserError: the checkpoint of the best weights is damaged or missing, or there is none. The last weights are
+                written.
         """
         if self._save is None:
             return
         ended = self._engine.step if ended is None else ended
         problems, which = [], f"step {ended}"
         if self.best is not None:
-            group = self._engine.process_group
-            problems = group.broadcast_object(self._problems(self.best) if group.is_main else [])
+            group, path = self._engine.process_group, self._root / f"step-{self.best.step:06d}"
+            problems = group.broadcast_object(_problems(self.best, path) if group.is_main else [])
             if not problems:
-                self._engine.load(self._path(self.best))
+                self._engine.load(path)
                 which = f"step {self.best.step}, the best by {self.best.metric} ({self.best.value:.6g})"
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
@@ -141,23 +159,11 @@ class Result:
         with self._engine.averaged_weights():
             self._save()
         raise_all(f"{line}; the best weights are lost, and model/ holds those of step {ended}" for line in problems)
-        self._has_older = True  # checkpoints that knew an earlier best are gone by now
-        self.delete_older()
-
-    def _path(self, best: BestEvaluation) -> Path:
-        return self._root / f"step-{best.step:06d}"
-
-    def _problems(self, best: BestEvaluation) -> list[str]:
-        """Why the best weights cannot be loaded."""
-        if best.value is None:
-            return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
-        damage, missing = verify(self._path(best))
-        return damage + [f"{self._path(best) / name} is missing" for name in missing]
 
 
-def _best_step(path: Path) -> int:
-    """The step of the best evaluation that a checkpoint knows of; 0 where it knows of none."""
-    try:
-        return int(json.loads((path / STATE).read_text(encoding="utf-8"))["state"]["best"]["step"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0
+def _problems(best: BestEvaluation, path: Path) -> list[str]:
+    """Why the best weights cannot be loaded."""
+    if best.value is None:
+        return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
+    damage, missing = verify(path)
+    return damage + [f"{path / name} is missing" for name in missing]

@@ -7,28 +7,44 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.files import byte_count
-from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, refusal
-from alignment.training.early_stopping import EarlyStopping, is_lower_better
+from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Rule, Settings, refusal
 
 MOST_EPOCHS = 1_000_000  # more are counted by max_steps
 MOST_ROWS = 10_000_000  # of a batch: they are listed, also where they come from several epochs
 
 
+# The words of metric names that say which direction is better; none is in both.
+LOWER = frozenset({"loss", "nll", "perplexity", "error"})
+HIGHER = frozenset({"accuracy", "score", "rate", "f1", "match", "matthews", "precision", "recall", "margin", "reward"})
+
+
 @dataclass(frozen=True)
-class TrackingConfig:
-    """The project, name, group and tags under which trackers file a run.
+class EarlyStopping(Settings):
+    """When a run ends before its last update.
 
     Attributes:
-        project: None: the tracker's own variable (WANDB_PROJECT), else alignment. mlflow and aim call it an experiment.
-        name: of the run; None: WANDB_NAME or its like, else stage and output directory, such as sft-tiny.
-        group: of runs, with wandb.
-        tags: with wandb and clearml.
+        metric: of the evaluation during the run, such as held_out_loss or held_out_accuracy. Losses, perplexities and
+            errors are better lower; accuracies, rates, scores, rewards and margins higher.
+        patience: evaluations in a row without an improvement after which the run ends.
+        min_delta: an improvement is more than this.
     """
 
-    project: str | None = None
-    name: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    metric: str = "held_out_loss"
+    patience: PositiveInt = 3
+    min_delta: NonNegativeFloat = 0.0
+
+    RULES = (Rule("metric", lambda c: refusal(is_lower_better, c.metric)),)
+
+
+def is_lower_better(metric: str) -> bool:
+    """True where a smaller value of a metric is better, by the words of its name; a source may follow after a /."""
+    words = set(metric.split("/")[0].split("_"))
+    if bool(words & LOWER) == bool(words & HIGHER):
+        raise ValueError(
+            f"{metric!r} does not say whether lower or higher is better; its name must have one of the words "
+            f"{', '.join(sorted(LOWER))} (lower) or {', '.join(sorted(HIGHER))} (higher), such as held_out_loss"
+        )
+    return bool(words & LOWER)
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class TrainingConfig(Settings):
         compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
             the compiler.
         save_every_steps: updates between two checkpoints. auto: a tenth of the run, or ten minutes where those are sooner,
-            but ten seconds or 50 times as long as a save takes apart. 0 saves one only when a signal stops the run. A
+            but ten seconds or 50 times as long as the last save took apart. 0 saves one only when a signal stops the run. A
             checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
         keep_last_checkpoints: number of newest checkpoints that stay on disk; with save_every_steps: auto, a finished run
             keeps that of its end alone.
@@ -66,8 +82,8 @@ class TrainingConfig(Settings):
         resume: continue from the newest complete checkpoint in the run's directory. A finished run goes on where epochs or
             max_steps has grown and it kept the checkpoint of its end.
         again: repeat a run that is finished, or was stopped, from the beginning; its checkpoints and logs are deleted.
-        trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
-        tracking: where these trackers file the run.
+        trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio. They file the run under the name of
+            stage and output directory, in the project that their own variables name (WANDB_PROJECT), else in `alignment`.
     """
 
     epochs: Annotated[float, Interval(gt=0, le=MOST_EPOCHS)] | None = 1
@@ -90,7 +106,6 @@ class TrainingConfig(Settings):
     resume: bool = True
     again: bool = False
     trackers: list[str] = field(default_factory=list)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     RULES = (
         Rule(
@@ -125,12 +140,12 @@ class TrainingConfig(Settings):
         """`micro_batch_tokens` as a number.
 
         Raises:
-            ValueError: it is still auto: `alignment.planning.resolve.resolve_micro_batch` has not been called.
+            ValueError: it is still auto: `alignment.planning.plan.resolve_micro_batch` has not been called.
         """
         if self.micro_batch_tokens == "auto":
             raise ValueError(
                 "training.micro_batch_tokens is auto: the commands resolve it; from Python, pass the config through "
-                "alignment.planning.resolve.resolve_micro_batch first"
+                "alignment.planning.plan.resolve_micro_batch first"
             )
         return self.micro_batch_tokens
 

@@ -1,18 +1,30 @@
-"""The parts of an update: terms, their micro-batches, and the sums of their losses and metrics."""
+"""The parts of an update: terms, their micro-batches, and sums of losses and metrics, also of each data source by itself.
+
+Which rows come from which source is known to the batch (`counted_sources`); how often a source is drawn is decided in
+data/mixture.py.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.ragged import Batch
+from alignment.ragged import Batch, Ragged, RaggedBatch, Seq2Seq
 
 Row = TypeVar("Row")
+Counted = TypeVar("Counted", Ragged, RaggedBatch, Seq2Seq)
+LossFn = Callable[[Any], "LossSum"]  # a micro-batch -> its sums
 
 LARGEST_EXPONENT = 709.0  # e^709.78 is the largest float
+
+
+class Collate(Protocol):
+    """Rows -> micro-batches of at most `micro_batch_tokens` tokens each; `data.batches.collate_pairs` is one."""
+
+    def __call__(self, rows: Sequence[Any], /, micro_batch_tokens: int) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,13 @@ class LossSum:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def named_sums(self) -> dict[tuple[str, str], Tensor]:
+        """The metrics by (name, ""), the means by (name, "sum") and (name, "weight")."""
+        sums = {(name, ""): value for name, value in self.metrics.items()}
+        for name, (value, weight) in self.means.items():
+            sums[name, "sum"], sums[name, "weight"] = value, weight
+        return sums
+
 
 @dataclass(frozen=True)
 class Term:
@@ -43,7 +62,7 @@ class Term:
     """
 
     micro_batches: Sequence[Batch]
-    loss_fn: Callable[[Any], LossSum]
+    loss_fn: LossFn
     coef: float = 1.0
     name: str = ""
 
@@ -70,61 +89,13 @@ class ZeroWeightBatch:
         return self.batch.row_ids
 
     def to(self, device: torch.device | str) -> "ZeroWeightBatch":
-        """The copy on another device, its weight still 0."""
+        """The copy on another device."""
         return ZeroWeightBatch(self.batch.to(device))
 
 
-class MetricSums:
-    """Sums of one term's losses and metrics on this rank, kept on the device: nothing is fetched during the update."""
-
-    def __init__(self) -> None:
-        self.totals: list[Tensor] = []
-        self.batches: list[Batch] = []
-        self.metrics: dict[tuple[str, str], Tensor] = {}  # see `named_sums`
-
-    def add(self, loss: LossSum, batch: Batch) -> None:
-        """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""
-        counts = float(batch.weight) > 0
-        factor = 1.0 if counts else 0.0
-        if counts:
-            self.totals.append(loss.total.detach().float())
-            self.batches.append(batch)
-        for (name, part), value in named_sums(loss).items():
-            value = value.detach().float() * factor
-            self.metrics[name, part] = self.metrics[name, part] + value if (name, part) in self.metrics else value
-
-
-def named_sums(loss: LossSum) -> dict[tuple[str, str], Tensor]:
-    """The sums of a loss's metrics by (name, ""), and of its means by (name, "sum") and (name, "weight")."""
-    sums = {(name, ""): value for name, value in loss.metrics.items()}
-    for name, (value, weight) in loss.means.items():
-        sums[name, "sum"], sums[name, "weight"] = value, weight
-    return sums
-
-
-def averages(sums: Mapping[tuple[str, str], float], weight: float) -> dict[str, float]:
-    """The metrics behind `named_sums`: sums over `weight`, and means over their own weights, where these are not 0."""
-    metrics = {name: value / weight for (name, part), value in sums.items() if not part}
-    sums_of_means = {name: (value, sums[name, "weight"]) for (name, part), value in sums.items() if part == "sum"}
-    means = {name: value / own for name, (value, own) in sums_of_means.items() if own}
-    return metrics | {name: _exp(mean) if name.startswith("perplexity") else mean for name, mean in means.items()}
-
-
-def _exp(nats: float) -> float:
-    """The exponential, of what is beyond a float's range infinite."""
-    return math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
-
-
-def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, tuple[str, str]]], Tensor]:
-    """All sums of an update in one vector, for a single reduction over ranks.
-
-    Returns:
-        (term's position, key of `named_sums`) of each sum; and the vector: the total of each term, then these sums.
-    """
-    zero = torch.zeros((), device=device)
-    names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
-    totals = [torch.stack(part.totals).sum() if part.totals else zero for part in sums]
-    return names, torch.stack([*totals, *(sums[position].metrics[name] for position, name in names)])
+def unwrap_batch(batch: Batch) -> Batch:
+    """The batch inside a `ZeroWeightBatch`; any other batch itself."""
+    return batch.batch if isinstance(batch, ZeroWeightBatch) else batch
 
 
 def shard_rows(
@@ -140,6 +111,137 @@ def shard_rows(
     return [ZeroWeightBatch(batch) for batch in collate([rows[0]])]
 
 
-def unwrap_batch(batch: Batch) -> Batch:
-    """The batch inside a `ZeroWeightBatch`; any other batch itself."""
-    return batch.batch if isinstance(batch, ZeroWeightBatch) else batch
+class MetricSums:
+    """Sums of one term's losses and metrics on this rank, kept on the device: nothing is fetched during the update."""
+
+    def __init__(self) -> None:
+        self.totals: list[Tensor] = []
+        self.batches: list[Batch] = []
+        self.metrics: dict[tuple[str, str], Tensor] = {}  # as `LossSum.named_sums`
+
+    def add(self, loss: LossSum, batch: Batch) -> None:
+        """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""
+        counts = float(batch.weight) > 0
+        if counts:
+            self.totals.append(loss.total.detach().float())
+            self.batches.append(batch)
+        for key, value in loss.named_sums().items():
+            value = value.detach().float() * float(counts)
+            self.metrics[key] = self.metrics[key] + value if key in self.metrics else value
+
+
+def averages(sums: Mapping[tuple[str, str], float], weight: float) -> dict[str, float]:
+    """The metrics behind `LossSum.named_sums`: sums over `weight`, means over their own weights where these are not 0."""
+    metrics = {name: value / weight for (name, part), value in sums.items() if not part}
+    for (name, part), value in sums.items():
+        if part == "sum" and (own := sums[name, "weight"]):
+            mean = value / own
+            if name.startswith("perplexity"):
+                mean = math.exp(mean) if mean < LARGEST_EXPONENT else math.inf
+            metrics[name] = mean
+    return metrics
+
+
+def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, tuple[str, str]]], Tensor]:
+    """All sums of an update in one vector, for a single reduction over ranks.
+
+    Returns:
+        (term's position, key of `LossSum.named_sums`) of each sum; and the vector: the total of each term, then these sums.
+    """
+    names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
+    zero = torch.zeros((), device=device)
+    totals = [torch.stack(part.totals).sum() if part.totals else zero for part in sums]
+    return names, torch.stack([*totals, *(sums[position].metrics[name] for position, name in names)])
+
+
+# Data sources
+
+
+class HasSources(Protocol):
+    """A batch that knows the data source of each thing that it counts."""
+
+    @property
+    def counted_sources(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data sources of a run.
+
+    With weights the loss of an update is sum(weight * loss) / sum(weight) over the tokens (or rows) that count, over all
+    micro-batches and ranks; the losses of the sources by themselves, and all other metrics, are plain means.
+
+    Attributes:
+        names: by number; empty where metrics do not tell sources apart.
+        loss_weights: of a token (or row) of each source, > 0; empty: all count alike.
+    """
+
+    names: tuple[str, ...] = ()
+    loss_weights: tuple[float, ...] = ()
+
+    def loss_sum(
+        self, losses: Tensor, batch: HasSources, metrics: dict[str, Tensor] | None = None, **values: Tensor
+    ) -> LossSum:
+        """Return the `LossSum` of a loss function: losses by weight, metrics, and both of each source by itself.
+
+        Args:
+            losses: of what the batch counts, with gradient, [M].
+            metrics: sums over what the batch counts, averaged without weights.
+            values: further metrics of each source, as for `means`.
+        """
+        metrics = metrics or {}
+        means = self.means(batch, loss=losses, **values)
+        if not self.loss_weights:
+            return LossSum(losses.sum(), metrics, means)
+        count = losses.new_tensor(float(len(losses)))
+        means |= {name: (value, count) for name, value in metrics.items()}  # the term's own weight is not their number
+        weights = losses.new_tensor(self.loss_weights)[_numbers(batch)]
+        return LossSum((losses * weights).sum(), {}, means)
+
+    def means(self, batch: HasSources, **values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """`LossSum.means` of each source: its share of what counts (tokens or rows), and its mean of each metric.
+
+        Args:
+            values: by metric; of what the batch counts, not weighted, [M].
+        """
+        if not self.names:
+            return {}
+        numbers = _numbers(batch)
+        belongs = (numbers == torch.arange(len(self.names), device=numbers.device)[:, None]).float()  # [S, M]
+        counts = belongs.sum(1)
+        means = {f"share/{name}": (count, counts.sum()) for name, count in zip(self.names, counts, strict=True)}
+        for metric, value in values.items():
+            sums = (belongs * value.detach().float()).sum(1)
+            for name, total, count in zip(self.names, sums, counts, strict=True):
+                means[f"{metric}/{name}"] = total, count
+        return means
+
+    def weighted(self, collate: Collate) -> Collate:
+        """Wrap `collate`: each batch's weight becomes the sum of the loss weights of what it counts."""
+        if not self.loss_weights:
+            return collate
+
+        def collate_weighted(rows: Sequence[object], /, micro_batch_tokens: int) -> Sequence[object]:
+            weights = torch.tensor(self.loss_weights)
+            batches = collate(rows, micro_batch_tokens=micro_batch_tokens)
+            return [_with_weight(batch, float(weights[_numbers(batch)].sum())) for batch in batches]
+
+        return collate_weighted
+
+
+ONE_SOURCE = Sources()
+
+
+def _numbers(batch: HasSources) -> Tensor:
+    """The data source of each thing that a batch counts, [M]."""
+    if batch.counted_sources is None:
+        raise ValueError("a batch without the sources of its rows cannot be told apart by source")
+    return batch.counted_sources
+
+
+def _with_weight(batch: Counted, weight: float) -> Counted:
+    if isinstance(batch, RaggedBatch):
+        return replace(batch, ragged=replace(batch.ragged, weight=weight))
+    if isinstance(batch, Seq2Seq):
+        return replace(batch, decoder=replace(batch.decoder, weight=weight))
+    return replace(batch, weight=weight)

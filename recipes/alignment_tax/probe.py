@@ -15,7 +15,7 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.data.config import DataConfig
-from alignment.data.tasks.examples import LabeledExamples, TaskFormat, prepare_labeled
+from alignment.data.tasks import LabeledExamples, TaskFormat, prepare_labeled
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.winrate import accuracy_gain, win_rate

@@ -82,12 +82,6 @@ def test_a_lora_on_a_lora_names_the_same_base_and_its_rank_is_their_sum(house, t
     assert named(third)["r"] == 6
 
 
-def test_a_prefix_that_goes_on_training_names_the_same_base(house, train):
-    first = train(house / "base model", house / "first", PrefixSpec(tokens=2))
-    second = train(first, house / "deep" / "second")
-    assert relative_base(second) == "../../../base model"
-
-
 @SPECS
 def test_an_adapter_of_a_hub_model_names_it_and_its_commit(base, spec, train, tmp_path, monkeypatch):
     asked = []
@@ -123,22 +117,6 @@ def test_peft_and_transformers_open_an_adapter_by_its_directory_alone(house, spe
             with torch.no_grad():
                 found = opener.from_pretrained(name).eval()(IDS).logits
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-
-
-def test_an_adapter_whose_base_stayed_behind_finds_it_there(house, train):
-    adapter = train(house / "base model", house / "run", LoRASpec(rank=2))
-    wanted = logits(adapter)
-    shutil.move(adapter, house.parent / "elsewhere")
-    assert torch.equal(logits(house.parent / "elsewhere"), wanted)
-
-
-def test_the_place_of_a_base_must_be_a_text(house, train):
-    adapter = train(house / "base model", house / "run", LoRASpec(rank=2))
-    settings = json.loads((adapter / "alignment_adapter.json").read_text())
-    (adapter / "alignment_adapter.json").write_text(json.dumps({**settings, "base": 7}))
-    os.rename(house / "base model", house / "gone")
-    with pytest.raises(UserError, match="base model is missing"):
-        load_model(str(adapter))
 
 
 def test_a_base_that_is_missing_is_named_with_the_adapter_that_wants_it(house, train):

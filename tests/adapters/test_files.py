@@ -17,8 +17,6 @@ TIGHT = {"atol": 1e-5, "rtol": 0}
 SPECS = {
     "LoRA": LoRASpec(rank=4, alpha=6.0),
     "LoRA on query and value": LoRASpec(rank=3, layers=r"attention\.(query|value)"),
-    "LoRA on key": LoRASpec(rank=3, layers=r"attention\.key"),
-    "LoRA on one block": LoRASpec(rank=2, layers=r"blocks\.1\.(attention\.(key|output)|feedforward\.up)"),
     "rsLoRA": LoRASpec(rank=4, alpha=3.0, rank_stabilized=True, dropout=0.1),
     "prefix": PrefixSpec(tokens=3),
     "projected prefix": PrefixSpec(tokens=3, projection_width=8),
@@ -60,19 +58,17 @@ THEIRS = {
         {"target_modules": ["q_proj", "v_proj"]},
         {"target_modules": "all-linear", "use_rslora": True},
         {"target_modules": ["k_proj", "down_proj"], "layers_to_transform": [1], "lora_dropout": 0.1},
-        {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
     ],
     "gpt2": [
         {"target_modules": ["c_attn"], "fan_in_fan_out": True},
         {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "use_rslora": True},
         {"target_modules": ["c_attn"], "layers_to_transform": [0], "fan_in_fan_out": True},
-        {"target_modules": ["c_fc"], "fan_in_fan_out": True, "init_lora_weights": "gaussian", "lora_dropout": 0.1},
     ],
 }
 
 
 @SCALAR
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_a_lora_that_peft_made_opens_here(family, plain, ids, logits, tmp_path, number, scalar):
     theirs = made_by_peft(plain(scalar), tmp_path, scalar, THEIRS[family][number])
     ours = (load_reward_network if scalar else load_model)(str(tmp_path))
@@ -113,9 +109,7 @@ def change_config(directory, **changes):
 
 
 UNSUPPORTED = {
-    "bias": "all", "lora_bias": True,
-    "layer_replication": [[0, 2]], "alora_invocation_tokens": [1, 2], "target_parameters": ["x"],
-    "init_lora_weights": "pissa", "loftq_config": {"loftq_bits": 4}, "an_option_of_the_future": 0.5,
+    "bias": "all", "layer_replication": [[0, 2]], "init_lora_weights": "pissa", "an_option_of_the_future": 0.5,
 }  # fmt: skip
 
 
@@ -131,18 +125,18 @@ def test_options_that_change_the_result_are_refused_by_name(checkpoints, tmp_pat
         load_model(str(tmp_path))
 
 
-def test_other_kinds_of_adapter_are_refused(adapted, base, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"peft_type": "VERA"}, r"VERA.*lora, dora"), ({"auto_map": {"AutoModel": "m.M"}}, "auto_map")],
+)
+def test_other_kinds_and_code_are_refused(adapted, base, tmp_path, change, message):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    change_config(tmp_path, peft_type="VERA")
-    with pytest.raises(UserError, match=r"VERA.*lora, dora"):
+    change_config(tmp_path, **change)
+    with pytest.raises(UserError, match=message):
         load_model(str(tmp_path))
-
-
-def test_an_adapter_that_brings_code_is_refused(adapted, base, tmp_path):
-    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    change_config(tmp_path, auto_map={"AutoModel": "code.Model"})
-    with pytest.raises(UserError, match="auto_map"):
-        load_model(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        load_adapter(load_language_model(base), tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"rnak": 4}', '{"rank": 0}', "not json"])
@@ -150,13 +144,6 @@ def test_spoilt_settings_of_ours_are_refused(adapted, base, tmp_path, text):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
     (tmp_path / "alignment_adapter.json").write_text(text)
     with pytest.raises(UserError, match=r"alignment_adapter\.json"):
-        load_model(str(tmp_path))
-
-
-def test_pickled_adapter_weights_are_refused(adapted, base, tmp_path):
-    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(UserError, match="safetensors"):
         load_model(str(tmp_path))
 
 
@@ -193,14 +180,11 @@ def edit_tensors(directory, change):
     save_file(change(load_file(path)), path)
 
 
-def test_a_policys_adapter_is_no_reward_model(adapted, base, tmp_path):
-    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    with pytest.raises(UserError, match="no score head"):
-        load_reward_network(str(tmp_path))
-
-
 def test_a_scalar_model_keeps_its_own_head_where_asked(adapted, base, tmp_path):
-    """The critic starts from a reward model's adapter with a head of zeros."""
+    """The critic starts from a reward model's adapter with a head of zeros; a policy's adapter is no reward model."""
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path / "policy", base=base)
+    with pytest.raises(UserError, match="no score head"):
+        load_reward_network(str(tmp_path / "policy"))
     save_adapter(adapted(LoRASpec(rank=2), scalar=True), tmp_path, base=base)
     model = load_adapter(load_scalar_model(base, new_head="zero"), tmp_path, with_head=False)
     assert model.head.weight.abs().sum() == 0 and model.head.weight.requires_grad

@@ -1,7 +1,7 @@
 """Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
 import json
-from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
-from alignment.algorithms.finetune import finetune
-from alignment.algorithms.finetune import predict as predict_module
+from alignment.algorithms.finetune import finetune, scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import (
     DoubleHeadsModel,
@@ -21,19 +20,22 @@ from alignment.algorithms.finetune.model import (
     label_config,
     start_classifier,
 )
-from alignment.algorithms.finetune.predict import predict
 from alignment.algorithms.finetune.scoring import (
     auxiliary_language_loss,
     best_answers,
     finetune_loss_fn,
+    load_finetuned,
+    predict,
     predict_examples,
+    task_format,
     task_metrics,
 )
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.examples import (
+from alignment.data.tasks import (
     LabeledExamples,
+    LabeledRow,
     TaskBatch,
     TaskExample,
     TaskFormat,
@@ -41,7 +43,6 @@ from alignment.data.tasks.examples import (
     collate_tasks,
     encode_rows,
 )
-from alignment.data.tasks.rows import LabeledRow
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
@@ -78,24 +79,32 @@ def rows(tmp_path_factory):
     }
 
 
+def small_config(rows, checkpoints, folder, family, task, **changes):
+    start = {"policy": checkpoints[family]} if family != "bert" else {"model": BERT, "tokenizer": checkpoints["gpt2"]}
+    defaults = {
+        "data": rows[task],
+        "output": str(folder / f"{family}-{task}"),
+        "stride": 32,
+        "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
+        "training": TrainingConfig(batch_size=16, max_steps=2),
+    }
+    return FinetuneConfig(task=task, **{**start, **defaults, **changes})
+
+
 @pytest.fixture
 def settings(rows, checkpoints, tmp_path):
     """`settings("bert", "question_answering", **changes)`: a small config; encoders start from nothing."""
+    return partial(small_config, rows, checkpoints, tmp_path)
 
-    def make(family, task, **changes):
-        start = (
-            {"policy": checkpoints[family]} if family != "bert" else {"model": BERT, "tokenizer": checkpoints["gpt2"]}
-        )
-        defaults = {
-            "data": rows[task],
-            "output": str(tmp_path / f"{family}-{task}"),
-            "stride": 32,
-            "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
-            "training": TrainingConfig(batch_size=16, max_steps=2),
-        }
-        return FinetuneConfig(task=task, **{**start, **defaults, **changes})
 
-    return make
+@pytest.fixture(scope="module")
+def trained(rows, checkpoints, tmp_path_factory):
+    """`trained("gpt2", "classification")`: the directory of a model that learned the task, trained once."""
+    folder = tmp_path_factory.mktemp("trained")
+    training = TrainingConfig(batch_size=16, epochs=8)
+    return cache(
+        lambda family, task: finetune.run(small_config(rows, checkpoints, folder, family, task, training=training))
+    )
 
 
 def weights(directory):
@@ -104,87 +113,67 @@ def weights(directory):
 
 # What is learned
 
+ASKED = {  # a row without its labels, and its labels as `predict` gives them
+    "classification": (lambda row: row["text"], lambda row: row["label"]),
+    "pair_classification": (lambda row: (row["text"], row["pair"]), lambda row: row["label"]),
+    "token_classification": (lambda row: row["words"], lambda row: row["labels"]),
+    "question_answering": (lambda row: (row["question"], row["context"]), lambda row: row["answers"][0]["text"]),
+    "multiple_choice": (lambda row: (row["context"], row["choices"]), lambda row: row["label"]),
+}
+NAMES = {
+    "classification": ["bad", "good"], "pair_classification": ["agrees", "objects"], "multiple_choice": ["score"],
+    "token_classification": ["B-person", "B-town", "I-town", "O"], "question_answering": ["LABEL_0", "LABEL_1"],
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
-def test_a_separable_task_is_learned(settings, read_metrics, family, task):
-    config = settings(family, task, training=TrainingConfig(batch_size=16, epochs=8))
-    finetune.run(config)
-    last = read_metrics(config.output)[-1]
-    assert last["held_out_exact_match" if task == "question_answering" else "held_out_accuracy"] == 1.0
-    if task == "token_classification":
-        assert last["held_out_entity_f1"] == 1.0
-    if task == "question_answering":
-        assert last["held_out_f1"] == 1.0
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_predictions_are_the_held_out_labels(settings, rows, task):
-    config = settings(
-        "bert" if task in ("token_classification", "question_answering") else "gpt2",
-        task,
-        training=TrainingConfig(epochs=10),
-    )
-    model = str(finetune.run(config))
+def test_a_separable_task_is_learned_and_predicted(trained, rows, read_metrics, family, task):
+    model = trained(family, task)
+    last = read_metrics(model.parent)[-1]
+    metrics = {"question_answering": ("exact_match", "f1"), "token_classification": ("accuracy", "entity_f1")}
+    assert [last[f"held_out_{name}"] for name in metrics.get(task, ("accuracy",))] in ([1.0], [1.0, 1.0])
     held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
-    asked = {
-        "classification": lambda row: row["text"],
-        "pair_classification": lambda row: (row["text"], row["pair"]),
-        "token_classification": lambda row: row["words"],
-        "question_answering": lambda row: (row["question"], row["context"]),
-        "multiple_choice": lambda row: (row["context"], row["choices"]),
-    }[task]
-    expected = {
-        "token_classification": lambda row: row["labels"],
-        "question_answering": lambda row: row["answers"][0]["text"],
-    }
-    found = predict(model, [asked(row) for row in held_out], micro_batch_tokens=200)
-    assert found == [expected.get(task, lambda row: row["label"])(row) for row in held_out]
+    asked, expected = ASKED[task]
+    assert predict(str(model), [asked(row) for row in held_out], micro_batch_tokens=200) == list(
+        map(expected, held_out)
+    )
     if task == "token_classification":
-        long = predict(model, [["the"] * 200])[0]
+        long = predict(str(model), [["the"] * 200])[0]
         assert len(long) == 200 and long[0] == "O" and long[-1] is None
 
 
-def test_only_models_of_this_stage_have_the_settings_for_reading_rows(checkpoints):
+def test_only_models_of_this_stage_have_the_settings_for_reading_rows(checkpoints, settings):
     with pytest.raises(UserError, match="how rows are read"):
         predict(checkpoints["gpt2"], ["a text"])
+    own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
+    model = finetune.run(settings("bert", "question_answering", **own))
+    assert task_format(str(model)) == TaskFormat("question_answering", "tokenizer", 96, **own)
 
 
 # What others make of it
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
-def test_transformers_gives_the_same_scores(settings, family, task):
-    import transformers
-
-    directory = finetune.run(settings(family, task))
-    kind = {"token_classification": "TokenClassification", "question_answering": "QuestionAnswering"}.get(
-        task, "SequenceClassification"
-    )
-    theirs, loading = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, output_loading_info=True)
+def test_transformers_gives_the_same_scores(trained, family, task):
+    directory = trained(family, task)
+    kind = {"token_classification": "TokenClassification", "question_answering": "QuestionAnswering"}
+    own_class = getattr(transformers, f"AutoModelFor{kind.get(task, 'SequenceClassification')}")
+    theirs, loading = own_class.from_pretrained(directory, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    head = {"token_classification": "tokens", "question_answering": "span"}.get(task, "sequence")
-    ours = load_pretrained(directory, head)
+    ours = load_finetuned(str(directory))
     ids = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])
     ids = ids.masked_fill(~mask, theirs.config.pad_token_id or 0)
     with torch.no_grad():
         scores = ours(ids, mask.long()).logits
         output = theirs.eval()(input_ids=ids, attention_mask=mask.long())
-    logits = (
-        torch.stack([output.start_logits, output.end_logits], -1) if task == "question_answering" else output.logits
-    )
-    if task in ("token_classification", "question_answering"):
+    question = task == "question_answering"
+    logits = torch.stack([output.start_logits, output.end_logits], -1) if question else output.logits
+    if scores.dim() == 3:
         logits, scores = logits[mask], scores[mask]
     assert_close(scores, logits, atol=2e-5, rtol=1e-4)
-    names = {
-        "classification": ["bad", "good"],
-        "pair_classification": ["agrees", "objects"],
-        "multiple_choice": ["score"],
-    }.get(task)
-    names = ["B-person", "B-town", "I-town", "O"] if task == "token_classification" else names
-    if names is not None:
-        assert theirs.config.id2label == dict(enumerate(names))
-        assert theirs.config.label2id == {name: number for number, name in enumerate(names)}
+    assert theirs.config.id2label == dict(enumerate(NAMES[task]))
+    assert theirs.config.label2id == {name: number for number, name in enumerate(NAMES[task])}
 
 
 # What it leaves alone
@@ -214,7 +203,7 @@ def test_a_frozen_trunk_is_left_bit_equal_and_without_dropout(
 
 @pytest.mark.parametrize(
     ("family", "task"),
-    [("gpt2", "pair_classification"), ("gpt2", "multiple_choice"), *(("bert", task) for task in TASKS)],
+    [("gpt2", "pair_classification"), ("bert", "token_classification"), ("bert", "question_answering")],
 )
 def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, family, task):
     changes = {"language_coef": 0.5} if family == "gpt2" else {}
@@ -434,11 +423,6 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
             settings("gpt2", task, **changes)
 
 
-def test_an_adapter_is_no_start(settings, stage):
-    with pytest.raises(UserError, match="alignment export"):
-        finetune.run(settings("llama", "classification", policy=str(stage("sft lora") / "model")))
-
-
 def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -453,66 +437,6 @@ def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_met
         if name != "pretrain/tiny":
             last = read_metrics(directory.parent)[-1]
             assert last["held_out_exact_match" if "question_answering" in name else "held_out_accuracy"] > 0.8
-
-
-# What the settings reach
-
-
-def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows, monkeypatch):
-    asked = {}
-
-    def spy(module, name):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: asked.setdefault(name, []).append((a, k)) or real(*a, **k))
-
-    spy(finetune, "task_metrics")
-    spy(finetune, "prepare_labeled")
-    spy(predict_module, "encode_rows")
-    spy(predict_module, "best_answers")
-    own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
-    data = replace(rows["question_answering"], max_rows=3, max_length=60)
-    config = settings(
-        "bert", "question_answering", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own
-    )
-    model = finetune.run(config)
-    predict(str(model), [("Who came?", "Hugo came.")])
-    form = TaskFormat("question_answering", "tokenizer", 60, **own)
-    assert all(form in arguments for calls in asked.values() for arguments, _ in calls)
-    assert {name: len(calls) for name, calls in asked.items()} == {
-        "task_metrics": 1, "prepare_labeled": 2, "encode_rows": 1, "best_answers": 1,
-    }  # fmt: skip
-    assert len(asked["task_metrics"][0][0][1].rows) == 3
-
-
-def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
-    config = settings("gpt2", "pair_classification", language_coef=2.5)
-    finetune.run(config)
-    for line in read_metrics(config.output):
-        assert line["loss"] == pytest.approx(line["label_loss"] + 2.5 * line["language_loss"], rel=1e-5)
-
-
-def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
-    tokenizer, names = load_tokenizer(checkpoints["gpt2"]), {0: "O", 1: "B-x"}
-    model = start_classifier(
-        checkpoints["gpt2"],
-        "token_classification",
-        label_config("token_classification", names),
-        len(tokenizer),
-        False,
-    ).eval()
-    texts = [
-        LabeledRow((["the"],), ("O",), "a"),
-        LabeledRow((["the", "spa", "is", "warm"],), ("O", "B-x", "O", "O"), "b"),
-    ]
-    examples, _ = encode_rows(texts, TaskFormat("token_classification"), tokenizer, names)
-    (rows, alone), (_, together) = (
-        predict_examples(model, examples, "token_classification", tokens) for tokens in (1, 1000)
-    )
-    costs = [
-        torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
-        for scores, example in zip(rows, examples, strict=True)
-    ]
-    assert alone == pytest.approx(together, rel=1e-5) and alone == pytest.approx(float(sum(costs)) / 5, rel=1e-5)
 
 
 def test_entities_that_are_found_too_often_cost_precision():
@@ -568,20 +492,10 @@ def encoders(tmp_path_factory):
     return directories
 
 
-@pytest.mark.parametrize("task", ["token_classification", "multiple_choice"])
-@pytest.mark.parametrize("family", ["longformer", "big_bird"])
-def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, read_metrics, family, task):
-    training = TrainingConfig(batch_size=16, epochs=4)
-    config = settings("gpt2", task, policy=encoders[family], training=training)
-    finetune.run(config)
-    assert read_metrics(config.output)[-1]["held_out_accuracy"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("task", "row", "own_class"),
     [
         ("classification", "the spa is warm", "AutoModelForSequenceClassification"),
-        ("pair_classification", ("is it bad?", "It is."), "AutoModelForSequenceClassification"),
         ("token_classification", ["the", "guest"], "AutoModelForTokenClassification"),
         ("question_answering", ("Who came?", "spa: Ines came by bus."), "AutoModelForQuestionAnswering"),
         ("multiple_choice", ("We liked:", ["warm", "cold"]), "AutoModelForSequenceClassification"),
@@ -596,7 +510,7 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
         seen.append((examples, predict_examples(model, examples, *arguments)))
         return seen[-1][1]
 
-    monkeypatch.setattr(predict_module, "predict_examples", spy)
+    monkeypatch.setattr(scoring, "predict_examples", spy)
     assert len(predict(directory, [row])) == 1
     [(examples, (logits, _))] = seen
     plain = getattr(transformers, own_class).from_pretrained(directory).eval()
@@ -608,14 +522,6 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
     else:
         theirs = torch.cat([output.logits[0] for output in outputs])
     assert_close(logits[0].reshape(theirs.shape), theirs, atol=1e-5, rtol=0)
-
-
-def test_a_frozen_trunk_of_transformers_keeps_its_weights(settings, encoders):
-    config = settings("gpt2", "classification", policy=encoders["longformer"], frozen_trunk=True)
-    after, before = weights(finetune.run(config)), weights(encoders["longformer"])
-    kept = [name for name in before if name.startswith("longformer.")]
-    assert len(kept) > 30 and all(torch.equal(after[name], before[name]) for name in kept)
-    assert any(name.startswith("classifier.") for name in after)
 
 
 def test_sparse_attention_of_a_long_text_does_not_depend_on_the_texts_before_it(encoders):

@@ -20,7 +20,7 @@ from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.rewards.specs import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
-from alignment.training.early_stopping import EarlyStopping
+from alignment.training.settings import EarlyStopping
 from tests.ppo_states import exact_kl, move
 from tests.stopping import run_stopped
 

@@ -21,10 +21,10 @@ from alignment.algorithms.pretrain.objectives import (
     distillation_loss_fn,
     target_tokens,
 )
-from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
-from alignment.data.pretraining.next_sentence import tokenize_passages
+from alignment.data.pretraining.masked import tokenize_maskable, tokenize_passages
+from alignment.data.pretraining.prepare import tokenize_plain
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
@@ -202,28 +202,6 @@ def test_settings_that_contradict_each_other_are_refused(make):
     assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None
 
 
-def test_states_of_unequal_width_are_refused_before_training(make, tmp_path):
-    teacher = str(pretrain.run(make("causal", "teacher")))
-    own = {"vocabulary": None, "tokenizer": teacher, "model": {**LLAMA, "hidden_size": 16}}
-    with pytest.raises(UserError, match=r"cosine_coef.*student's are 16 wide, the teacher's 32"):
-        pretrain.run(make("causal", "student", distillation=DistillationConfig(teacher, cosine_coef=1.0), **own))
-    assert not (tmp_path / "student" / "metrics.jsonl").exists()
-
-
-def test_the_distillation_loss_takes_its_own_temperature_and_weights():
-    torch.manual_seed(0)
-    student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
-    batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
-    config = DistillationConfig("t", temperature=3.0, soft_coef=1.0, hard_coef=0.25, cosine_coef=2.0)
-    result = distillation_loss_fn(student, teacher, config)(batch)
-    ours, theirs = student(batch=batch, return_logits=True), teacher(batch=batch, return_logits=True)
-    p, q = (theirs.logits / 3).log_softmax(-1), (ours.logits / 3).log_softmax(-1)
-    assert_close(result.metrics["soft_loss"], 9 * (p.exp() * (p - q)).sum())
-    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
-    total = result.metrics["soft_loss"] + 0.25 * result.metrics["hard_loss"] + 2 * cosine
-    assert_close(result.total, total)
-
-
 def test_an_objectives_settings_reach_its_batches(make):
     """Shares of 1 mask everything and nothing is left or replaced; lengths and limits are kept to."""
     tokenizer = train_tokenizer("wordpiece", [TEXT] * 5, 60)
@@ -245,22 +223,3 @@ def test_an_objectives_settings_reach_its_batches(make):
         assert sum(batch.lengths) <= 60 or len(batch.lengths) == 2
         masks = (batch.encoder.tokens == tokenizer.mask_token_id).sum()  # by default three in ten tokens, in spans of 3
         assert masks > 0.6 * (len(batch.encoder.tokens) - 2 * len(batch.encoder.lengths))
-
-
-def test_a_new_tokenizer_is_trained_on_the_rows_that_the_run_reads(make, tmp_path, monkeypatch):
-    calls = []
-
-    def read(source, kind, **options):
-        calls.append((source, kind, options))
-        return [Text("the cat sat", "r1")], None
-
-    monkeypatch.setattr(pretrain, "read_rows", read)
-    data = DataConfig("some.jsonl", split="s", columns={"text": "body"}, max_rows=3, on_bad_row="skip")
-    (tmp_path / "template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    found = [
-        pretrain.find_tokenizer(make("causal", data=data, chat_template=template)).chat_template
-        for template in (str(tmp_path / "template.jinja"), "{{ messages }}\n", None)
-    ]
-    source = SourceConfig("some.jsonl", name="some", split="s", columns={"text": "body"})
-    assert calls == 3 * [([source], "text", {"max_rows": 3, "on_bad_row": "skip"})]
-    assert found == ["{{ messages }}", "{{ messages }}\n", None]

@@ -13,7 +13,7 @@ from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig
-from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
+from alignment.training.backends.base import computing_types, whole_bytes, whole_parameters
 from tests.examples import prompt_example
 
 LLAMA = {

@@ -13,7 +13,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
-from alignment.training.early_stopping import EarlyStopping
+from alignment.training.settings import EarlyStopping
 
 OPTIONS = {
     "loss_on": {"loss_on": "all"},

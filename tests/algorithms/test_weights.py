@@ -16,7 +16,7 @@ from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import unwrap
 from alignment.algorithms.sft import SFTConfig
 from alignment.commands.export import export_model
-from alignment.commands.generate import generate_responses, read_settings
+from alignment.commands.generate import generate_responses
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
@@ -170,12 +170,10 @@ def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quanti
         torch.testing.assert_close(load_model(str(merged))(ids).logits, expected, rtol=0, atol=0.05)
     message = capsys.readouterr().err
     if quantize is None:
-        assert "merged into" not in message and not (merged / "quantization_error.json").exists()
+        assert "merged into" not in message
         return
-    errors = json.loads((merged / "quantization_error.json").read_text())
-    assert len(errors) == 14 and all(0 < each["mean"] < each["max"] for each in errors.values())
-    worst = max(each["max"] for each in errors.values())
-    assert f"merged into the {quantize} weights" in message and f"by {worst:.2g} at most" in message
+    assert f"merged into the {quantize} weights" in message and "on average over 14 matrices" in message
+    assert 0 < float(message.split("differ from those of")[1].split("by ")[1].split()[0]) < 1
 
 
 def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):
@@ -184,7 +182,7 @@ def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):
 
 
 def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path):
-    settings = read_settings(low, ["max_new_tokens=4", "temperature=0"])
+    settings = ["max_new_tokens=4", "temperature=0"]
     rows = [generate_responses(low, None, ["Hello"], settings, weights=WeightsConfig(dtype=name)) for name in TYPES]
     with torch.no_grad():
         logits = {name: load_model(low, name)(torch.tensor([[5, 6, 7]])).logits for name in TYPES}

@@ -93,7 +93,7 @@ def test_rows_are_looked_for_before_any_model(stage, base, tmp_path, capsys, mon
 
 def test_rows_that_are_not_there_are_told_with_what_else_is_wrong(sft):
     code, message = sft("data.train=none.jsonl", "optim.learning_rate=-1")
-    assert code == 2 and "none.jsonl: no such file" in message and "learning_rate must be" in message
+    assert code == 2 and "none.jsonl: no such file" in message and "learning_rate: must be" in message
 
 
 @pytest.mark.parametrize("name", ["~nouser/x", "a" * 5000])

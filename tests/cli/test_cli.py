@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from alignment import cli
-from alignment.commands.failure import explain
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
@@ -124,10 +123,10 @@ def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_sam
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert explain(UserError("wrong"), debug=False) == 2
+    assert cli.explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == "error: rank 1: wrong\n"
     monkeypatch.setattr(ranks, "is_first_to_report", lambda text: "wrong" not in text)
-    assert explain(UserError("wrong"), debug=False) == 2
+    assert cli.explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == ""
 
 

@@ -95,9 +95,6 @@ def test_an_adapter_out_of_range_is_one_line(refusal, adapter, why):
         ("sft", "optim={learning_rate: 1e-4, momentum: 1.0, name: sgd}", "momentum"),
         ("sft", "optim={learning_rate: 1e-4, momentum: 0.9}", "momentum"),
         ("sft", "optim={learning_rate: 1e-4, name: sgd, eps: 1e-5}", "eps"),
-        ("sft", "optim={learning_rate: 1e-4, name: muon, clip_threshold: 2.0}", "name"),
-        ("sft", "optim={learning_rate: 1e-4, name: adafactor, beta2_decay: 0.5}", "beta2_decay"),
-        ("sft", "optim={learning_rate: 1e-4, name: adafactor, clip_threshold: 0}", "clip_threshold"),
         ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 1.5}", "decay_ratio"),
         ("sft", "optim={learning_rate: 1e-4, decay_ratio: 0.2}", "decay_ratio"),
         ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 0.9, warmup_ratio: 0.2}", "warmup_ratio"),
@@ -247,7 +244,7 @@ def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, m
     ("verb", "setting"),
     [
         ("reward", ["loss=rao_kuper", "theta=3.0"]),  # theta has an effect with the loss that was meant
-        ("sft", ["optim.name=adafactr", "optim.learning_rate=1e-3", "optim.clip_threshold=2.0"]),
+        ("sft", ["optim.name=adamv", "optim.learning_rate=1e-3", "optim.momentum=0.5"]),
         ("sft", ["training.max_steps=-1", "training.epochs=null"]),  # the run would have an end
         ("winrate", ["judge=reward-model", "reward_model=./nowhere"]),
         ("pretrain", ["tokenizer_kind=byte", "policy=null", "model={model_type: llama}"]),

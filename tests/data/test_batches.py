@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from alignment.data.batches import collate, collate_pairs, collate_rankings
 from alignment.data.examples import Example
@@ -28,19 +27,6 @@ def test_every_document_comes_once_and_limits_are_kept(examples, most):
     assert sum(batch.weight for batch in batches) == sum(sum(row.mask[1:]) for row in examples)
 
 
-def test_documents_of_similar_length_come_together(examples):
-    lengths = [length for batch in collate(examples, 40) for length in batch.lengths]
-    assert lengths == sorted(lengths, reverse=True)
-    smallest = -(-sum(lengths) // 40)
-    assert len(collate(examples, 40)) <= 1.5 * smallest
-
-
-def test_collating_twice_gives_the_same_batches(examples):
-    first, second = collate(examples, 40), collate(examples, 40)
-    assert [batch.row_ids for batch in first] == [batch.row_ids for batch in second]
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
-
-
 def test_h08_no_target_lies_on_a_seam():
     [batch] = collate([example(3, "a", 0), example(2, "b", 0)], 100)
     assert batch.target_index.tolist() == [1, 2, 4]
@@ -57,17 +43,6 @@ def test_pairs_lie_chosen_first_and_weigh_one_each():
     assert batch.ragged.row_ids == ("a", "b", "c", "a", "b", "c")
     assert batch.weight == batch.ragged.weight == 3.0
     assert batch.margins is None
-
-
-def test_pair_batches_keep_to_the_limit_and_lose_nothing():
-    pairs = [pair(2 + index % 7, 2 + index % 5, str(index)) for index in range(30)]
-    batches = collate_pairs(pairs, 20)
-    assert sum(batch.weight for batch in batches) == 30
-    assert all(len(batch.ragged.tokens) <= 20 for batch in batches)
-    assert sorted(name for batch in batches for name in batch.ragged.row_ids[: int(batch.weight)]) == sorted(
-        row.row_id for row in pairs
-    )
-    assert [len(batch.ragged.lengths) for batch in collate_pairs(pairs[:2], 1)] == [2, 2]
 
 
 def test_margins_travel_with_their_pairs():

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from alignment.data.checks import Checks, CountTable, HashSample, length_bucket, outliers, stable_hash
+from alignment.data.checks import Checks
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps, Tally, Text
 from alignment.data.tokenize import tokenize_demonstrations
 
@@ -20,7 +20,6 @@ ROWS = [
     Demonstration("x", " caf\u00c3\u00a9", "mojibake"),
     Demonstration("x", " \ufffd", "replacement"),
     Demonstration("x", " <s> y", "control"),
-    Demonstration("x", " z" * 3000, "long"),
 ]
 
 
@@ -34,73 +33,41 @@ def test_chunks_joined_say_what_all_rows_together_say(bpe, size):
         part.add(ROWS[start : start + size], tokenize_demonstrations(ROWS[start : start + size], bpe, 64)[0])
         joined.merge(pickle.loads(pickle.dumps(part)))
     assert found(joined) == found(whole)
-    assert {"copies", "mojibake", "replacement characters", "control strings", "length outliers"} <= set(found(whole))
-    assert "(long)" in found(whole)["length outliers"].text
-
-
-def test_memory_is_bounded_and_numbers_become_estimates():
-    sample = HashSample(most=256)
-    keys = [stable_hash(str(number)) for number in range(20_000)]
-    for key in keys + keys[:5_000]:
-        sample.add(key)
-    assert len(sample.seen) <= 256
-    assert sample.weight in (64, 128)
-    # 5,000 copies, about 40 to 80 of them in the sample: standard deviation below 16 %
-    assert 2500 < sample.copies() < 7500
-    halves = [HashSample(most=256), HashSample(most=256)]
-    for number, key in enumerate(keys + keys[:5_000]):
-        halves[number % 2].add(key)
-    halves[0].merge(halves[1])
-    assert len(halves[0].seen) <= 256 and 2500 < halves[0].copies() < 7500
+    assert {"copies", "mojibake", "replacement characters", "control strings"} <= set(found(whole))
 
 
 def test_a_weight_looks_at_fewer_rows_and_counts_each_for_several():
     made = Checks("text", weight=8)
-    made.add([Text("a \ufffd", f"r{index}") for index in range(4000)])
+    made.add([Text(f"{index % 3000} \ufffd", f"r{index}") for index in range(4000)])
     finding = found(made)["replacement characters"]
-    number = int(finding.text.split()[1])
+    number, copies = int(finding.text.split()[1]), int(found(made)["copies"].text.split()[0])
     assert finding.text.startswith("about ") and number % 8 == 0 and 3400 < number < 4600
+    assert copies % 8 == 0 and 700 < copies < 1300 and len(made.seen["rows"]) < 500
 
 
-def test_contradictions_are_found_across_kinds_of_rows():
-    pairs = Checks("comparisons")
-    pairs.add(
-        [
-            Comparison("p", "a", "b", None, "1"),
-            Comparison("p", "b", "a", None, "2"),
-            Comparison("q", "b", "a", None, "3"),
-        ]
-    )
-    assert found(pairs)["contradictions"].text.startswith("1 prompts have the same two responses preferred both ways")
-    groups = Checks("rankings")
-    groups.add([Ranking("p", ("a", "b", "c"), (0, 1, 2), "1"), Ranking("p", ("c", "b"), (0, 1), "2")])
-    assert found(groups)["contradictions"].text.startswith("1 prompts")
-    labels = Checks("labels")
-    labels.add(
-        [
-            LabeledResponse("p", "a", True, "1"),
-            LabeledResponse("p", "a", False, "2"),
-            LabeledResponse("p", "b", True, "3"),
-        ]
-    )
-    assert "both desirable and undesirable" in found(labels)["contradictions"].text
-    fine = Checks("labels")
-    fine.add(
-        [
-            LabeledResponse("p", "a", True, "1"),
-            LabeledResponse("p", "b", False, "2"),
-            LabeledResponse("p", "a", True, "3"),
-        ]
-    )
-    assert "contradictions" not in found(fine)
-
-
-def test_outliers_are_ten_times_what_99_of_100_stay_below():
-    lengths = CountTable()
-    for row, length in [*((f"r{n}", 100) for n in range(990)), *((f"s{n}", 700) for n in range(9)), ("long", 2000)]:
-        lengths.add(length_bucket(length), row, 1)
-    assert outliers(lengths, 10).first == ["long"]
-    assert outliers(lengths, 30).number == 0
+@pytest.mark.parametrize(
+    ("kind", "rows", "says"),
+    [
+        (
+            "comparisons",
+            [Comparison("p", "a", "b", None, "1"), Comparison("p", "b", "a", None, "2")],
+            "1 prompts have the same",
+        ),
+        ("comparisons", [Comparison("p", "a", "b", None, "1"), Comparison("q", "b", "a", None, "2")], ""),
+        (
+            "rankings",
+            [Ranking("p", ("a", "b", "c"), (0, 1, 2), "1"), Ranking("p", ("c", "b"), (0, 1), "2")],
+            "1 prompts",
+        ),
+        ("labels", [LabeledResponse("p", "a", True, "1"), LabeledResponse("p", "a", False, "2")], "1 prompts"),
+        ("labels", [LabeledResponse("p", "a", True, "1"), LabeledResponse("p", "b", False, "2")], ""),
+    ],
+)
+def test_contradictions_are_found_across_kinds_of_rows(kind, rows, says):
+    made = Checks(kind)
+    made.add(rows)
+    told = found(made).get("contradictions")
+    assert told is None if not says else told is not None and told.text.startswith(says)
 
 
 def test_labels_that_are_nearly_all_alike_are_a_warning():

@@ -32,14 +32,6 @@ def test_the_budget_is_the_rounded_share_and_at_least_one(count, expected):
     assert (choice != NOT_CHOSEN).sum() == expected
 
 
-def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
-    _, maskable = encoded(8)
-    chosen = [corruption.choose(maskable, maskable, Masking(rate=0.25), generator(n)) != NOT_CHOSEN for n in range(800)]
-    counts = sum(each.astype(int) for each in chosen)
-    assert counts[0] == counts[-1] == 0
-    assert all(within(count, 800, 2 / 8) for count in counts[1:-1])
-
-
 def test_eighty_ten_ten_and_no_special_token_at_random():
     ids, maskable = encoded(20_000)
     choice = corruption.choose(maskable, maskable, Masking(), generator(0))
@@ -51,19 +43,6 @@ def test_eighty_ten_ten_and_no_special_token_at_random():
     assert within(int(masked.sum()), 3000, 0.8)
     assert within(int(kept.sum()), 3000, 0.1 + 0.1 / len(ORDINARY))  # a random token can be the old one
     assert set(new[chosen][~masked & ~kept]) <= set(ORDINARY)
-
-
-def test_masking_alone_and_nothing_at_all_are_limits():
-    ids, maskable = encoded(50)
-    choice = corruption.choose(maskable, maskable, Masking(rate=1.0), generator(0))
-    everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
-    assert corruption.replace_chosen(
-        ids, choice, everything, generator(1), mask_id=MASK, random_ids=ORDINARY
-    ).tolist() == ([2, *[MASK] * 50, 3])
-    nothing = Masking(mask_share=0.0, random_share=0.0)
-    assert (
-        corruption.replace_chosen(ids, choice, nothing, generator(1), mask_id=MASK, random_ids=ORDINARY).tolist() == ids
-    )
 
 
 def test_words_are_the_runs_between_starts_and_special_tokens():
@@ -116,27 +95,6 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
             positions = np.flatnonzero(choice == span)
             assert (np.diff(positions) == 1).all()
             assert len(set(new[positions] == MASK)) == 1
-
-
-def test_no_span_runs_over_a_special_token():
-    maskable = [False, True, True, False, True, True, False]
-    for seed in range(200):
-        choice = corruption.choose(maskable, maskable, Masking(rate=1.0, units="spans"), generator(seed))
-        assert set(choice[1:3]).isdisjoint(choice[4:6])
-        assert (choice != NOT_CHOSEN).tolist() == maskable
-
-
-@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
-def test_the_same_generator_gives_the_same_masks_and_another_one_others(units):
-    ids, maskable = encoded(200)
-    masking = Masking(units=units)
-
-    def masks(seed: int) -> list[int]:
-        chance = generator(seed)
-        choice = corruption.choose(maskable, maskable, masking, chance)
-        return corruption.replace_chosen(ids, choice, masking, chance, mask_id=MASK, random_ids=ORDINARY).tolist()
-
-    assert masks(5) == masks(5) != masks(6)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +188,3 @@ def test_of_a_pair_the_longer_text_is_truncated(first, second, room, expected):
     a, b = truncate_longest([range(first), range(second)], room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
-
-
-@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
-def test_special_tokens_add_nothing_to_what_is_chosen(units):
-    maskable = [False] * 30 + [True] * 20 + [False] * 50
-    masking = Masking(rate=0.2, units=units, longest_span=1)
-    for seed in range(20):
-        choice = corruption.choose(maskable, maskable, masking, generator(seed))
-        assert (choice != NOT_CHOSEN).sum() == 4

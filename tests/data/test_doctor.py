@@ -2,10 +2,9 @@
 
 import pytest
 
-from alignment.data.doctor import boundaries, check_file, show_example
+from alignment.data.doctor import check_file, show_example
 from alignment.data.examples import Example
-from alignment.data.rows.read import overlap, prompt_key
-from alignment.data.rows.records import Prompt, Tally, Text
+from alignment.data.rows.records import Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
@@ -30,14 +29,6 @@ def test_healthy_demonstrations(jsonl, bpe, tmp_path):
     assert "6 tokens, 3 count: context 0-2, counts 3-5" in text
 
 
-def test_without_a_tokenizer_rows_are_checked_as_text(jsonl):
-    report = check_file(jsonl({"text": "a"}, {"text": ""}, {"text": "a"}), "text")
-    assert not report.ok
-    assert found(report, "error") == [f"1 rows: text: is empty ({report.source}:2)"]
-    assert found(report, "warning") == ["1 rows are exact copies of an earlier one"]
-    assert report.samples == []
-
-
 def test_duplicates_and_contradictions_are_counted_exactly(jsonl):
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
     turned = {"prompt": "p", "chosen": "b", "rejected": "a"}
@@ -58,15 +49,6 @@ def test_length_gap_of_pairs(jsonl):
     assert found(check_file(jsonl(*balanced), "comparisons"), "note")[0].endswith("right in 50.0%")
 
 
-def test_identical_and_equal_pairs(jsonl, bpe):
-    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    report = check_file(jsonl(good, {**good, "chosen": "b"}, {**good, "chosen": "b</s>"}), "comparisons", bpe)
-    warnings = " ".join(found(report, "warning"))
-    assert "1 rows: chosen and rejected are identical" in warnings
-    assert "1 rows dropped: chosen and rejected are the same tokens" in warnings
-    assert (report.counts.rows, report.counts.kept) == (3, 1)
-
-
 def test_truncation_share(jsonl, bpe):
     long, short = {"prompt": "the cat sat on " * 9, "response": "mat"}, {"prompt": "the", "response": "cat"}
     report = check_file(jsonl(long, short), "demonstrations", bpe, None, 12)
@@ -74,14 +56,6 @@ def test_truncation_share(jsonl, bpe):
     assert report.ok
     report = check_file(jsonl(long, short, long), "demonstrations", bpe, None, 12)  # a run refuses so many
     assert any("2 of 3 rows at max_length 12: prompt longer" in text for text in found(report, "error"))
-
-
-def test_missing_stop_token_is_an_error(jsonl, chatml, templates):
-    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}] * 2}
-    assert check_file(jsonl(row), "demonstrations", chatml).ok
-    chatml.chat_template = templates["endless"]
-    report = check_file(jsonl(row), "demonstrations", chatml)
-    assert not report.ok and "no control token to stop at" in found(report, "error")[0]
 
 
 def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
@@ -104,13 +78,6 @@ def test_double_bos_is_an_error(jsonl, chatml, templates, tmp_path):
     assert found(report, "error") == [f"1 rows have more than one BOS ({report.source}:1)"]
 
 
-def test_control_strings_in_texts_are_noticed(jsonl, bpe):
-    report = check_file(
-        jsonl({"prompt": "x<s>", "response": "y</s>"}, {"prompt": "x", "response": "y"}), "demonstrations", bpe
-    )
-    assert found(report, "warning") == ["1 rows hold '<s>' in their text; it is read as text, not as a token"]
-
-
 def test_every_kind_can_be_shown(jsonl, bpe):
     pair = {"prompt": "the", "chosen": " cat", "rejected": " mat", "margin": 0.5}
     report = check_file(jsonl(pair), "comparisons", bpe)
@@ -119,25 +86,11 @@ def test_every_kind_can_be_shown(jsonl, bpe):
     assert "2 tokens, 0 count: context 0-1" in check_file(jsonl({"prompt": "the"}), "prompts", bpe).samples[0]
 
 
-def test_long_rows_are_shown_from_their_end(jsonl, bpe):
-    report = check_file(jsonl({"text": "the cat " * 300}), "text", bpe)
-    assert "tokens before" in report.samples[0] and report.samples[0].count("|") < 200
-
-
-def test_boundaries():
-    assert boundaries([False, False, True, False, True]) == "context 0-1, counts 2-2, context 3-3, counts 4-4"
-
-
 def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
     from alignment.data.tokenize import tokenize_texts
 
     [example], _ = tokenize_texts([Text("猫", "r")], bpe, 9)
     assert "\ufffd" not in show_example(example, bpe)
-
-
-def test_overlap_names_the_evaluation_rows():
-    train = [Prompt("a", {}, "t1"), Prompt("b", {}, "t2")]
-    assert overlap(train, [Prompt("b", {}, "e1"), Prompt("c", {}, "e2")], prompt_key) == ["e1"]
 
 
 def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
@@ -157,13 +110,6 @@ def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
     [line] = [line for line in show_example(example, bpe).splitlines() if "[" in line]
     before, _, counted = line.partition("[")
     assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
-
-
-def test_pairs_of_equal_length_tell_the_longer_one_nothing(jsonl):
-    rows = [{"prompt": f"p{index}", "chosen": "ab", "rejected": "ba"} for index in range(4)]
-    assert found(check_file(jsonl(*rows), "comparisons"), "note") == [
-        "chosen is +0.0 characters longer on average; 'the longer one wins' is right in 50.0%"
-    ]
 
 
 def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
@@ -197,12 +143,6 @@ def test_control_strings_of_either_response_are_noticed(jsonl, bpe, side):
     row = {"prompt": "x", "chosen": "the cat", "rejected": "a mat", side: "a<s>b"}
     report = check_file(jsonl(row), "comparisons", bpe)
     assert "1 rows hold '<s>' in their text; it is read as text, not as a token" in found(report, "warning")
-
-
-def test_columns_are_renamed_and_as_many_rows_are_shown_as_asked(jsonl, bpe):
-    path = jsonl(*[{"body": f"text {number}"} for number in range(5)])
-    for show in (0, 2):
-        assert len(check_file(path, "text", bpe, columns={"text": "body"}, show=show).samples) == show
 
 
 def test_an_unknown_token_is_noticed_wherever_it_stands(jsonl):

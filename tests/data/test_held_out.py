@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.held_out import HELD_OUT, held_out
-from alignment.data.prepare import prepare
+from alignment.data.prepare import HELD_OUT, held_out, prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
 from alignment.data.table import JoinedTables, lengths_of, totals_of
-from alignment.data.tasks.examples import TaskFormat, prepare_labeled
+from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.errors import UserError
 
 WORDS = ("cat", "mat", "price", "hello", "friend", "system")
@@ -58,7 +57,6 @@ def test_every_row_is_on_one_side_and_no_prompt_on_both(kind, jsonl, bpe):
     for side in (train, held):
         assert side.tally.documents == sum(len(row.documents) for row in side)
         assert side.tally.tokens == sum(len(ids) for row in side for ids in row.documents)
-        assert [side.row_id(index) for index in range(len(side))] == [row.row_id for row in side]
     assert train.tally.noted[HELD_OUT] == len(held) == held.tally.rows == held.tally.kept
     assert train.tally.kept == train.tally.rows == 120 - len(held) and train.key != held.key != whole.key
 
@@ -86,13 +84,6 @@ def test_added_rows_and_sources_move_no_old_row(jsonl, bpe):
     sides = both(config, "demonstrations", bpe)
     assert all(isinstance(side, JoinedTables) and len(side.tables) == 2 for side in sides)
     assert token_sets(sides) == after and all({row.source for row in side} == {0, 1} for side in sides)
-
-
-def test_nothing_is_read_or_tokenized_twice(jsonl, bpe):
-    path = jsonl(*(rows_of("demonstrations", number) for number in range(40)))
-    whole, _ = prepare(DataConfig(path), "demonstrations", bpe)
-    train, held = both(DataConfig(path, evaluation_share=0.5), "demonstrations", bpe)
-    assert train.cached and held.cached and train.directory == held.directory == whole.directory
 
 
 def test_rows_that_were_lost_and_cut_are_told_once_of_the_training_rows(jsonl, bpe):
@@ -140,13 +131,6 @@ def test_an_empty_side_is_refused_with_the_way_out(jsonl, bpe):
 def test_conflicts_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DataConfig("a.jsonl", **settings)
-
-
-def test_both_parts_have_the_training_sources():
-    sources: list = [SourceConfig("a.jsonl", weight=2.0, loss_weight=3.0), SourceConfig("owner/set", weight=1.0)]
-    config = DataConfig(sources, evaluation_share=0.1, mixing="weights")
-    assert config.sources("evaluation") == config.sources("train") and config.loss_weights == [3.0, 1.0]
-    assert config.evaluates and DataConfig("a", evaluation="b").evaluates and not DataConfig("a").evaluates
 
 
 def test_labeled_rows_for_tasks(jsonl, bpe):

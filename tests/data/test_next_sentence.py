@@ -5,14 +5,12 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import mask_tokens_of
-from alignment.data.pretraining.next_sentence import (
+from alignment.data.pretraining.masked import (
     FOLLOWS,
-    OTHER_TEXT,
-    Sentence,
     collate_sentence_pairs,
     group_sentences,
     make_pair,
+    mask_tokens_of,
     other_sentences,
     passage_of,
     sentences_of,
@@ -71,15 +69,15 @@ def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
     for seed in range(20):
         _, _, pairs = make(tokenizer, 48, seed)
         for pair in pairs:
-            example, segments, label = pair.example, pair.segments, pair.label
-            tokens = tokenizer.convert_ids_to_tokens(example.ids)
+            segments, label = pair.values["segments"], pair.values["label"]
+            tokens = tokenizer.convert_ids_to_tokens(pair.ids)
             edge = segments.index(1)
             assert (tokens[0], tokens[edge - 1], tokens[-1]) == ("[CLS]", "[SEP]", "[SEP]")
             assert segments == [0] * edge + [1] * (len(tokens) - edge)
-            assert example.mask == [token not in ("[CLS]", "[SEP]") for token in tokens]
+            assert pair.mask == [token not in ("[CLS]", "[SEP]") for token in tokens]
             first, second = (
                 {word for word in tokenizer.decode(part).split() if word in NAMES}
-                for part in (example.ids[:edge], example.ids[edge:])
+                for part in (pair.ids[:edge], pair.ids[edge:])
             )
             assert len(first) == len(second) == 1
             assert (first == second) == (label == FOLLOWS)
@@ -91,7 +89,7 @@ def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
 def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
     passages, counts, pairs = make(tokenizer, 14)
     budget = 14 - 3
-    assert all(len(pair.example.ids) <= 14 for pair in pairs)
+    assert all(len(pair.ids) <= 14 for pair in pairs)
     long = sum(len(passage.ids) > budget for passage in passages)
     assert sum(counts.cut.values()) == long > 0
 
@@ -100,7 +98,7 @@ def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
     sizes = {0: [], 1: []}
     for seed in range(40):
         for pair in make(tokenizer, 64, seed)[2]:
-            sizes[pair.label].append(sum(pair.segments))
+            sizes[pair.values["label"]].append(sum(pair.values["segments"]))
     follows, other = (torch.tensor(sizes[label], dtype=torch.float) for label in (0, 1))
     assert abs(float(follows.mean() - other.mean())) < 0.25 * float(follows.std())
 
@@ -122,7 +120,7 @@ def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer)
     )
     [batch] = whole
     assert batch.weight == len(pairs) == sum(part.weight for part in parts)
-    assert sorted(batch.labels.tolist()) == sorted(pair.label for pair in pairs)
+    assert sorted(batch.labels.tolist()) == sorted(pair.values["label"] for pair in pairs)
     assert batch.ragged.segments is not None and len(batch.ragged.segments) == len(batch.ragged.tokens)
     assert batch.ragged.weight == sum(part.ragged.weight for part in parts)
     assert sorted(batch.ragged.labels.tolist()) == sorted(t for part in parts for t in part.ragged.labels.tolist())
@@ -146,7 +144,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
     passages, _ = tokenize_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
     for seed in range(6):
         generator = np.random.default_rng(seed)
-        example = make_pair(passages[0], passages, special_token_template(tokenizer), 60, generator).example
+        example = make_pair(passages[0], passages, special_token_template(tokenizer), 60, generator)
         tokens = tokenizer.convert_ids_to_tokens(example.ids)
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)
@@ -154,21 +152,15 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
         assert starts == [own and not within for own, within in zip(example.mask, inner, strict=True)]
 
 
-def test_zero_says_that_the_second_sentence_follows_as_in_bert():
-    assert (FOLLOWS, OTHER_TEXT) == (0, 1)
-
-
 def test_a_replacement_begins_at_any_sentence_and_is_as_close_to_the_length_as_whole_sentences_allow():
     def passage(document):
-        return passage_of([Sentence([10 * document + n] * 3, [True] * 3) for n in range(4)], document, str(document))
+        return passage_of([[(10 * document + n, True)] * 3 for n in range(4)], document, str(document))
 
     passages = [passage(1), passage(2)]
     firsts = set()
     for seed in range(40):
         chosen = other_sentences(passages[0], passages, 5, np.random.default_rng(seed))
-        assert [sentence.ids[0] for sentence in chosen] == [
-            chosen[0].ids[0],
-            chosen[0].ids[0] + 1,
-        ]  # 6 is nearer than 3
-        firsts.add(chosen[0].ids[0])
+        first, second = (sentence[0][0] for sentence in chosen)  # two sentences: 6 is nearer than 3
+        assert second == first + 1
+        firsts.add(first)
     assert firsts == {20, 21, 22}

@@ -6,7 +6,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.examples import TaskFormat, prepare_labeled
+from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.data.text import chat
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.errors import UserError
@@ -74,21 +74,6 @@ def test_tallies_of_two_steps_are_those_of_both():
     beside = reading.merged_with(making)
     assert (beside.rows, beside.kept, beside.documents, beside.tokens) == (16, 13, 6, 50)
     assert beside.dropped == {"bad": 3} and beside.cut == {"long": 2}
-
-
-def test_no_row_left_is_refused_whatever_share_may_be_lost():
-    with pytest.raises(UserError, match=r"rows.jsonl: 2 of 2 rows were dropped"):
-        Tally(rows=2, dropped={"bad": 2}, first={"bad": ["1", "2"]}).require(1.0, "rows.jsonl")
-    Tally(rows=2, kept=1, dropped={"bad": 1}, first={"bad": ["1"]}).require(0.5, "rows.jsonl")
-
-
-def test_three_rows_are_named_for_each_reason():
-    counts = Tally(rows=5)
-    for number in range(5):
-        counts.drop("bad", str(number))
-        counts.note_cut("long", str(number))
-    assert counts.first == {"bad": ["0", "1", "2"], "long": ["0", "1", "2"]}
-    assert counts.dropped == {"bad": 5} and counts.cut == {"long": 5}
 
 
 def test_text_prompts_beside_a_chat_template_are_counted_and_enter_it_where_that_is_asked(jsonl, chatml):

@@ -1,20 +1,15 @@
 """Examples and batches of pretraining objectives: targets, differences between epochs, and none between micro-batches."""
 
-import numpy as np
 import pytest
 import torch
 
-from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
-from alignment.data.pretraining.examples import (
-    TOO_SHORT,
-    collate_masked,
+from alignment.data.pretraining.masked import collate_masked, mask_tokens_of, tokenize_maskable
+from alignment.data.pretraining.prepare import (
     collate_seq2seq,
     infilling,
-    mask_tokens_of,
     prefix_modeling,
     span_corruption,
-    tokenize_maskable,
     tokenize_plain,
 )
 from alignment.data.rows.records import Text
@@ -113,14 +108,6 @@ def test_rows_of_a_batch_across_an_epochs_end_have_both_epochs():
     assert one.generator().random() == one.generator().random() != two.generator().random()
 
 
-def test_corruption_does_not_repeat_the_random_numbers_of_the_row_order():
-    # numpy pads short seeds with zeros: without its salt, row 0's corruption would follow the order's random numbers
-    import numpy as np
-
-    [row] = fixed_seed_rows(["a"], seed=5)
-    assert row.generator().random() != np.random.default_rng([5, 0]).random()
-
-
 def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
     assert [(part.start, part.stop) for part in even_slices(10, 4)] == [(0, 3), (3, 6), (6, 10)]
     for length in range(1, 50):
@@ -135,13 +122,6 @@ def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
     assert [token for part in parts for token in part.ids[1:-1]] == whole[0].ids[1:-1]
     assert all(len(part.ids) <= 16 and starts_of(part)[1] for part in parts)
     assert sum(counts.cut.values()) == 1
-
-
-def test_texts_without_a_token_are_counted(wordpiece, unigram):
-    _, counts = tokenize_maskable([Text("\u200b", "a"), Text("cat", "b")], wordpiece, 16)
-    assert (counts.kept, counts.lost) == (1, 1)
-    _, counts = tokenize_plain([Text("cat sat", "a"), Text("\u200b", "b")], unigram, 16)
-    assert counts.rows == counts.kept + counts.lost == 2
 
 
 def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
@@ -241,45 +221,3 @@ def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram,
     ]
     assert special_token_template(bpe).encode([50]).ids == [bpe.bos_token_id, 50]
     assert set(wordpiece.all_special_ids).isdisjoint(mask_tokens_of(wordpiece).random_ids.tolist())
-
-
-def test_a_mask_token_that_is_not_special_replaces_no_other_at_random():
-    tokenizer = train_bpe(TEXTS, 300)
-    tokenizer.add_tokens(["<mask>"])
-    mask_tokens = mask_tokens_of(tokenizer)
-    assert mask_tokens.mask_id == len(tokenizer) - 1
-    assert mask_tokens.mask_id not in mask_tokens.random_ids and len(mask_tokens.random_ids) == len(tokenizer) - 4
-
-
-def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
-    tokenizer = train_bpe(TEXTS, 300)
-    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "a dog"))
-    bos = tokenizer.bos_token_id
-    assert tokenizer("the cat", "a dog")["input_ids"] == [bos, *one, bos, *two]
-    assert special_token_template(tokenizer).encode(one, two).ids == [bos, *one, bos, *two]
-
-
-def test_a_text_needs_one_sentinel_more_than_it_has_spans():
-    row = [Example.single(list(range(100, 110)), [True] * 10, "r")]  # two tokens in ten lie in one span: two sentinels
-    corrupt = span_corruption(train_tokenizer("unigram", TEXTS, 100, sentinels=2), row, density=0.2)
-    source, target = corrupt(row[0].ids, np.random.default_rng(0))
-    assert len(source) == 8 + 1 + 1 and len(target) == 2 + 2 + 1
-    with pytest.raises(UserError, match=r"has 1 sentinels.*takes 2"):
-        span_corruption(train_tokenizer("unigram", TEXTS, 100, sentinels=1), row, density=0.2)
-
-
-def test_density_and_mean_span_reach_the_corruption():
-    ids = list(range(100, 140))
-    tokenizer = train_tokenizer("unigram", TEXTS, 100, sentinels=30)
-    corrupt = span_corruption(tokenizer, [Example.single(ids, [True] * 40, "r")], density=0.5, mean_span=1.0)
-    source, _ = corrupt(ids, np.random.default_rng(0))
-    assert len(set(source) & set(sentinel_ids(tokenizer))) == 20
-    wordpiece = train_tokenizer("wordpiece", TEXTS, 100)
-    source, target = infilling(wordpiece, density=1.0, mean_span=2.0)(ids, np.random.default_rng(0))
-    assert not set(source) & set(ids) and target[1:-1] == ids
-
-
-def test_a_text_of_one_token_cannot_be_read_and_written():
-    tokenizer = train_tokenizer("characters", ["abc"])
-    examples, counts = tokenize_plain([Text("a", "one"), Text("ab", "two")], tokenizer, 8)
-    assert [example.row_id for example in examples] == ["two"] and counts.dropped == {TOO_SHORT: 1}

@@ -46,10 +46,6 @@ def test_batches_run_across_the_end_of_an_epoch_and_only_the_last_is_smaller():
             stream.rows_at(step)
 
 
-def test_batch_size_does_not_change_the_order():
-    assert seen(Stream(ROWS, 2, seed=3), range(10)) == seen(Stream(ROWS, 5, seed=3), range(4))
-
-
 def test_orders_differ_by_seed_and_epoch():
     orders = {tuple(order(10, seed, epoch)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
@@ -66,17 +62,6 @@ def test_steps_of_an_endless_stream_need_epochs():
 def test_impossible_streams_are_refused(rows, batch_size, seed):
     with pytest.raises(ValueError):
         Stream(rows, batch_size, seed)
-
-
-def test_a_part_of_an_epoch_is_rounded_to_the_nearest_row():
-    assert [Stream(ROWS, 1, seed=0, epochs=epochs).steps() for epochs in (0.24, 0.26, 1.37, 0.01)] == [2, 3, 14, 1]
-
-
-def test_the_step_after_the_last_whole_batch_lies_outside():
-    stream = Stream(ROWS, 5, seed=0, epochs=1)
-    assert stream.steps() == 2 and len(stream.rows_at(1)) == 5
-    with pytest.raises(IndexError, match="outside the stream of 2 steps"):
-        stream.rows_at(2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000, 65_537])

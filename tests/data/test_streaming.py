@@ -25,7 +25,7 @@ def write_rows(path, count, name="", start=0):
     return str(path)
 
 
-def streamed(tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, note=None, check=None, **settings):
+def streamed(tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, note=str, check=len, **settings):
     settings = {"shuffle_buffer": 10, "max_length": 64, **settings}
     config = DataConfig(train, streaming=True, **settings)
     rows, _ = open_stream(preparation_of(kind), config, tokenizer)
@@ -203,30 +203,6 @@ def test_sources_are_drawn_by_their_weights_each_row_once_an_epoch_of_its_source
     assert {epoch for row, epoch in drawn if row.source == 1} > {0, 10, 30}
 
 
-def test_several_sources_without_weights_are_one(bpe, tmp_path):
-    paths = [write_rows(tmp_path / f"{name}.jsonl", 9, name) for name in "ab"]
-    stream = streamed(bpe, paths, batch_size=18)
-    rows = stream.rows_at(0)
-    assert Counter(row.source for row in rows) == {0: 9, 1: 9} and len({row.row_id for row in rows}) == 18
-    assert {row.source for row in rows[:10]} == {0, 1}  # a window goes on into the next file
-
-
-@pytest.mark.parametrize("kind", ["text", "comparisons"])
-def test_other_kinds_of_rows(bpe, tmp_path, kind):
-    rows = [
-        {"text": "the cat sat " * (row + 1)}
-        if kind == "text"
-        else {"prompt": "a", "chosen": f"b {row}", "rejected": f"c {row}"}
-        for row in range(20)
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole, _ = prepare(DataConfig(str(path), max_length=16), kind, bpe)
-    stream = streamed(bpe, str(path), kind=kind, max_length=16, batch_size=len(whole))
-    assert sorted(map(repr, stream.rows_at(0))) == sorted(map(repr, whole))
-    assert (len(whole) > 20) is (kind == "text")  # long texts are cut into pieces
-
-
 # Memory
 
 
@@ -279,18 +255,6 @@ def test_bad_rows_are_counted_where_they_are_skipped(bpe, tmp_path):
     assert "rows.jsonl:8" in said and "rows.jsonl:45" in said and "epoch 1 has ended" in said
 
 
-def test_the_data_doctor_looks_at_the_first_rows(bpe, tmp_path):
-    from alignment.data.table import check_findings
-
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, 20)
-    path.write_text(path.read_text() + path.read_text())
-    config = DataConfig(str(path), streaming=True, shuffle_buffer=100)
-    rows, _ = open_stream(preparation_of("demonstrations"), config, bpe)
-    whole, _ = prepare(DataConfig(str(path)), "demonstrations", bpe)
-    assert check_findings(rows, "warn") == check_findings(whole, "warn") != []
-
-
 def test_a_source_that_goes_bad_ends_the_run(bpe, tmp_path):
     path = tmp_path / "rows.jsonl"
     write_rows(path, 1100)
@@ -299,13 +263,6 @@ def test_a_source_that_goes_bad_ends_the_run(bpe, tmp_path):
     stream = streamed(bpe, str(path), on_bad_row="skip", shuffle_buffer=100, batch_size=50)
     with pytest.raises(UserError, match="rows were dropped"):
         list(map(stream.rows_at, range(40)))
-
-
-def test_rows_are_checked_when_they_are_read(bpe, folder):
-    read = []
-    stream = streamed(bpe, folder, check=lambda window: read.append(len(window)))
-    list(map(stream.rows_at, range(10)))
-    assert read == [10, 10, 10, 7, 10]
 
 
 @pytest.mark.parametrize(
@@ -334,8 +291,8 @@ def test_sources_that_cannot_be_streamed_are_refused(bpe, tmp_path, name, messag
 
 
 def test_what_needs_all_rows_refuses_a_stream(bpe, folder):
-    from alignment.data.mixture import stream_of
     from alignment.data.pretraining.prepare import prepare_text
+    from alignment.data.stream import stream_of
 
     config = DataConfig(folder, streaming=True)
     for refused in (

@@ -11,7 +11,6 @@ import pytest
 from alignment.data.examples import Example
 from alignment.data.rows.records import Tally
 from alignment.data.table import (
-    Codec,
     JoinedTables,
     Table,
     TableWriter,
@@ -20,7 +19,6 @@ from alignment.data.table import (
     lengths_of,
     longest_rows,
     mask_of,
-    name_of_row,
     runs_of,
     totals_of,
 )
@@ -65,14 +63,14 @@ EXAMPLES["text"] = EXAMPLES["demonstrations"]
 def write(tmp_path):
     """Writes batches of examples as a table and opens it."""
 
-    def write_table(*batches, codec=None):
+    def write_table(*batches):
         directory = tmp_path / f"table-{len(list(tmp_path.iterdir()))}"
         directory.mkdir()
         writer = TableWriter(directory)
         for batch in batches:
             writer.add(encode_examples(batch, {example.row_id: 2**64 - 1 for example in batch}))
-        manifest = {**writer.close(), "key": "ab12", "tally": asdict(Tally(tokens=3)), "notes": ["a note"]}
-        return Table(directory, json.loads(json.dumps(manifest)), codec=codec)
+        manifest = {**writer.close(), "key": "ab12", "tally": asdict(Tally(tokens=3))}
+        return Table.open(directory, json.loads(json.dumps(manifest)), notes=["a note"])
 
     return write_table
 
@@ -86,34 +84,21 @@ def test_every_kind_of_example_comes_back_equal(write, kind):
     assert table[:1] == examples[:1] and table[::-1] == examples[::-1]
     with pytest.raises(IndexError):
         table[len(table)]
-    assert [table.row_id(index) for index in range(len(table))] == [row.row_id for row in examples]
     assert lengths_of(table).tolist() == lengths_of(examples).tolist()
     assert totals_of(table).tolist() == totals_of(examples).tolist()
     assert table.column("prompt_hash").tolist() == [2**64 - 1] * len(examples)
     assert column_of(table, "cut").tolist() == column_of(examples, "cut").tolist()
     assert (table.key, table.notes, table.tally.tokens) == ("ab12", ["a note"], 3)
-    assert table.documents == sum(len(row.documents) for row in examples)
-
-
-def test_values_have_python_types_that_do_not_depend_on_the_table(write):
-    row = write([PAIR])[0]
-    assert {type(token) for token in row.ids} == {int} and {type(value) for value in row.mask} == {bool}
-    assert type(row.values["margin"]) is float and write([NO_PROMPT])[0].values == {}
-
-
-def test_rows_of_another_class_are_read_as_they_were_written(write):
-    rows = [("a", 3), ("b", 5)]
-    codec = Codec(lambda row: document([row[1]], [T], row[0]), lambda example: (example.row_id, example.ids[0]))
-    assert list(write([codec.encode(row) for row in rows], codec=codec)) == rows
+    assert table.column("documents").tolist() == [len(row.documents) for row in examples]
 
 
 def test_the_first_example_of_each_data_row_is_known_across_batches(write):
     ids = ["a:1", "a:1", "a:2[0>1]", "a:2[0>2]", "a:2[0>2]", "b:1", "c:1", "c:1"]
     rows = [document([number + 1], [T], name) for number, name in enumerate(ids)]
     table = write(rows[:5], rows[5:6], rows[6:])
-    assert table.distinct_rows().tolist() == [0, 2, 3, 5, 6] and list(table) == rows
+    assert table.column("record").tolist() == [0, 0, 1, 2, 2, 3, 4, 4] and list(table) == rows
     part = table.select(np.array([1, 4, 7]), key="x")
-    assert part.distinct_rows().tolist() == [0, 1, 2] and list(part) == [rows[1], rows[4], rows[7]]
+    assert part.column("record").tolist() == [0, 2, 4] and list(part) == [rows[1], rows[4], rows[7]]
 
 
 @pytest.mark.parametrize("mask", [[], [T], [F], [F, F, T, T], [T, F, T], [F, T, F, T, F]])
@@ -131,7 +116,6 @@ def test_tables_and_lists_join_into_one_sequence(write):
     assert [row.source for row in joined] == [0] * 4 + [3] * 3
     assert (rows + table)[0] == rows[0] and joined[-1] == other[2] and joined[3:4] == rows
     assert lengths_of(joined).tolist() == [6, 2, 2, 4, 6, 2, 2] and totals_of(joined).sum() == 24
-    assert name_of_row(joined, 3) == "m:1" and name_of_row(joined, 4) == "rows.jsonl:1"
     nothing: list[Example] = []
     assert table + nothing is table and nothing + table is table
     for index in (7, -8):
@@ -144,11 +128,6 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order(write):
     names = ["x:1", "x:3", "x:0"]
     assert [row.row_id for row in longest_rows(write(rows[:2], rows[2:]), 3)] == names
     assert [row.row_id for row in longest_rows(rows, 3)] == names
-
-
-def test_an_empty_table_has_no_rows(write):
-    table = write([])
-    assert len(table) == 0 and list(table) == [] and lengths_of(table).tolist() == [] and not table
 
 
 def pages_mapped(table):

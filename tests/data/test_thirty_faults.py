@@ -93,7 +93,6 @@ FAULTS = {  # kind -> (good rows, name of the finding -> the rows that have the 
             "prompt in response": [
                 {"prompt": "where did the cat sit today?", "response": "where did the cat sit today? on the mat"}
             ],
-            "length outliers": [{"prompt": "i: ", "response": "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))}],
             "control strings": [{"prompt": "j <s>: ", "response": "the mat"}],
             EMPTY: [{"prompt": "k: ", "response": "</s>"}],
             PROMPT_CUT: [{"prompt": LONG, "response": "the mat 1"}],
@@ -196,8 +195,7 @@ def test_every_planted_fault_is_found_under_its_name_and_no_other(kind, tmp_path
     report = check_file(path, kind, bpe, max_length=MAX_LENGTH, evaluation=evaluation, show=0)
     missed = set(faults) - names_of(report)
     assert not missed
-    # a fault may show in two ways: a long response is an outlier in length, a cut one has no end
-    assert names_of(report) - set(faults) <= background(kind) | {"length outliers", PROMPT_CUT, RESPONSE_CUT}
+    assert names_of(report) - set(faults) <= background(kind) | {PROMPT_CUT, RESPONSE_CUT}
 
 
 def test_faults_of_dialogues(tmp_path, chatml):
@@ -206,11 +204,6 @@ def test_faults_of_dialogues(tmp_path, chatml):
     assert not check_file(write(tmp_path / "clean.jsonl", rows), "demonstrations", chatml, show=0).findings
     report = check_file(write(tmp_path / "rows.jsonl", rows + planted), "demonstrations", chatml, show=0)
     assert names_of(report) == set(TALK_FAULTS)
-
-
-def test_more_than_thirty_kinds_of_faults_are_planted():
-    names = {name for _, faults in FAULTS.values() for name in faults} | set(TALK_FAULTS)
-    assert len(names) >= 50
 
 
 @pytest.mark.parametrize(
@@ -230,11 +223,7 @@ def test_more_than_thirty_kinds_of_faults_are_planted():
         ),
         ([{"prompt": sentence(n), "response": sentence(n + 99)} for n in range(60)], "demonstrations", "no separation"),
         ([{**ranking(number), "ranking": [[0, 1, 2]]} for number in range(9)], "comparisons", ALL_TIED),
-        (
-            [{**comparison(number), "score_chosen": 1, "score_rejected": 2} for number in range(9)],
-            "rankings",
-            "scores",
-        ),
+        ([{**comparison(number), "score_chosen": 1, "score_rejected": 2} for number in range(9)], "rankings", "scores"),
     ],
 )
 def test_faults_of_whole_sets(rows, kind, name, tmp_path, bpe):

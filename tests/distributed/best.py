@@ -1,10 +1,11 @@
 """What every rank runs: a run that ends early, with a moving average, stopped in between and resumed. Started by the tests.
 
-python -m tests.distributed.best OUTPUT
+python -m tests.distributed.best OUTPUT [clock]     clock: a run that saves by rank 0's clock, started again when it is finished
 """
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from alignment.training import Engine, Run, TrainingConfig, fit
-from alignment.training.early_stopping import EarlyStopping
+from alignment.training.distributed import launched_rank
+from alignment.training.settings import EarlyStopping
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
 
 VALUES = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 0.5, 0.4]  # of the evaluations; best at the third, patience ends at the sixth
@@ -55,9 +57,29 @@ def write(engine: Engine, output: Path) -> None:
         (output / "end.json").write_text(json.dumps({"step": engine.step, "kind": engine.process_group.kind}))
 
 
+def save_by_the_clock(output: Path) -> bool:
+    """Twenty updates of 10 s by rank 0's clock, and of none by that of rank 1; whether it was finished already."""
+    training = TrainingConfig(max_steps=20, keep_last_checkpoints=20)
+    engine = toy_engine(steps=20, training=training)
+    clock = time.monotonic
+    with Run(output, {"output": str(output), "training": {"trackers": []}}, stage="toy") as run:
+        if not run.finished:
+            time.monotonic = lambda: 10.0 * engine.step if launched_rank() == 0 else 0.0
+            fit(
+                engine, ToyStream(), collate_by(3), squared_error(engine.model), training=training, run=run,
+                save=lambda: (output / "model" / "weights").mkdir(parents=True, exist_ok=True),
+            )  # fmt: skip
+    time.monotonic = clock
+    return run.finished
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    train(Path(sys.argv[1]) / "whole")
-    train(Path(sys.argv[1]) / "parts", die_at=5)
-    train(Path(sys.argv[1]) / "parts")
+    folder = Path(sys.argv[1])
+    if sys.argv[2:] == ["clock"]:
+        (folder / f"rank-{launched_rank()}").write_text(str([save_by_the_clock(folder) for _ in range(2)]))
+    else:
+        train(folder / "whole")
+        train(folder / "parts", die_at=5)
+        train(folder / "parts")

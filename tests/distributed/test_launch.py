@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -135,9 +134,3 @@ def test_other_optimizers_in_two_processes_equal_one_and_resume(tmp_path, name, 
         file = f"{each}.safetensors"
         bound = 2e-3 if each == "adamw_8bit" else 1e-5  # ZeRO's vectors have 8 bits where small tensors alone have 32
         assert relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file)) <= bound, each
-
-
-def test_relative_error_sees_a_difference():
-    same = {"a": torch.ones(3)}
-    assert relative_error(same, same) == 0.0
-    assert relative_error({"a": torch.tensor([1.0, 1.0, 1.1])}, same) == pytest.approx(0.1 / 3**0.5)

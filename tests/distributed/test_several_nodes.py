@@ -41,12 +41,6 @@ def test_slurm_starts_one_launcher_on_each_node_with_its_own_rank(tmp_path):
         assert node[-5:] == ["-m", "alignment", *command[1:]]
 
 
-@pytest.mark.parametrize("script", [SLURM, TORCHRUN], ids=lambda path: path.name)
-def test_a_script_without_a_config_says_how_it_is_used(script):
-    done = subprocess.run([str(script)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "usage: " in done.stderr
-
-
 @pytest.mark.distributed_slow
 def test_two_torchrun_nodes_train_together(tmp_path, checkpoints, world):
     config = tmp_path / "sft.yaml"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.data.examples import Example, PairExample
+from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.evaluation.language_loss import compare_pairs, language_loss, pair_log_probs
 from alignment.loading import load_model
@@ -51,23 +51,18 @@ def test_text_without_anything_to_predict_is_refused():
         language_loss(Certain(), [Ragged.build([[3]])])
 
 
-def pair(prompt: list[int], chosen: list[int], rejected: list[int], name: str) -> PairExample:
-    sides = [Example(prompt + ids, [False] * len(prompt) + [True] * len(ids), name) for ids in (chosen, rejected)]
-    return PairExample(*sides, None, name)
-
-
 @torch.no_grad()
 def test_a_response_counts_as_the_sum_over_its_tokens_whatever_it_is_batched_with(checkpoints, monkeypatch):
     model = load_model(checkpoints["llama"])
-    pairs = [pair([5, 6], [7, 8, 9], [4], "a"), pair([3], [2], [9, 8, 7, 6, 5, 4], "b"), pair([1, 2], [3], [5], "c")]
-    monkeypatch.setattr(
-        sys.modules[pair_log_probs.__module__], "TOKENS_PER_FORWARD", 9
-    )  # several batches, out of the pairs' order
+    sides = [([5, 6], [7, 8, 9], [4]), ([3], [2], [9, 8, 7, 6, 5, 4]), ([1, 2], [3], [5])]
+    pairs = [Example.answered(prompt, responses, "pair") for prompt, *responses in sides]
+    module = sys.modules[pair_log_probs.__module__]
+    monkeypatch.setattr(module, "TOKENS_PER_FORWARD", 9)  # several batches, out of the pairs' order
     found = pair_log_probs(model, pairs)
     for row, each in enumerate(pairs):
-        for column, side in enumerate((each.chosen, each.rejected)):
-            logits = model(torch.tensor([side.ids])).logits[0]
-            own = [float(logits[i - 1].log_softmax(-1)[side.ids[i]]) for i, flag in enumerate(side.mask) if flag]
+        for column, (ids, mask) in enumerate(zip(each.documents, each.masks, strict=True)):
+            logits = model(torch.tensor([ids])).logits[0]
+            own = [float(logits[i - 1].log_softmax(-1)[ids[i]]) for i, flag in enumerate(mask) if flag]
             assert float(found[row, column]) == pytest.approx(sum(own), abs=1e-5)
     with pytest.raises(UserError, match="comparisons: no pair is left"):
         pair_log_probs(model, [])

@@ -29,7 +29,6 @@ from alignment.training import OptimConfig
 
 N = 40
 RISE = np.linspace(0, 1, N)
-PLAIN = dict.fromkeys(range(N), 1.0)
 
 
 def noise(size: float, seed: int) -> np.ndarray:
@@ -71,15 +70,11 @@ def test_a_healthy_run_has_no_finding():
     assert diagnose(run_of({})) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_noise_alone_gives_no_finding_of_a_trend(seed):
     """Forty lines of a run that rises, with noise of a third of the whole rise, are not taken for a failure."""
-    jitter = np.random.default_rng(seed).standard_normal((3, N)) * 0.33
-    steady = {
-        "score": 0.3 + RISE + jitter[0],
-        "kl": 1.5 * RISE + 0.3 * jitter[1],
-        "pretrain_loss": 0.55 + 0.1 * jitter[2],
-    }
+    jitter = np.random.default_rng(seed).standard_normal((2, N)) * 0.33
+    steady = {"score": 0.3 + RISE + jitter[0], "kl": 1.5 * RISE + 0.3 * jitter[1]}
     assert diagnose(run_of(steady)) == []
 
 
@@ -92,14 +87,10 @@ FAULTS = {  # name: (columns that are planted, the setting that is proposed firs
     "score falls": ({"score": 0.5 - RISE + noise(0.1, 21)}, "optim.learning_rate"),
     "updates too large": ({"clip_fraction": 0.1 + 0.5 * DROP}, "optim.learning_rate"),
     "critic lost": ({"explained_variance": noise(0.05, 22)}, "value_optim.learning_rate"),
-    "critic diverges": ({"explained_variance": noise(0.05, 22) - 1}, "value_optim.learning_rate"),
     "collapse": ({"entropy": 0.45 * (1 - 0.95 * DROP) + noise(0.005, 23)}, "kl_coef"),
     "length hacking": ({"response_tokens": 20 + 27 * RISE + noise(1, 24)}, "missing_end_penalty"),
     "missing ends": ({"ended_share": 1 - 0.8 * RISE}, "missing_end_penalty"),
-    "empty responses": ({"empty_share": 0.4 * RISE}, "missing_end_penalty"),
-    "alignment tax": ({"pretrain_loss": 0.55 + 0.4 * RISE + noise(0.02, 25)}, "pretrain_coef"),
-    "over-optimization": ({"gold_score": 2 - 8 * (RISE - 0.4) ** 2 + noise(0.05, 26)}, "training.max_steps"),
-    "one-sided reward": ({"score/truth": 0.5 - 0.5 * RISE + noise(0.02, 27)}, None),
+    "over-optimization": ({"gold_score": 2 - 8 * (RISE - 0.4) ** 2 + noise(0.05, 26)}, "kl_coef"),
     "gradient spikes": ({"grad_norm": 1 + 30.0 * (np.arange(N) % 9 == 8)}, "optim.learning_rate"),
     "not finite": ({"loss": np.where(RISE > 0.9, np.nan, 0.1)}, "optim.learning_rate"),
 }  # fmt: skip
@@ -111,7 +102,7 @@ def test_a_planted_failure_is_found_and_nothing_else(symptom):
     run = run_of(planted)
     findings = diagnose(run)
     assert [found.symptom for found in findings] == [symptom]
-    assert next((each.key for each in findings[0].settings), None) == first
+    assert findings[0].settings[0].key == first
     assert findings[0].evidence and 1 <= findings[0].steps[0] <= findings[0].steps[1] <= N
     assert next(iter(planted)) in findings[0].evidence
 
@@ -123,8 +114,9 @@ def test_a_planted_failure_is_found_and_nothing_else(symptom):
         ("sampler mismatch", {"importance_weight_mean": np.full(N, 0.6)}),
         ("collapse", {"distinct_share": 1 - 0.7 * DROP}),
         ("collapse", {"repetition": 0.02 + 0.5 * DROP}),
-        ("critic diverges", {"value_loss": 0.2 + 0.6 * RISE}),
         ("updates too large", {"approx_kl": 0.4 * DROP}),
+        ("critic lost", {"explained_variance": noise(0.05, 22) - 1}),
+        ("score flat at the reference", {"score": 0.5 + noise(0.1, 30), "kl": noise(1e-3, 31)}),
     ],
 )
 def test_each_sign_of_a_failure_suffices(symptom, planted):
@@ -155,20 +147,6 @@ def test_an_alarm_during_the_run_and_the_diagnosis_after_it_have_one_limit(alarm
         assert [finding.symptom for finding in diagnose(run)] == [symptom] * found
 
 
-def test_a_policy_that_does_not_move_is_told_from_one_that_moves_without_gain():
-    still = {
-        "score": 0.5 + noise(0.1, 30),
-        "kl": noise(1e-3, 31),
-        "kl_k3": np.full(N, 1e-4),
-        "approx_kl": np.full(N, 1e-9),
-    }
-    findings = diagnose(run_of(still))
-    assert [found.symptom for found in findings] == ["updates too small", "score flat at the reference"]
-    assert [found.settings[0].value for found in findings] == [1e-3, 3e-4]  # ten and three times the step
-    one_update = diagnose(run_of(still, epochs=1, minibatches=1))  # its ratio is 1 by construction
-    assert [found.symptom for found in one_update] == ["score flat at the reference"]
-
-
 def test_a_reward_that_gives_every_sample_the_same_score_is_named():
     samples = [{"step": i, "prompt": "p", "response": "r" * i, "score": 0.25} for i in range(1, 30)]
     found = diagnose(run_of({"score": np.full(N, 0.25), "gold_score": noise(0.1, 1)}, samples))[0]
@@ -181,10 +159,7 @@ def test_scores_that_follow_length_are_found_before_the_limit_is_reached():
     alike = [{"step": int(i), "prompt": "p", "response": "x" * int(10 + i), "score": 0.0 + i % 7} for i in range(60)]
     pays = [{"step": int(i), "prompt": "p", "response": "x" * int(10 + s), "score": s / 60} for i, s in enumerate(step)]
     assert diagnose(run_of(longer, alike)) == []
-    [found] = diagnose(run_of(longer, pays))
-    assert found.symptom == "length hacking"
-    [proposed] = [each.value for each in found.settings if each.key == "rewards"]
-    assert proposed == [{"reward_model": "reward"}, {"length": {"max": 15}}]  # the scores stay
+    assert [found.symptom for found in diagnose(run_of(longer, pays))] == ["length hacking"]
 
 
 def test_filtered_samples_differ_by_construction_and_the_weights_decide():
@@ -224,15 +199,10 @@ STILL = DPO | {  # 25 updates at a learning rate of 5e-6: margin 0.0006, loss 0.
         ("sft", "overfitting", FALLING | {"held_out_loss": 2 + (RISE - 0.5) ** 2}),
         ("reward", "preferences not learned", LEARNED | {"accuracy": 0.5 + noise(0.02, 42), "margin": noise(0.1, 43)}),
         ("reward", "overfitting", LEARNED | {"accuracy": 0.5 + 0.5 * RISE, "held_out_accuracy": np.full(N, 0.6)}),
-        ("reward", "scores tied", LEARNED | {"ties": np.full(N, 0.9)}),
         ("dpo", "chosen responses become unlikely", DPO | {"chosen_reward": -4 * RISE}),
         ("dpo", "policy did not move", STILL),
         ("dpo", "policy did not move", STILL | {"accuracy": 0.5 + noise(0.02, 44), "margin": noise(1e-4, 45)}),
-        (
-            "dpo",
-            "policy did not move",
-            STILL | {"chosen_reward": 1.5 + noise(1e-3, 46)},
-        ),  # of a loss without a reference
+        ("dpo", "policy did not move", STILL | {"chosen_reward": 1.5 + noise(1e-3, 46)}),  # no reference: not from 0
     ],
 )
 def test_failures_of_other_stages_are_found_and_healthy_ones_are_not(stage, symptom, metrics):
@@ -246,14 +216,10 @@ def test_a_policy_whose_rewards_differ_around_the_same_mean_has_moved():
     assert "policy did not move" not in [found.symptom for found in diagnose(run_of(STILL | spread, stage="dpo"))]
 
 
-# Settings that are proposed
-
-
 def test_every_key_that_is_ever_proposed_is_one_of_a_stage():
     stages = ("sft", "reward", "dpo", "ppo", "online_dpo")
     known = {key.name for name in stages for key in config_keys(find_stage(name)[0])}
-    advice = [one for symptom in SYMPTOMS for one in symptom.advice]
-    assert {one.key for one in (*advice, *OVERFLOW_ADVICE)} <= known
+    assert {one.key for symptom in SYMPTOMS for one in symptom.advice} | {one.key for one in OVERFLOW_ADVICE} <= known
 
 
 def test_only_keys_of_the_run_and_other_values_are_proposed():

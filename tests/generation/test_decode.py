@@ -54,22 +54,13 @@ def test_a_row_is_known_by_its_number(model, prompts):
     assert drawn(model, prompts[1::2]).token_ids != everything[1::2]
 
 
-def test_the_seed_fixes_the_draws(model, prompts):
-    assert drawn(model, prompts, seed=1).token_ids == drawn(model, prompts, seed=1).token_ids
-    assert drawn(model, prompts, seed=1).token_ids != drawn(model, prompts, seed=2).token_ids
-
-
 def test_the_global_random_state_plays_no_part(model, prompts):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = drawn(model, prompts).token_ids
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(1)
-    assert drawn(model, prompts).token_ids == first
-
-
-def test_rows_with_the_same_prompt_differ(model):
-    assert len({tuple(tokens) for tokens in drawn(model, [[7, 8]] * 16, stops=[]).token_ids}) == 16
+    assert drawn(model, prompts).token_ids == first != drawn(model, prompts, seed=1).token_ids
 
 
 def test_a_response_ends_with_its_first_stop_token_or_at_the_length(model, prompts):
@@ -95,12 +86,7 @@ def test_responses_that_ended_are_not_decoded_on(checkpoints, monkeypatch):
     assert all(size >= alive > 0.75 * size for size, alive in zip(sizes, running, strict=True))
 
 
-def test_without_stop_tokens_every_response_is_full(model, prompts):
-    result = drawn(model, prompts, stops=[])
-    assert {len(tokens) for tokens in result.token_ids} == {16} and not any(result.ended)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_a_whole_forward(model, prompts, temperature):
     """H31, H33: the numbers PPO takes for the sampling policy are those its update computes."""
     result = drawn(model, prompts, temperature=temperature)
@@ -111,14 +97,6 @@ def test_log_probs_are_those_of_a_whole_forward(model, prompts, temperature):
     with torch.no_grad():
         wanted = model(batch=Ragged.build(documents, masks), temperature=temperature).log_probs
     assert_close(torch.tensor([value for values in result.log_probs for value in values]), wanted, atol=1e-5, rtol=0)
-
-
-def test_log_probs_are_those_of_the_filtered_distribution(model):
-    """With top_k = 1 whatever is drawn was certain."""
-    assert drawn(model, [[5, 6]], top_k=1).log_probs[0] == [0.0] * len(drawn(model, [[5, 6]], top_k=1).token_ids[0])
-    two = drawn(model, [[5, 6]] * 50, top_k=2, max_new_tokens=1)
-    assert len({tokens[0] for tokens in two.token_ids}) == 2
-    assert sum(torch.tensor(sorted({values[0] for values in two.log_probs})).exp()) == pytest.approx(1, abs=1e-5)
 
 
 def test_draws_follow_the_model(checkpoints):
@@ -132,21 +110,6 @@ def test_draws_follow_the_model(checkpoints):
     error = (probability * (1 - probability) / 4000).sqrt()
     assert probability.max() > 0.02
     assert ((share - probability).abs() <= 4 * error + 1 / 4000).all()
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_greedy_equals_that_of_transformers(family, checkpoints, tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
-    prompts = ["Hotel Old Oak. The spa is", "Guest"]
-    ours = generate(
-        load_model(checkpoints[family]), load_tokenizer(checkpoints[family]), prompts, max_new_tokens=24, temperature=0
-    )
-    for prompt, tokens in zip(prompts, ours.token_ids, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")
-        wanted = theirs.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids.input_ids.shape[1] :]
-        assert tokens == wanted.tolist()
 
 
 def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoints, tmp_path):
@@ -174,29 +137,14 @@ def test_texts_leave_the_end_token_out(checkpoints, tokenizer, monkeypatch):
         assert text == tokenizer.decode(tokens[:-1] if ended else tokens)
 
 
-def test_generation_leaves_the_models_mode_alone(checkpoints, tokenizer):
+def test_generation_leaves_the_models_mode_alone_also_after_an_error(checkpoints, tokenizer):
     for training in (True, False):
         model = load_model(checkpoints["gpt2"]).train(training)
         generate(model, tokenizer, ["a"], max_new_tokens=1)
         assert model.training == training
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=r"320 positions.*max_new_tokens"):
             generate(model, tokenizer, ["a"], max_new_tokens=400)
         assert model.training == training
-
-
-def test_dropout_is_off_while_generating(write_checkpoint, tokenizer, tmp_path):
-    model = load_model(write_checkpoint(tmp_path, "gpt2", resid_pdrop=0.5)).train()
-    results = [generate(model, tokenizer, ["a", "b"], max_new_tokens=8) for _ in range(2)]
-    assert results[0] == results[1]
-
-
-def test_what_does_not_fit_the_positions_is_refused(checkpoints, tokenizer):
-    with pytest.raises(UserError, match=r"320 positions.*max_new_tokens"):
-        generate(load_model(checkpoints["llama"]), tokenizer, ["a"], max_new_tokens=320)
-
-
-def test_no_prompts_give_no_responses(checkpoints, tokenizer):
-    assert generate(load_model(checkpoints["llama"]), tokenizer, []).texts == []
 
 
 def test_messages_go_through_the_chat_template(checkpoints, tokenizer):
@@ -254,7 +202,7 @@ def test_settings_of_generate_reach_the_draws(checkpoints, tokenizer):
     seen = set()
     for changes in (
         {}, {"seed": 5}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 3.0},
-        {"temperature": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 1}, {"temperature": 0.0},
+        {"temperature": 0.0, "no_repeat_ngram_size": 1}, {"temperature": 0.0},
     ):  # fmt: skip
         found = generate(model, tokenizer, prompts, **(plain | changes))
         wanted = decode_responses(model, ids, SamplingConfig(**(plain | changes)), stops)
@@ -263,22 +211,8 @@ def test_settings_of_generate_reach_the_draws(checkpoints, tokenizer):
     assert len(seen) == 8  # each setting matters here
 
 
-def test_generate_decodes_as_many_side_by_side_as_asked(checkpoints, tokenizer, monkeypatch):
-    model, sizes = load_model(checkpoints["llama"]), []
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda tokens, cache: (sizes.append(len(tokens)), decode(tokens, cache))[1])
-    generate(model, tokenizer, list("abcde"), max_new_tokens=3, batch_size=2)
-    assert max(sizes) == 2
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(checkpoints, tokenizer):
-    model = build_language_model(load_language_model(checkpoints["llama"]).config | {"vocab_size": len(tokenizer) - 4})
-    with pytest.raises(UserError, match="has 4 tokens that the model's vocabulary"):
-        generate(model, tokenizer, ["a"], max_new_tokens=1)
-
-
 @pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"num_beams": 2}]
+    "settings", [{}, {"temperature": 0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"num_beams": 2}]
 )
 def test_logits_that_are_not_finite_end_the_generation_with_prompt_and_token(checkpoints, settings):
     """The third prompt alone has the token whose embedding is NaN; the others have a response each."""

@@ -77,7 +77,7 @@ def decode_on_ranks(model, max_new_tokens: int, *, agree: bool = True, stops=STO
         return [future.result() for future in futures], [one.forwards for one in models]
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 5, 8, 9, 30])
+@pytest.mark.parametrize("max_new_tokens", [1, 8, 30])
 def test_ranks_with_unequal_rows_and_lengths_run_equally_many_forwards(model, max_new_tokens):
     """Three groups of prompts against one, and responses of up to 30 tokens against 1."""
     responses, forwards = decode_on_ranks(model, max_new_tokens)
@@ -89,7 +89,7 @@ def test_ranks_with_unequal_rows_and_lengths_run_equally_many_forwards(model, ma
         assert found == decode_responses(model, PROMPTS[rank], sampling, STOPS[rank], rows=rows, batch_size=2)
 
 
-@pytest.mark.parametrize("stop", [5, 14, 24, 26, 31])
+@pytest.mark.parametrize("stop", [5, 26])
 def test_rows_that_begin_at_different_times_end_at_their_limit(model, stop):
     """A row of the first rank ends early and another prompt takes it: its rows reach their limits at different steps."""
     stops = [[stop], []]

@@ -1,13 +1,15 @@
 """Encoder-decoders: the source is read once, responses begin after the start token and are those of transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
+from alignment.generation.generate import source_ids, start_token_of, target_text
 from alignment.generation.sampling import sampling_log_probs
-from alignment.generation.text import source_ids, start_token_id, target_text
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
 from tests.generation.stand_in import StandIn
 
@@ -42,7 +44,7 @@ def test_greedy_is_that_of_transformers(pairs, random_prompts, settings):
 @pytest.mark.parametrize(
     "config",
     [
-        BeamConfig(4, max_new_tokens=20, num_returned=2),
+        BeamConfig(4, max_new_tokens=20),
         BeamConfig(3, 2.0, 20, early_stopping=True),
         BeamConfig(3, 0.5, 20, early_stopping="never", repetition_penalty=1.3),
     ],
@@ -54,11 +56,11 @@ def test_beam_search_is_that_of_transformers(pairs, random_prompts, config):
         "num_beams": config.num_beams,
         "length_penalty": config.length_penalty,
         "early_stopping": config.early_stopping,
-        "num_return_sequences": config.num_returned,
         "repetition_penalty": config.repetition_penalty,
     }
     assert found.token_ids == [
-        their_responses(pairs.theirs, prompt, pairs.stops, max_new_tokens=20, **settings) for prompt in random_prompts
+        their_responses(pairs.theirs, prompt, pairs.stops, max_new_tokens=20, **settings)[0]
+        for prompt in random_prompts
     ]
 
 
@@ -130,8 +132,8 @@ def test_messages_are_no_source(pairs, words):
         generate(pairs.ours, words, ["w7", message, message])
 
 
-def test_the_start_token_is_the_configs():
-    assert start_token_id({"model_type": "gpt2"}) is None
-    assert start_token_id({"model_type": "bart", "is_encoder_decoder": True, "decoder_start_token_id": 2}) == 2
+def test_the_start_token_is_the_configs(pairs):
+    assert start_token_of(pairs.ours) == START
+    assert start_token_of(SimpleNamespace(spec=None, config={"model_type": "gpt2"})) is None
     with pytest.raises(UserError, match="no decoder_start_token_id"):
-        start_token_id({"model_type": "t5", "is_encoder_decoder": True})
+        start_token_of(SimpleNamespace(spec=None, config={"model_type": "t5", "is_encoder_decoder": True}))

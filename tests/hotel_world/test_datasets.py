@@ -49,13 +49,6 @@ def test_prompts_columns_say_what_the_text_says(rows):
         assert fold(tuple(row["facts"].items()), FOLDS) in RANGES["prompts_eval"]
 
 
-def test_prompts_and_responses_join_at_a_space(rows):
-    responses = [row["completion"] for row in rows["demonstrations"]]
-    responses += [row[side] for row in rows["comparisons"] for side in ("chosen", "rejected")]
-    assert all(response[0] == " " and response[1] != " " and response == response.rstrip() for response in responses)
-    assert all(row["prompt"].endswith("\nConcierge:") for row in rows["demonstrations"])
-
-
 def test_texts_are_short_and_the_vocabulary_is_closed(rows):
     words = {word.strip(".,:?") for row in rows["pretrain"] for word in row["text"].split()}
     assert 200 < len(words) < 400
@@ -70,15 +63,3 @@ def test_same_seed_same_bytes_and_another_seed_others(tmp_path):
     for name in RANGES:
         assert first[name].read_bytes() == second[name].read_bytes()
         assert first[name].read_bytes() != other[name].read_bytes()
-
-
-def test_writing_again_replaces_the_files(tmp_path):
-    write_world(tmp_path / "world", seed=1, sizes=SMALL)
-    paths = write_world(tmp_path / "world", seed=2, sizes=RowCounts(*[3] * 7))
-    assert all(len(path.read_text().splitlines()) == 3 for path in paths.values())
-    assert [path.name for path in tmp_path.iterdir()] == ["world"]
-
-
-def test_a_file_without_rows_is_refused():
-    with pytest.raises(ValueError, match=r"^prompts must be at least 1"):
-        RowCounts(prompts=0)

@@ -132,7 +132,7 @@ def test_generation_equals_transformers(decoder):
     ours, theirs = decoder
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
     greedy = decode_responses(ours, DOCUMENTS, SamplingConfig(10, temperature=0.0), [2]).token_ids
-    best = [found[0] for found in beam_search(ours, DOCUMENTS, BeamConfig(3, max_new_tokens=10), [2]).token_ids]
+    best = beam_search(ours, DOCUMENTS, BeamConfig(3, max_new_tokens=10), [2]).token_ids
     for row, document in enumerate(DOCUMENTS):
         ids, mask = torch.tensor([document]), torch.ones(1, len(document), dtype=torch.long)
         for found, beams in ((greedy, 1), (best, 3)):
@@ -329,7 +329,7 @@ def test_an_encoder_decoder(tmp_path):
     for row, source in enumerate(DOCUMENTS):
         ids = torch.tensor([source])
         assert greedy[row] == theirs.generate(input_ids=ids, num_beams=1, **options)[0].tolist()[1:]
-        assert found[row][0] == theirs.generate(input_ids=ids, num_beams=4, **options)[0].tolist()[1:]
+        assert found[row] == theirs.generate(input_ids=ids, num_beams=4, **options)[0].tolist()[1:]
 
 
 def test_damage_is_refused_by_name(tmp_path):

@@ -1,6 +1,10 @@
 """NF4 and int8 through bitsandbytes: what is quantized, what it computes, and the same in transformers and peft."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,3 +217,12 @@ def test_no_message_of_bitsandbytes_comes_with_a_forward(low, caplog):
     with caplog.at_level(logging.DEBUG):
         model(batch=Ragged.build(DOCUMENTS))
     assert caplog.records == []
+
+
+def test_nothing_is_fetched_while_bitsandbytes_is_imported(tmp_path):
+    """A stand-in of the package `kernels`, of which bitsandbytes would ask for code on a processor with AVX-512 BF16."""
+    (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__):\n    raise SystemExit('fetched')\n")
+    command = "import alignment, kernels, peft, bitsandbytes, sys; assert sys.modules['kernels'] is kernels"
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "kernels" not in done.stderr, done.stderr

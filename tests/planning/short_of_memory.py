@@ -10,10 +10,10 @@ from io import StringIO
 from pathlib import Path
 
 from alignment import cli
-from alignment.planning import resolve
+from alignment.planning import plan
 
 if __name__ == "__main__":
-    resolve.free_memory = lambda: 10**6  # type: ignore[assignment]
+    plan.free_memory = lambda: 10**6  # type: ignore[assignment]
     with redirect_stderr(StringIO()) as said:
         code = cli.main(["sft", sys.argv[1]])
     print(said.getvalue())

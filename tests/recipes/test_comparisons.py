@@ -10,7 +10,7 @@ from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation.generate import Generation
-from alignment.hotel_world.writers import best_reply
+from alignment.hotel_world.grammar import best_reply
 from alignment.pipeline.stages import load_stage_file
 
 comparisons: Any = load_stage_file(packaged_folder("recipes") / "overoptimization/comparisons.py")

@@ -12,10 +12,10 @@ from alignment.data.rows.read import prompt_key, read_rows
 from alignment.errors import UserError
 from alignment.pipeline.recipe import read_recipe
 from alignment.pipeline.run import plan, run_recipe
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
 ROOT = Path(__file__).resolve().parents[2]
-opening = load_file(packaged_folder("recipes") / "rows.py").opening
+opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
 
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 POLICIES = ("hh", "stories")  # real data, policies compared in the end

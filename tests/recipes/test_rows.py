@@ -9,9 +9,9 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-rows_of: Any = load_file(packaged_folder("recipes") / "rows.py")
+rows_of: Any = load_stage_file(packaged_folder("recipes") / "rows.py")
 SplitConfig, part_of, read_documents, run_split = (
     rows_of.SplitConfig, rows_of.part_of, rows_of.read_documents, rows_of.split
 )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from alignment.config.load import packaged_folder
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-sums: Any = load_file(packaged_folder("recipes") / "verifiable/sums.py")
+sums: Any = load_stage_file(packaged_folder("recipes") / "verifiable/sums.py")
 FOLDS, RANGES, SumCounts, SumsConfig = sums.FOLDS, sums.RANGES, sums.SumCounts, sums.SumsConfig
 Pupil, fold_of, run, work_out = sums.Pupil, sums.fold_of, sums.run, sums.work_out
 SMALL = SumCounts(200, 20, 2000, 100, 100)

@@ -92,37 +92,6 @@ def test_decoding_gives_the_same_tokens_and_steps_do_not_recompile(model_pair, g
 
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64},
-    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": SMALL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
-}
-
-
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "gpt2")]
-)
-def test_other_blocks_compute_the_same(counted, family):
-    torch.manual_seed(0)
-    model, compiled = with_compiled_copy(build_language_model({"model_type": family, **OTHERS[family]}))
-    batch = random_batch(random.Random(2))
-    torch.testing.assert_close(model(batch=batch).log_probs, compiled(batch=batch).log_probs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_computes_the_same(counted, tmp_path):
-    from transformers import GPTJConfig, GPTJForCausalLM
-
-    from alignment.loading import load_model
-
-    torch.manual_seed(0)
-    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128)
-    GPTJForCausalLM(config).save_pretrained(tmp_path)
-    model, compiled = with_compiled_copy(load_model(str(tmp_path)))
-    assert model.source == "transformers"
-    for seed in range(3):
-        batch = random_batch(random.Random(seed))
-        torch.testing.assert_close(model(batch=batch).log_probs, compiled(batch=batch).log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
@@ -135,13 +104,6 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(UserError, match=r"training\.compile: there is no C\+\+ compiler"):
         build_language_model(LLAMA).compile_blocks()
-
-
-def test_products_cannot_be_kept_inside_compiled_graphs():
-    from alignment.training import TrainingConfig
-
-    with pytest.raises(ValueError, match="keep_activations products"):
-        TrainingConfig(compile=True, gradient_checkpointing=True, keep_activations="products")
 
 
 @pytest.mark.slow

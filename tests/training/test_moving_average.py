@@ -57,13 +57,6 @@ def test_swapping_changes_no_bit_of_the_weights_nor_of_the_training():
     assert all(torch.equal(value, weights(with_average)[name]) for name, value in weights(plain).items())
 
 
-def test_frozen_weights_are_not_copied():
-    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    engine = Engine(model, OptimConfig(1e-2), TrainingConfig(ema_decay=0.9), total_steps=1)
-    assert engine.average is not None and sorted(engine.average._average) == ["1.bias", "1.weight"]
-
-
 def test_a_resumed_run_has_the_same_average_and_the_raw_weights_are_in_a_checkpoint(tmp_path, capsys):
     def train(output, steps):
         training = TrainingConfig(max_steps=4, ema_decay=0.8, save_every_steps=2)
@@ -95,17 +88,6 @@ def test_a_resumed_run_has_the_same_average_and_the_raw_weights_are_in_a_checkpo
     resumed, (again, _) = train(tmp_path / "parts", 0)
     assert all(torch.equal(value, again[name]) for name, value in saved.items())
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in raw.items())
-
-
-def test_a_checkpoint_without_its_average_is_refused(tmp_path):
-    from alignment.errors import UserError
-    from alignment.training import restore_checkpoint, save_checkpoint
-
-    engine = toy_engine(training=TrainingConfig(ema_decay=0.9))
-    path = save_checkpoint(tmp_path, 0, engine, {}, {}, keep=1)
-    (path / "average.safetensors").unlink()
-    with pytest.raises(UserError, match=r"average\.safetensors is missing"):
-        restore_checkpoint(path, engine, {})
 
 
 @pytest.mark.parametrize("adapter", [None, LoRASpec(rank=4)], ids=["full", "LoRA"])

@@ -7,8 +7,7 @@ import torch
 
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.examples import Example
-from alignment.training.source_metrics import Sources
-from alignment.training.terms import LossSum, averages, named_sums
+from alignment.training.terms import LossSum, Sources, averages
 from tests.examples import pair_example
 
 
@@ -20,7 +19,7 @@ def logged(*losses, weight):
     """What an update over several micro-batches logs."""
     sums = {}
     for loss in losses:
-        for key, value in named_sums(loss).items():
+        for key, value in loss.named_sums().items():
             sums[key] = sums.get(key, 0.0) + float(value)
     return {"loss": sum(float(loss.total.detach()) for loss in losses) / weight, **averages(sums, weight)}
 
@@ -49,16 +48,6 @@ def test_loss_weights_by_hand():
     }  # fmt: skip
     (loss.total / batch.weight).backward()
     assert losses.grad.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 3 / 6])
-
-
-def test_equal_loss_weights_change_nothing():
-    [plain] = collate([example(3, 0), example(1, 1)], 100)
-    doubled = Sources(("code", "chat"), (2.0, 2.0))
-    [weighted] = doubled.weighted(collate)([example(3, 0), example(1, 1)], micro_batch_tokens=100)
-    losses = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert (
-        float(doubled.loss_sum(losses, weighted).total) / weighted.weight == 3.0 == float(losses.sum()) / plain.weight
-    )
 
 
 def test_the_split_into_micro_batches_changes_no_mean():
@@ -115,20 +104,3 @@ def test_a_perplexity_is_the_exponential_of_the_mean_over_the_whole_update():
     assert logged(*parts, weight=2.0)["perplexity/code"] == pytest.approx(math.exp(2.0))
     huge = LossSum(torch.tensor(0.0), {}, {"perplexity": (torch.tensor(1e6), torch.tensor(1.0))})
     assert logged(huge, weight=1.0)["perplexity"] == math.inf
-
-
-def test_without_names_and_weights_there_is_nothing_but_the_loss():
-    [batch] = collate([example(2, 0)], 100)
-    none = Sources()
-    loss = none.loss_sum(
-        torch.tensor([1.0, 2.0]), batch, {"wins": torch.tensor(1.0)}, accuracy=torch.tensor([1.0, 0.0])
-    )
-    assert (float(loss.total), list(loss.metrics), loss.means) == (3.0, ["wins"], {})
-    assert none.weighted(collate) is collate
-
-
-def test_a_batch_that_does_not_know_its_sources_is_refused():
-    from alignment.ragged import Ragged
-
-    with pytest.raises(ValueError, match="without the sources of its rows"):
-        TWO.means(Ragged.build([[1, 2]]))

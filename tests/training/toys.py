@@ -104,13 +104,6 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in backend.gather(list(backend.unwrapped.state_dict()))}
 
 
-def relative_change_error(before: dict[str, Tensor], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """|change to one - change to other| / |change to other|, over all weights."""
-    difference = sum(float((one[name] - other[name]).double().pow(2).sum()) for name in before) ** 0.5
-    size = sum(float((other[name] - before[name]).double().pow(2).sum()) for name in before) ** 0.5
-    return difference / size
-
-
 def equal(one: Engine, other: Engine) -> bool:
     """True where two engines have the same weights, bit by bit."""
     theirs = weights(other)

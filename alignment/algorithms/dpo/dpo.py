@@ -26,7 +26,7 @@ from alignment.losses.preference import dpo_loss
 from alignment.models.shared_weights import SharedWeights
 from alignment.training import LossSum, fit
 from alignment.training.distributed import shares_weights
-from alignment.training.source_metrics import ONE_SOURCE, Sources
+from alignment.training.terms import ONE_SOURCE, Sources
 
 
 def run(config: DPOConfig) -> Path:

@@ -23,8 +23,9 @@ from alignment.algorithms.finetune.scoring import finetune_loss_fn, predict_exam
 from alignment.algorithms.policies import save_output, tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.config import DataConfig, Part
-from alignment.data.tasks.examples import (
+from alignment.data.tasks import (
     FORMATS,
+    FinetuneTask,
     Format,
     LabeledExamples,
     TaskFormat,
@@ -32,7 +33,6 @@ from alignment.data.tasks.examples import (
     collate_tasks,
     prepare_labeled,
 )
-from alignment.data.tasks.rows import FinetuneTask
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
@@ -53,7 +53,7 @@ class FinetuneConfig(Settings):
 
     Attributes:
         task: classification, pair_classification, token_classification, question_answering or multiple_choice; for their
-            columns see `read_labeled` in data/tasks/rows.py.
+            columns see `read_labeled` in data/tasks.py.
         data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
         policy: checkpoint to start from, encoder, decoder or encoder-decoder; its head is replaced by a new one.
@@ -180,12 +180,7 @@ def run(config: FinetuneConfig) -> Path:
 
 
 def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
-    """The directory of the checkpoint that the model starts from, or the config of a fresh one.
-
-    Raises:
-        UserError: no such checkpoint, an adapter's directory; a decoder that runs as transformers' class, or an adapter
-            for an encoder that does.
-    """
+    """The directory of the checkpoint that the model starts from, or the config of a fresh one."""
     if config.policy is None:
         return dict(config.model or {})
     directory = find_directory(config.policy)
@@ -207,9 +202,6 @@ def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFo
 
     Args:
         model: config.json, for its family.
-
-    Raises:
-        UserError: a decoder's format or loss for a model that is no decoder.
     """
     name, decoder = model.get("model_type"), False
     if not is_external_type(dict(model)):  # else an encoder
@@ -239,9 +231,6 @@ def read_part(
 
     Args:
         names: id2label that the rows must keep to; None: made from the rows.
-
-    Raises:
-        UserError: as `prepare_labeled`; questions without an answer where `no_answer` is off.
     """
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:

@@ -1,6 +1,6 @@
 """The model that is fine-tuned: a classification head on a checkpoint's backbone; its trained and its saved weights.
 
-Rows become its inputs in data/tasks/examples.py; losses and metrics are in scoring.py.
+Rows become its inputs in data/tasks.py; losses and metrics are in scoring.py.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from alignment.adapters.attach import attach, merged_state
 from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.policies import start_device
-from alignment.data.tasks.rows import FinetuneTask
+from alignment.data.tasks import FinetuneTask
 from alignment.losses.language import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled

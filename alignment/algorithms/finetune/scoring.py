@@ -1,8 +1,8 @@
-"""From a classifier's logits to the loss, held-out metrics and answers of each fine-tuning task."""
+"""From a classifier's logits to the loss, held-out metrics and predictions of each fine-tuning task."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,26 @@ from alignment.algorithms.finetune.metrics import (
     class_metrics,
     entity_metrics,
 )
-from alignment.data.tasks.examples import LabeledExamples, TaskBatch, TaskExample, TaskFormat, collate_tasks
-from alignment.data.tasks.rows import FinetuneTask
+from alignment.algorithms.finetune.model import HEADS
+from alignment.data.tasks import (
+    NO_TEXT,
+    FinetuneTask,
+    LabeledExamples,
+    LabeledRow,
+    TaskBatch,
+    TaskExample,
+    TaskFormat,
+    collate_tasks,
+    encode_rows,
+)
+from alignment.errors import UserError, raise_all
+from alignment.loading import best_device, find_directory, load_tokenizer
 from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss
-from alignment.models.outputs import ClassifierOutput, DoubleHeadsOutput
-from alignment.ragged import Ragged, group_by_length
+from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.outputs import DoubleHeadsOutput
+from alignment.models.safetensors_files import read_config
+from alignment.ragged import group_by_length
 from alignment.training import LossSum
-
-
-class Classifier(Protocol):
-    """A model with a classification head, and perhaps a language head."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
-    def __call__(self, *, batch: Ragged) -> ClassifierOutput | DoubleHeadsOutput: ...
 
 
 class Predictions(NamedTuple):
@@ -46,7 +53,7 @@ class Predictions(NamedTuple):
     log_probs: Tensor | None
 
 
-def predict_batch(model: Classifier, batch: TaskBatch, task: FinetuneTask) -> Predictions:
+def predict_batch(model: nn.Module, batch: TaskBatch, task: FinetuneTask) -> Predictions:
     """The logits of a batch's rows, and the loss of its labels.
 
     Source: answers: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
@@ -75,7 +82,7 @@ def _logits_by_row(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequ
     return logits.new_zeros(len(batch.labels), logits.shape[-1]).index_add(0, batch.rows, logits).unbind()
 
 
-def finetune_loss_fn(model: Classifier, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
+def finetune_loss_fn(model: nn.Module, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
     """The loss of the labels plus `language_coef` times the language-model loss of the same texts.
 
     L3 = L2 + lambda L1; L1 is the mean over a text's tokens, the mean over the texts of a row, and summed over rows
@@ -110,7 +117,7 @@ def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
 
 @torch.no_grad()
 def predict_examples(
-    model: Classifier, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
+    model: nn.Module, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
 ) -> tuple[list[Tensor], float]:
     """The logits of each example, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
     device = next(model.parameters()).device
@@ -180,3 +187,58 @@ def best_answers(
     return [
         "" if form.no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)
     ]
+
+
+def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_384) -> list[Any]:
+    """The predictions of a model of `alignment finetune` for each row, in order.
+
+    Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label;
+    token_classification, a list of words -> a list of labels, None for words beyond `max_length` or without a token;
+    question_answering, (question, context) -> the answer, "" for none; multiple_choice, (context, choices) -> the index
+    of the best choice.
+
+    Args:
+        source: `output/model` of a run.
+
+    Raises:
+        UserError: a model of another origin, or rows of which the tokenizer makes no token.
+    """
+    if not rows:
+        return []
+    config, tokenizer, form = read_config(find_directory(source)), load_tokenizer(source), task_format(source)
+    names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
+    label = names[0] if form.names_classes else 0
+    labeled = [_with_label(form, row, str(number), label) for number, row in enumerate(rows)]
+    examples, _ = encode_rows(labeled, form, tokenizer, names)
+    encoded = {example.row_id for example in examples}
+    raise_all(f"row {row.row_id}: {NO_TEXT}" for row in labeled if row.row_id not in encoded)
+    logits, _ = predict_examples(load_finetuned(source, best_device()), examples, form.task, micro_batch_tokens)
+    if form.task == "question_answering":
+        return best_answers(examples, logits, [context for _, context in rows], form)
+    if form.task == "token_classification":
+        return [
+            [None if token is None else names[int(each[token].argmax())] for token in example.word_tokens]
+            for example, each in zip(examples, logits, strict=True)
+        ]
+    best = [int(each.argmax()) for each in logits]
+    return [names[number] for number in best] if form.names_classes else best
+
+
+def _with_label(form: TaskFormat, row: Sequence[object], row_id: str, label: str | int) -> LabeledRow:
+    """The row in the form of a training row, `label` in the place of its labels."""
+    count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
+    inputs = {"classification": (row, None), "token_classification": (list(row),)}.get(form.task) or tuple(row)
+    return LabeledRow(inputs, (label,) * count, row_id)
+
+
+def task_format(source: str) -> TaskFormat:
+    """The form of the rows of a fine-tuned model."""
+    settings = (read_config(find_directory(source)).get("task_specific_params") or {}).get("finetune")
+    if settings is None:
+        raise UserError(f"{source}: config.json does not say how rows are read; `alignment finetune` writes it there")
+    return TaskFormat(**settings)
+
+
+def load_finetuned(source: str, device: str = "cpu") -> Any:
+    """A fine-tuned model in eval mode; errors as in `task_format`."""
+    return load_pretrained(find_directory(source), HEADS[task_format(source).task], device=device)

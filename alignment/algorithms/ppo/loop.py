@@ -22,7 +22,7 @@ from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
-from alignment.training import TrainingConfig, load_run_state, note_endless_warmup, save_run_state
+from alignment.training import TrainingConfig, load_run_state, save_run_state
 from alignment.training.loop import is_due
 from alignment.training.result import Result
 from alignment.training.run.directory import Run
@@ -47,7 +47,6 @@ def learn_from_rollouts(
     note_memory(run, state.roles)
     saved = load_run_state(run, state.engines, training)
     result.restore(saved)
-    note_endless_warmup(run, state.engines)
     first = 0 if saved is None else saved["step"]
     if saved is not None:
         state.restore(saved)
@@ -69,7 +68,6 @@ def learn_from_rollouts(
                 run.note(f"the run ends after iteration {step + 1}: {reason(held_out, training, result)}")
         report(run, state, config, metrics, rollout, step=step + 1, seconds=seconds)
         save_run_state(run, state.engines, training, step + 1, result.state() | state.saved())
-        result.delete_older()
         if step + 1 == run.total and (step + 1 < last or result.best is not None):
             result.write(step + 1)
 

@@ -22,8 +22,8 @@ from alignment.models.transformer import TransformerSpec
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.functions import import_own
 from alignment.training import Run
-from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 from alignment.training.distributed import ProcessGroup
+from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 from alignment.training.speed import peak_tflops
 
 NGRAM = 4  # tokens of the n-grams whose repetition is counted

@@ -26,7 +26,7 @@ from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.algorithms.scoring import RewardSource
 from alignment.data.batches import collate
 from alignment.data.examples import Example
-from alignment.data.mixture import RowOrder, stream_of
+from alignment.data.stream import Stream, stream_of
 from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -51,9 +51,9 @@ class RolloutData:
     """Prompts and PPO's pretraining mix as streams, with the tokenizer that made them, and the held-out prompts."""
 
     tokenizer: Tokenizer
-    prompts: RowOrder
+    prompts: Stream
     iterations: int
-    texts: RowOrder | None = None
+    texts: Stream | None = None
     held_out: Sequence[Example] = ()
 
     def prompts_of(self, step: int) -> Sequence[Example]:
@@ -218,7 +218,7 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     return load_value_model(source, config.adapter, own, None, head=head, bases=bases)
 
 
-def local_texts(config: PPOConfig, texts: RowOrder, group: ProcessGroup, update: int) -> list[Batch]:
+def local_texts(config: PPOConfig, texts: Stream, group: ProcessGroup, update: int) -> list[Batch]:
     """This rank's micro-batches of the texts of one update."""
     to_batches = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
     return shard_rows(texts.rows_at(update), to_batches, group.rank, group.size)

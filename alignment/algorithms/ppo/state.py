@@ -14,8 +14,7 @@ from alignment.errors import UserError
 from alignment.generation import Responses, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
-from alignment.rewards.combine import Rewards, ScoreFunction
-from alignment.rewards.normalize import mean_and_deviation, no_deviation
+from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_deviation, no_deviation
 from alignment.training import Engine
 from alignment.training.distributed import ProcessGroup
 

@@ -14,15 +14,8 @@ from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import (
-    collate_masked,
-    collate_seq2seq,
-    infilling,
-    mask_tokens_of,
-    prefix_modeling,
-    span_corruption,
-)
-from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
+from alignment.data.pretraining.masked import SentencePairBatch, collate_masked, collate_sentence_pairs, mask_tokens_of
+from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefix_modeling, span_corruption
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss, next_sentence_loss
@@ -30,7 +23,7 @@ from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
 from alignment.training import Collate, LossFn, LossSum
-from alignment.training.source_metrics import ONE_SOURCE, Sources
+from alignment.training.terms import ONE_SOURCE, Sources
 
 Density = Annotated[float, Interval(gt=0, lt=1)]
 MeanSpan = Annotated[float, Ge(1)]
@@ -123,7 +116,7 @@ class DistillationConfig(Settings):
     RULES = (Rule("soft_coef", lambda c: c.soft_coef + c.cosine_coef == 0, "or cosine_coef must be above 0"),)
 
 
-LogitsModel = Callable[..., LogitsOutput]  # (batch=..., return_logits=True), a language model
+LogitsModel = Callable[..., LogitsOutput]
 
 
 def task_of(objective: Objective) -> str:
@@ -137,12 +130,9 @@ def collate_for_objective(
     """The function (seeded rows, micro_batch_tokens) -> micro-batches; each row is corrupted by its own generator.
 
     Args:
-        examples: all examples, for passages to take other sentences from and the number of sentinels.
+        examples: all of them: other sentences come from there, and the number of sentinels that are needed.
         start_id: token that starts the model's decoder; None for a model without one.
         max_length: most tokens of a sentence pair.
-
-    Raises:
-        UserError: the tokenizer lacks a token that the objective needs.
     """
     match objective:
         case Causal():
@@ -164,8 +154,7 @@ def collate_for_objective(
             corrupt = prefix_modeling(tokenizer)
         case Infilling(density=density, mean_span=mean_span):
             corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
-    if start_id is None:
-        raise TypeError(f"{objective.kind} trains an encoder-decoder, and needs the token that starts its decoder")
+    assert start_id is not None
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
@@ -178,8 +167,7 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
     def loss_fn(batch: SentencePairBatch) -> LossSum:
         output = model(batch=batch.ragged)
         logits = output.next_sentence_logits
-        if logits is None:
-            raise TypeError("the model has no next-sentence head")
+        assert logits is not None  # the family built a next-sentence head
         tokens = -(output.log_probs * batch.token_shares)
         masked = tokens.sum()
         next_sentence = next_sentence_loss(logits, batch.labels)
@@ -194,14 +182,9 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
 def distillation_loss_fn(
     student: LogitsModel, teacher: LogitsModel, config: DistillationConfig, sources: Sources = ONE_SOURCE
 ) -> LossFn:
-    """Loss function of distillation: the three terms of `DistillationConfig`, summed over the batch's targets.
+    """Loss function of distillation: the terms of `DistillationConfig`, summed over the batch's targets.
 
     The load-balancing loss of experts is not part of it.
-
-    Args:
-        student: the engine's model.
-        teacher: frozen, of the same kind; it reads the batch that the student reads.
-        sources: of the rows, for metrics of each.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
@@ -33,6 +33,7 @@ from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
 from alignment.data.table import Rows, describe_cache
+from alignment.data.text.named_templates import read_chat_template
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
@@ -47,6 +48,14 @@ from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_m
 from alignment.training.distributed import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
+MODELS = {  # kind of objective -> class of the models that it trains
+    "causal": "LanguageModel",
+    "masked": "MaskedLanguageModel",
+    "sentence_pairs": "MaskedLanguageModel",
+    "span_corruption": "Seq2SeqModel",
+    "prefix": "Seq2SeqModel",
+    "infilling": "Seq2SeqModel",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class PretrainConfig(Settings):
         vocabulary: train a tokenizer of this size on the data instead.
         tokenizer_kind: kind of the new tokenizer; bytes and characters need no `vocabulary`.
         sentinels: number of tokens <extra_id_0> ... of a new unigram or byte tokenizer, for span corruption.
-        chat_template: Jinja text or file, saved with a new byte-level BPE tokenizer.
+        chat_template: a built-in name, a file or Jinja text, saved with a new byte-level BPE tokenizer.
         distillation: learn from a teacher as well.
     """
 
@@ -104,6 +113,16 @@ class PretrainConfig(Settings):
             "vocabulary",
             lambda c: c.policy is not None and c.trains_tokenizer,
             "and tokenizer_kind train a new tokenizer, which cannot fit the checkpoint in `policy`",
+        ),
+        Rule(
+            "sentinels",
+            lambda c: c.sentinels is not None and c.tokenizer_kind not in ("unigram", "bytes"),
+            "are tokens of a new tokenizer of kind unigram or bytes",
+        ),
+        Rule(
+            "chat_template",
+            lambda c: c.chat_template is not None and not (c.trains_tokenizer and c.tokenizer_kind == "bpe"),
+            "goes with a new tokenizer of kind bpe; another one keeps its own",
         ),
         Rule(
             "add_tokens",
@@ -218,20 +237,14 @@ def find_tokenizer(config: PretrainConfig) -> Any:
     options: dict[str, Any] = {} if config.sentinels is None else {"sentinels": config.sentinels}
     if config.tokenizer_kind == "bpe" and config.objective.kind == "masked":
         options["special_tokens"] = ("<s>", "</s>", "<pad>", "<mask>")
-    template = config.chat_template
-    if template is not None:
-        inline = "\n" in template or not Path(template).is_file()
-        options["chat_template"] = template if inline else Path(template).read_text(encoding="utf-8")
+    if config.chat_template is not None:
+        options["chat_template"] = read_chat_template(config.chat_template)
     texts = (row.text for row in rows if isinstance(row, Text))
     return train_tokenizer(config.tokenizer_kind, texts, config.vocabulary, **options)
 
 
 def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, Any]:
-    """The model to train, and the teacher or None.
-
-    Raises:
-        UserError: the model does not fit the objective or the vocabulary, or the teacher does not fit the model.
-    """
+    """The model to train, and the teacher or None."""
     task, distillation = task_of(config.objective), config.distillation
     own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
@@ -250,51 +263,24 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
         return policy, None
     teacher = load_pretrained(find_directory(distillation.teacher), task).requires_grad_(False)
     check_kind(config.objective, teacher)
-    check_teacher(distillation, policy.model, teacher)
+    if teacher.spec.vocabulary != policy.model.spec.vocabulary:
+        raise UserError(
+            f"distillation.teacher: {distillation.teacher} has {teacher.spec.vocabulary} tokens, the model "
+            f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
+        )
+    specs = [
+        getattr(model.spec, "decoder", model.spec) for model in (policy.model, teacher) if model.source == "native"
+    ]
+    if distillation.cosine_coef and (len(specs) < 2 or len({spec.output_width or spec.width for spec in specs}) > 1):
+        raise UserError(
+            "distillation.cosine_coef compares hidden states: it takes two models of our own families, equally wide; set 0"
+        )
     if distillation.copy_layers:
         init_from_teacher(policy.model, teacher)
     return policy, teacher
 
 
-class TrainedModel(Protocol):
-    """A native model or one of transformers."""
-
-    source: str
-    config: dict[str, Any]
-    spec: Any
-
-
-def check_teacher(config: DistillationConfig, student: TrainedModel, teacher: TrainedModel) -> None:
-    """Refuse a teacher with another vocabulary, or with hidden states that the cosine loss cannot compare."""
-    if teacher.spec.vocabulary != student.spec.vocabulary:
-        raise UserError(
-            f"distillation.teacher: {config.teacher} has {teacher.spec.vocabulary} tokens, the model "
-            f"{student.spec.vocabulary}; a student needs its teacher's tokenizer"
-        )
-    if config.cosine_coef and "transformers" in (student.source, teacher.source):
-        raise UserError(
-            "distillation.cosine_coef needs hidden states, which transformers' own classes do not give; set 0"
-        )
-    specs = [getattr(model.spec, "decoder", model.spec) for model in (student, teacher)]
-    own, theirs = [spec.output_width or spec.width for spec in specs] if config.cosine_coef else (0, 0)
-    if own != theirs:
-        raise UserError(
-            f"distillation.cosine_coef compares hidden states, and the student's are {own} wide, the teacher's {theirs}; "
-            "set it to 0, or make them equally wide"
-        )
-
-
-MODELS = {  # kind of objective -> class of the models that it trains
-    "causal": "LanguageModel",
-    "masked": "MaskedLanguageModel",
-    "sentence_pairs": "MaskedLanguageModel",
-    "span_corruption": "Seq2SeqModel",
-    "prefix": "Seq2SeqModel",
-    "infilling": "Seq2SeqModel",
-}
-
-
-def check_kind(objective: Objective, model: TrainedModel) -> None:
+def check_kind(objective: Objective, model: Any) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
     found = type(model).__name__
     if model.source == "native" and found != MODELS[objective.kind]:

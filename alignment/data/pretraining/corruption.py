@@ -12,7 +12,7 @@ import numpy as np
 from annotated_types import Interval
 
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import RowOrder
+from alignment.data.stream import Stream
 from alignment.data.streaming import OrderState, StreamedOrder
 from alignment.settings import Rule, Settings, Share
 
@@ -40,7 +40,7 @@ class SeededRow(Generic[Row]):
 class EpochStream(Generic[Row]):
     """A stream whose rows carry their epoch, so that a row is corrupted differently each time it is seen."""
 
-    stream: RowOrder[Row] | StreamedOrder[Row]
+    stream: Stream[Row] | StreamedOrder[Row]
 
     def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, in the order of `Stream.rows_at`."""
@@ -128,8 +128,6 @@ def choose(
 def _choose_words(words: Sequence[tuple[int, int]], most: int, generator: np.random.Generator) -> list[int]:
     """The tokens of whole words in random order; a word that would exceed the budget is skipped.
 
-    If every word is longer than the budget, the first word in that order is chosen all the same.
-
     Source: BERT's whole-word masking, google-research/bert, README of 31 May 2019.
     """
     order, chosen = generator.permutation(len(words)), []
@@ -147,9 +145,6 @@ def _choose_spans(
     generator: np.random.Generator,
 ) -> np.ndarray:
     """Spans of whole words until the budget is met, each a group; the last word may exceed it.
-
-    Lengths in words are geometric, truncated at `longest_span` (a mean of 3.8 at 0.2 and 10); a span begins at any word
-    not chosen yet. It ends early at a special token, at a word chosen before and where the budget is met.
 
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """

@@ -1,13 +1,38 @@
-"""Checks of single fields of a row: text, numbers, lists. Each returns the clean value or raises `BadRow`. Messages: messages.py."""
+"""Checks of single fields of a row: text, numbers, lists, messages, tools. Each returns the clean value or raises `BadRow`.
 
+Messages are understood as OpenAI writes them, also with content as a list of text parts and with the older `function_call`; and as
+ShareGPT's `from` and `value` with the roles `function_call` and `observation`; reasoning under any of its three names.
+"""
+
+import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Columns
+from alignment.data.rows.records import Columns, Message, Messages, Tools
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
+ROLES = {  # name of a role in data files -> chat templates' name
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+CALL_ROLE = "function_call"  # ShareGPT: the text of the message is the call
+TEXT_ONLY = "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class BadRow(Exception):
@@ -50,11 +75,7 @@ def _present(row: Columns, key: str) -> Any:
 
 
 def text_field(row: Columns, key: str, *, may_be_empty: bool = False) -> str:
-    """The text under `key`.
-
-    Raises:
-        BadRow: missing, null, not text, or nothing but white space.
-    """
+    """The text under `key`; null and white space are none, unless it `may_be_empty`."""
     value = _present(row, key)
     if value is None and may_be_empty:
         return ""
@@ -82,11 +103,7 @@ def number_field(row: Columns, key: str) -> float | None:
 
 
 def flag_field(row: Columns, key: str) -> bool:
-    """True or false under `key`, also written as 0 or 1, or as text (CSV).
-
-    Raises:
-        BadRow: missing, or anything else.
-    """
+    """True or false under `key`, also written as 0 or 1, or as text (CSV)."""
     value = _present(row, key)
     word = str(value).strip().lower() if isinstance(value, str | bool | int | float) else ""
     if word not in FLAGS:
@@ -95,11 +112,7 @@ def flag_field(row: Columns, key: str) -> bool:
 
 
 def list_field(row: Columns, key: str) -> list[Any]:
-    """The list under `key`.
-
-    Raises:
-        BadRow: missing, not a list, or empty.
-    """
+    """The list under `key`, which is not empty."""
     value = _present(row, key)
     if not isinstance(value, list):
         raise BadRow(key, f"must be a list, is {type_name(value)}")
@@ -109,11 +122,7 @@ def list_field(row: Columns, key: str) -> list[Any]:
 
 
 def object_field(row: Columns, key: str) -> Columns:
-    """The object under `key`.
-
-    Raises:
-        BadRow: missing, or anything else.
-    """
+    """The object under `key`."""
     value = row.get(key)
     if not isinstance(value, dict):
         raise BadRow(key, f"must be an object, is {type_name(value)}" if key in row else "missing")
@@ -121,12 +130,185 @@ def object_field(row: Columns, key: str) -> Columns:
 
 
 def objects_field(row: Columns, key: str) -> list[Columns]:
-    """The list of objects under `key`; empty where it is missing or null.
-
-    Raises:
-        BadRow: anything else.
-    """
+    """The list of objects under `key`; empty where it is missing or null."""
     value = row.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRow(key, "must be a list of objects", repr(value)[:40])
     return value
+
+
+# Messages
+
+
+def messages_field(row: Columns, key: str) -> Messages:
+    """The messages under `key`.
+
+    Raises:
+        BadRow: not a list of messages, an unknown role, content that is not text, a malformed tool call.
+    """
+    value = row.get(key)
+    if not isinstance(value, list):
+        raise BadRow(key, f"must be a list of messages, is {type_name(value)}")
+    if not value:
+        raise BadRow(key, "is an empty list")
+    return [_message(message, key, f"{key}[{index}]") for index, message in enumerate(as_chatml(value))]
+
+
+def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
+    """`from`/`value` messages as `role`/`content`, others as they are; the argument is not changed."""
+    names = {"from": "role", "value": "content"}
+    return [
+        {names.get(name, name): value for name, value in message.items()}
+        if isinstance(message, dict) and "from" in message
+        else message
+        for message in messages
+    ]
+
+
+def _message(message: object, key: str, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise BadRow(key, "a message must be an object with role and content", f"{where} is {type_name(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRow(key, "unknown role", f"{where} has {role!r}; known: {', '.join(ROLES)}")
+    calls = _tool_calls(message, role, key, where)
+    if calls and ROLES[role] != "assistant":
+        raise BadRow(key, "only the assistant can call tools", f"{where} is the {role}'s")
+    content = None if role == CALL_ROLE else _joined(message.get("content"))
+    present = {"content": content} if "content" in message else {}
+    if calls and content is None:
+        present = {"content": ""}
+    try:
+        text = text_field(present, "content", may_be_empty=bool(calls) or ROLES[role] == "tool")
+    except BadRow as bad:
+        raise BadRow(key, f"content of a message {bad.reason.removeprefix('content: ')}", where) from bad
+    clean = Message(role=ROLES[role], content=text)
+    if calls:
+        clean["tool_calls"] = calls
+    for name in ("name", "tool_call_id"):
+        if isinstance(value := message.get(name), str) and value:
+            clean[name] = value
+    thoughts = next((message[name] for name in REASONING if message.get(name)), None)
+    if thoughts is not None and ROLES[role] == "assistant":
+        if not isinstance(thoughts, str):
+            raise BadRow(key, f"reasoning must be text, is {type_name(thoughts)}", where)
+        clean["reasoning_content"] = thoughts
+    return clean
+
+
+def _tool_calls(message: Columns, role: str, key: str, where: str) -> list[dict[str, Any]]:
+    """The tool calls of a message in OpenAI's form, arguments as an object."""
+    calls = message.get("function_call") or message.get("tool_calls") or []
+    if role == CALL_ROLE:
+        calls = _decoded(message.get("content"), key, where)
+    return [_call(call, key, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(call: object, key: str, where: str) -> dict[str, Any]:
+    function = _function(call)
+    if function is None or not function["name"]:
+        raise BadRow(key, "a tool call must be an object that names its function", f"{where}: {call!r:.60}")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments or "{}", key, where)
+    if not isinstance(arguments, dict | None):
+        raise BadRow(key, "the arguments of a tool call must be an object", f"{where}: {arguments!r:.60}")
+    clean: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return clean | {"id": call["id"]} if isinstance(call, dict) and isinstance(call.get("id"), str) else clean
+
+
+def _function(item: object) -> dict[str, Any] | None:
+    """The object that names a function, which may be in another under `function`."""
+    function = item.get("function", item) if isinstance(item, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+
+
+def _decoded(text: object, key: str, where: str) -> Any:
+    """A tool call, or its arguments, from JSON."""
+    try:
+        return json.loads(cast("str", text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(key, "a tool call must be JSON", f"{where}: {text!r:.60}") from error
+
+
+def _joined(content: object) -> object:
+    """One text of content that is a list of text parts, as OpenAI's may be; any other as it is."""
+    parts = content if isinstance(content, list) and content else [None]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    return "".join(cast("list[str]", texts)) if all(isinstance(text, str) for text in texts) else content
+
+
+def tools_field(row: Columns, key: str = "tools") -> Tools | None:
+    """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none.
+
+    Raises:
+        BadRow: no list of objects that each name a function.
+    """
+    value = row.get(key)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise BadRow(key, "must be a list of tool definitions, or that list as JSON", repr(value)[:60]) from error
+    tools: Tools = []
+    for tool in value if isinstance(value, list) else [value] if value else []:
+        function = _function(tool)
+        if function is None:
+            raise BadRow(key, "a tool definition must be an object that names its function", repr(tool)[:60])
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def turn_weights(row: Columns, key: str) -> list[bool | None]:
+    """True for each message under `key` that counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
+
+    Raises:
+        BadRow: another weight, or a message of someone else than the assistant that is to count.
+    """
+    weights: list[bool | None] = []
+    for message in as_chatml(cast("list[object]", row[key])):
+        value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
+        if value is not None and value not in (0, 1):
+            raise BadRow(key, "the weight of a message must be 0 or 1", repr(value)[:40])
+        if value and ROLES[message["role"]] != "assistant":
+            raise BadRow(key, "only the assistant's messages can count, another has weight 1", message["role"])
+        weights.append(None if value is None else bool(value))
+    return weights
+
+
+def prompt_field(row: Columns, key: str) -> str | Messages:
+    """A prompt: text, or messages that do not end with the assistant."""
+    if not isinstance(row.get(key), list):
+        return text_field(row, key)
+    messages = messages_field(row, key)
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(key, "ends with an assistant message, so nothing is left to answer")
+    return messages
+
+
+def reply_message(row: Columns, key: str) -> Message:
+    """A response as an assistant message: text, or a list of exactly one assistant message, or that message itself."""
+    value = row.get(key)
+    if not isinstance(value, list | dict):
+        return Message(role="assistant", content=text_field(row, key))
+    messages = messages_field({key: [value] if isinstance(value, dict) else value}, key)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise BadRow(key, "must be one assistant message", f"roles: {', '.join(m['role'] for m in messages)}")
+    return messages[0]
+
+
+def is_plain(message: Message) -> bool:
+    """True where a message is its text alone, without tool calls or reasoning."""
+    return not (message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def reply_field(row: Columns, key: str) -> str:
+    """The text of a response, as `reply_message`, where it is nothing but text.
+
+    Raises:
+        BadRow: the response holds tool calls or reasoning.
+    """
+    message = reply_message(row, key)
+    if not is_plain(message):
+        raise BadRow(key, TEXT_ONLY)
+    return message["content"]

@@ -1,19 +1,25 @@
 """Row formats of texts, demonstrations, pairs, prompts and labels. Rankings and steps have files of their own.
 
-A parser gets a row, its row id, and the names of the columns of its format; the table of all formats is in kinds.py.
+A parser gets a row, its row id, and the names of the columns of its format; the table of all formats is in read.py.
 """
 
 import re
 from dataclasses import replace
 from typing import cast
 
-from alignment.data.rows.fields import BadRow, EqualResponses, flag_field, list_field, number_field, text_field
-from alignment.data.rows.messages import (
+from alignment.data.rows.fields import (
+    TEXT_ONLY,
+    BadRow,
+    EqualResponses,
+    flag_field,
     is_plain,
+    list_field,
     messages_field,
+    number_field,
     prompt_field,
     reply_field,
     reply_message,
+    text_field,
     tools_field,
     turn_weights,
 )
@@ -34,8 +40,8 @@ from alignment.data.rows.records import (
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
 TURNS = re.compile(r"\n\n(Human|Assistant):")
+ALONE = "an assistant message alone has no prompt"
 PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place"
-TEXT_ONLY = "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
 EXPLICIT = ("prompt", "conversations", "instruction")  # columns that hold a prompt
 
 # Source: Taori et al. 2023, Stanford Alpaca, prompt with and without an input.
@@ -60,10 +66,7 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 
 def instruction_prompt(row: Columns) -> str | Messages:
-    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `history` or `system`.
-
-    `history` holds the earlier turns, pairs of what the user said and the answer.
-    """
+    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `history` (pairs) or `system`."""
     instruction, context = text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True)
     if "history" not in row and "system" not in row:
         return alpaca_prompt(instruction, context)
@@ -109,7 +112,7 @@ def parse_text(row: Columns, row_id: str, column: str) -> Text:
 
 def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
     """A dialogue whose assistant turns are imitated, those with weight 0 left out."""
-    messages = dialogue_field(row, key)
+    messages = _dialogue(row, key)
     weights = turn_weights(row, key)
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     counting = [index for index in replies if weights[index] is not False]
@@ -117,7 +120,7 @@ def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
         raise BadRow(key, "no message of the assistant counts: all have weight 0")
     last = counting[-1]  # what follows it is not trained on
     if last == 0:
-        raise BadRow(key, "an assistant message alone has no prompt")
+        raise BadRow(key, ALONE)
     prompt, response = messages[:last], messages[last]["content"]
     if len(counting) == 1 and is_plain(messages[last]):
         return Demonstration(prompt, response, row_id)
@@ -125,11 +128,13 @@ def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
     return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
 
 
-def dialogue_field(row: Columns, key: str) -> Messages:
-    """The messages under `key`, the last one the assistant's."""
+def _dialogue(row: Columns, key: str) -> Messages:
+    """The messages under `key`, the last one the assistant's and not the first."""
     messages = messages_field(row, key)
     if messages[-1]["role"] != "assistant":
         raise BadRow(key, "the last message is not the assistant's")
+    if len(messages) == 1:
+        raise BadRow(key, ALONE)
     return messages
 
 
@@ -169,7 +174,8 @@ def _answered(prompt: str | Messages, reply: Message, key: str, row_id: str) -> 
 
 
 def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
-    """A pair of responses, which may be equal; see `parse_pair`."""
+    """A pair of responses, which may be equal; without a prompt HH-RLHF's two dialogues that differ in the last turn only."""
+    margin = number_field(row, "margin")
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         prompt, *replies = _message_pair(row)
     elif any(row.get(key) is not None for key in EXPLICIT):
@@ -177,13 +183,14 @@ def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
     elif "prompt" in row and ASSISTANT_TURN not in text_field(row, "chosen"):
         raise BadRow("prompt", "is null")
     else:
-        prompt, chosen, rejected = _plain_pair(row)
-        return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
+        (prompt, chosen), (other, rejected) = _split_dialogue(row, "chosen"), _split_dialogue(row, "rejected")
+        if prompt != other:
+            raise BadRow("rejected", "the dialogue before the last assistant turn differs from chosen's")
+        return Comparison(prompt, chosen, rejected, margin, row_id)
     chosen, rejected = replies
     messages = None if is_plain(chosen) and is_plain(rejected) else (chosen, rejected)
     if messages and isinstance(prompt, str):
         raise BadRow("chosen", PLAIN_PROMPT_REPLY)
-    margin = number_field(row, "margin")
     return Comparison(prompt, chosen["content"], rejected["content"], margin, row_id, messages=messages)
 
 
@@ -203,14 +210,9 @@ def parse_text_pair(row: Columns, row_id: str) -> Comparison:
     return pair
 
 
-def split_dialogue(text: str, key: str) -> tuple[str, str]:
-    """A plain dialogue cut after its last assistant header: (prompt with the header, response).
-
-    The two joined are the text again, blanks included.
-
-    Raises:
-        BadRow: no assistant turn, an empty one, or a human turn after it.
-    """
+def _split_dialogue(row: Columns, key: str) -> tuple[str, str]:
+    """A plain dialogue cut after its last assistant header: (prompt with the header, response), which joined are the text."""
+    text = text_field(row, key)
     head, header, response = text.rpartition(ASSISTANT_TURN)
     if not header:
         raise BadRow(key, f"no prompt column, and no {ASSISTANT_TURN!r} turn to split at")
@@ -219,15 +221,6 @@ def split_dialogue(text: str, key: str) -> tuple[str, str]:
     if not response.strip():
         raise BadRow(key, "the last assistant turn is empty")
     return head + header, response
-
-
-def _plain_pair(row: Columns) -> tuple[str, str, str]:
-    """HH-RLHF: two whole dialogues that differ in the last assistant turn only."""
-    prompt, chosen = split_dialogue(text_field(row, "chosen"), "chosen")
-    other, rejected = split_dialogue(text_field(row, "rejected"), "rejected")
-    if prompt != other:
-        raise BadRow("rejected", "the dialogue before the last assistant turn differs from chosen's")
-    return prompt, chosen, rejected
 
 
 def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
@@ -258,9 +251,7 @@ def parse_labeled(row: Columns, row_id: str, prompt: str, response: str, label: 
 
 def parse_labeled_dialogue(row: Columns, row_id: str, key: str, label: str) -> LabeledResponse:
     """A dialogue whose last message the label judges."""
-    messages = dialogue_field(row, key)
-    if len(messages) == 1:
-        raise BadRow(key, "an assistant message alone has no prompt")
+    messages = _dialogue(row, key)
     return LabeledResponse(messages[:-1], reply_field({key: messages[-1]}, key), flag_field(row, label), row_id)
 
 
@@ -306,8 +297,10 @@ def complete(record: Record, row: Columns) -> Record:
         BadRow: what a record cannot express and training would leave out: tool definitions or a system message for a
             plain text prompt, earlier turns without an instruction, or a response that is marked as undesirable.
     """
-    if isinstance(record, Demonstration):
-        _refuse_undesirable(row)
+    if isinstance(record, Demonstration):  # KTO's rows are none where their mark is false
+        for key in ("label", "kto_tag"):
+            if row.get(key) is False or str(row.get(key)).strip().lower() == "false":
+                raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
     if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
         return record
     if row.get("history") and "instruction" not in row:
@@ -329,11 +322,3 @@ def complete(record: Record, row: Columns) -> Record:
     if isinstance(record, Demonstration) and record.messages is not None:
         record = replace(record, messages=[first, *record.messages])
     return replace(record, prompt=[first, *record.prompt])
-
-
-def _refuse_undesirable(row: Columns) -> None:
-    """KTO's rows are no demonstrations where their mark is false."""
-    for key in ("label", "kto_tag"):
-        value = row.get(key)
-        if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
-            raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")

@@ -1,7 +1,8 @@
-"""Rows of K responses to one prompt, by rank or by score, and the pairs they make.
+"""Rows of K responses to one prompt, by rank or by score, the pairs they make, and rows of responses in labeled steps.
 
-Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
-`completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2.
+Understood: `responses` with `ranking` (best first) or `scores`; `generations` with `ratings`; UltraFeedback's
+`completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps: trl's
+stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,40 +11,39 @@ from typing import cast
 from alignment.data.rows.fields import (
     BadRow,
     EqualResponses,
+    flag_field,
     list_field,
     number_field,
     object_field,
     objects_field,
+    prompt_field,
+    reply_field,
     text_field,
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.messages import reply_field
-from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow
+from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
 ALL_TIED = "all responses are tied, so no pair prefers one"
 NO_RANKED_REPLIES = "no two ranked replies in the tree"
 TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
+TAG = "\u043a\u0438"  # the token that ends a step in Math-Shepherd's `input`
+FIRST_STEP = "Step 1:"
+NO_STEPS = "no labeled step"
 
 
 def parse_listed(row: Columns, row_id: str, responses: str, ranking: str) -> Ranking:
     """Responses and the list of them best first, each as its number from 0 or as its text, ties as a list in the list."""
     texts = _texts(row, responses)
-    return build_ranking(row, texts, ranks=listed_ranks(list_field(row, ranking), texts), row_id=row_id)
-
-
-def parse_ranked(row: Columns, row_id: str, responses: str, ranks: str) -> Ranking:
-    """Responses and the place of each, the lowest best."""
-    texts = _texts(row, responses)
-    return build_ranking(row, texts, ranks=dense_ranks(_numbers(row, ranks, responses, len(texts))), row_id=row_id)
+    return _ranking(row, texts, _listed_ranks(list_field(row, ranking), texts), row_id)
 
 
 def parse_scored(row: Columns, row_id: str, responses: str, scores: str) -> Ranking:
     """Responses and one number for each, the highest best."""
     texts = _texts(row, responses)
-    return scored_ranking(row, texts, _numbers(row, scores, responses, len(texts)), row_id)
+    return _scored_ranking(row, texts, _numbers(row, scores, responses, len(texts)), row_id)
 
 
 def _texts(row: Columns, key: str) -> list[str]:
@@ -55,6 +55,12 @@ def _numbers(row: Columns, key: str, responses: str, count: int) -> list[float]:
     if len(numbers) != count:
         raise BadRow(key, f"must be as many as {responses}", f"{len(numbers)} and {count}")
     return numbers
+
+
+def _number(value: object, key: str) -> float:
+    if (number := number_field({key: value}, key)) is None:
+        raise BadRow(key, "holds no number for a response")
+    return number
 
 
 def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
@@ -70,36 +76,36 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
             scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
     if scores and ranks:
         raise BadRow(key, "some responses have a rank and some have a score")
-    if ranks:
-        return build_ranking(row, texts, ranks=dense_ranks(ranks), row_id=row_id)
-    return scored_ranking(row, texts, scores, row_id)
+    return _ranking(row, texts, _dense_ranks(ranks), row_id) if ranks else _scored_ranking(row, texts, scores, row_id)
 
 
-def scored_ranking(row: Columns, responses: Sequence[str], scores: Sequence[float], row_id: str) -> Ranking:
-    """A ranking by scores, the highest best; the scores are kept."""
-    ranks = dense_ranks([-score for score in scores])
-    return build_ranking(row, responses, ranks=ranks, scores=tuple(scores), row_id=row_id)
+def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
+    for name in names:
+        if item.get(name) is not None:
+            return item[name]
+    raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
 
 
-def build_ranking(
+def _scored_ranking(row: Columns, responses: Sequence[str], scores: Sequence[float], row_id: str) -> Ranking:
+    ranks = _dense_ranks([-score for score in scores])
+    return _ranking(row, responses, ranks, row_id, scores=tuple(scores))
+
+
+def _ranking(
     row: Columns,
     responses: Sequence[str],
-    *,
     ranks: Sequence[int],
     row_id: str,
+    *,
     scores: tuple[float, ...] | None = None,
-    prompt: Messages | None = None,
+    prompt: str | Messages | None = None,
 ) -> Ranking:
-    """A ranking of at least two responses that differ.
-
-    Args:
-        prompt: None: that of the row; an `instruction` without an `input` stands as it is.
-
-    Raises:
-        EqualResponses: two of them are the same text.
-        BadRow: fewer than two, or a margin beside more than two.
-    """
-    question = prompt or _prompt(row)
+    """A ranking of at least two responses that differ; an `instruction` without an `input` is the prompt as it stands."""
+    if prompt is None:
+        whole = (
+            any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip()
+        )
+        prompt = explicit_prompt(row) if whole else text_field(row, "instruction" if "instruction" in row else "prompt")
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
     if len(set(responses)) < len(responses):
@@ -107,19 +113,18 @@ def build_ranking(
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
-    return Ranking(question, tuple(responses), tuple(ranks), row_id, scores, margin)
+    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, scores, margin)
 
 
-def listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
-    """The place of each response, 0 the best, from the list of them best first.
-
-    Raises:
-        BadRow: the list names a response that is not there, one twice, or leaves one out.
-    """
+def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
+    """The place of each response, 0 the best, from the list of them best first, which names each of them once."""
     found: dict[int, int] = {}
     for rank, entry in enumerate(ranking):
         for name in entry if isinstance(entry, list) else [entry]:
-            index = _index(name, responses)
+            index = responses.index(name) if isinstance(name, str) and name in responses else name
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(responses):
+                seen = f"{name!r:.40}; they are numbered 0 to {len(responses) - 1}, the best first"
+                raise BadRow("ranking", "names a response that is not there", seen)
             if index in found:
                 raise BadRow("ranking", "names a response twice", repr(name)[:40])
             found[index] = rank
@@ -129,16 +134,7 @@ def listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[in
     return [found[index] for index in range(len(responses))]
 
 
-def _index(name: object, responses: Sequence[str]) -> int:
-    if isinstance(name, str) and name in responses:
-        return responses.index(name)
-    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(responses):
-        return name
-    seen = f"{name!r:.40}; they are numbered 0 to {len(responses) - 1}, the best first"
-    raise BadRow("ranking", "names a response that is not there", seen)
-
-
-def dense_ranks(numbers: Sequence[float]) -> list[int]:
+def _dense_ranks(numbers: Sequence[float]) -> list[int]:
     """The place of each number among the distinct ones, the lowest 0."""
     order = sorted(set(numbers))
     return [order.index(number) for number in numbers]
@@ -196,30 +192,94 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     replies = [reply for reply in objects_field(node, "replies") if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
-        ranks = dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
-        texts = [text_field(reply, "text") for reply in ranked]
+        ranks = _dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
-        yield build_ranking({}, texts, ranks=ranks, row_id=name, prompt=dialogue)
+        yield _ranking({}, [text_field(reply, "text") for reply in ranked], ranks, name, prompt=dialogue)
     for number, reply in enumerate(replies):
         yield from _ranked_replies(reply, dialogue, row_id, (*way, number))
 
 
-def _prompt(row: Columns) -> str | Messages:
-    """The prompt of the row; an `instruction` without an `input` stands as it is."""
-    if any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip():
-        return explicit_prompt(row)
-    return text_field(row, "instruction" if "instruction" in row else "prompt")
+# Steps
 
 
-def _number(value: object, key: str) -> float:
-    number = number_field({key: value}, key)
-    if number is None:
-        raise BadRow(key, "holds no number for a response")
-    return number
+def parse_steps(row: Columns, row_id: str, *_: str) -> Steps:
+    """trl's stepwise supervision: a prompt, the texts of the steps, and a label for each."""
+    steps = [text_field({"completions": step}, "completions") for step in list_field(row, "completions")]
+    labels = [flag_field({"labels": label}, "labels") for label in list_field(row, "labels")]
+    if len(steps) != len(labels):
+        raise BadRow("labels", "must be as many as completions", f"{len(labels)} labels, {len(steps)} steps")
+    return Steps(prompt_field(row, "prompt"), tuple(steps), tuple(labels), row_id)
 
 
-def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
-    for name in names:
-        if item.get(name) is not None:
-            return item[name]
-    raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
+def parse_prm800k(row: Columns, row_id: str, *_: str) -> list[Record]:
+    """PRM800K's records: the solution that the annotators followed, and one row for each other continuation they rated.
+
+    A rating of -1 is wrong; 1 and the neutral 0 are right.
+
+    Source: Lightman et al. 2023, arXiv:2305.20050; they score neutral steps as right.
+    """
+    label = object_field(row, "label")
+    problem = text_field(object_field(row, "question"), "problem")
+    rows: list[Record] = [
+        Steps(problem, tuple(texts), tuple(labels), f"{row_id}[{number}]")
+        for number, (texts, labels) in enumerate(_solutions(list_field(label, "steps")))
+    ]
+    if not rows:
+        raise SkippedRow(NO_STEPS)
+    return rows
+
+
+def _solutions(steps: Sequence[object]) -> Iterator[tuple[list[str], list[bool]]]:
+    """Steps with labels: first every continuation that was not followed, then the solution that was."""
+    texts: list[str] = []
+    labels: list[bool] = []
+    for step in steps:
+        if not isinstance(step, dict):
+            raise BadRow("label", f"a step must be an object, is {type_name(step)}")
+        completions = enumerate(objects_field(step, "completions"))
+        rated: dict[float, Columns] = {number: each for number, each in completions if each.get("rating") is not None}
+        chosen = number_field(step, "chosen_completion")
+        for number, completion in rated.items():
+            if number != chosen:
+                yield [*texts, text_field(completion, "text")], [*labels, _is_right(completion)]
+        if chosen in rated:
+            texts.append(text_field(rated[chosen], "text"))
+            labels.append(_is_right(rated[chosen]))
+        elif human := step.get("human_completion"):
+            texts.append(text_field(human if isinstance(human, dict) else {"text": human}, "text"))
+            labels.append(True)
+        elif rated:
+            return  # the solution ends here; the rows of its last continuations hold the steps before
+        else:
+            break
+    if texts:
+        yield texts, labels
+
+
+def _is_right(completion: Columns) -> bool:
+    rating = number_field(completion, "rating")
+    if rating not in (-1, 0, 1):
+        raise BadRow("label", "the rating of a step must be -1, 0 or 1", repr(completion.get("rating"))[:40])
+    return rating >= 0
+
+
+def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
+    """Math-Shepherd's texts: in `input` each step ends with a tag, and `label` is that text with + or - for the tag.
+
+    Source: Wang et al. 2024, arXiv:2312.08935.
+    """
+    pieces, marked = text_field(row, "input").split(TAG), text_field(row, "label")
+    labels = []
+    for number, piece in enumerate(pieces[:-1], start=1):
+        rest = marked.removeprefix(piece)
+        if not marked.startswith(piece) or rest[:1] not in ("+", "-"):
+            raise BadRow("label", "is not the input's text with + or - at the end of each step", f"step {number}")
+        labels.append(rest[0] == "+")
+        marked = rest[1:]
+    if not labels:
+        raise BadRow("input", f"has no step that ends with {TAG!r}")
+    prompt, first, rest = pieces[0].strip().partition(FIRST_STEP)
+    if not first or not prompt.strip():
+        raise BadRow("input", f"has no question before {FIRST_STEP!r}")
+    steps = (first + rest, *(piece.strip() for piece in pieces[1:-1]))
+    return Steps(prompt, steps, tuple(labels), row_id)

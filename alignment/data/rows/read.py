@@ -1,17 +1,16 @@
-"""Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in kinds.py."""
+"""Files and Hub ids to checked records; every bad row is reported or counted. Row formats by kind are a table."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from alignment.data.config import DataConfig, SourceConfig, as_sources
+from alignment.data.rows import formats, rankings
 from alignment.data.rows.fields import BadRow, EqualResponses
 from alignment.data.rows.files import Chunk, RawRow, read_raw
-from alignment.data.rows.formats import complete, with_messages
-from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, match_format
 from alignment.data.rows.records import (
     EXPANDED,
     Columns,
@@ -24,10 +23,10 @@ from alignment.data.rows.records import (
     SkippedRow,
     Steps,
     Tally,
+    replies_of,
 )
-from alignment.errors import UserError, raise_all, suggest
+from alignment.errors import UserError, list_problems, raise_all, suggest
 
-SHOWN_PROBLEMS = 20
 TIE = EqualResponses().reason
 NO_EFFECT = (
     "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
@@ -40,6 +39,74 @@ OPTIONAL = {  # columns that rows may have beside those of their format
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
 Parse = Callable[[Columns, str], Row | list[Row]]
+
+
+class RowFormat(NamedTuple):
+    """The columns of a row format, and its parser: row, row id and these columns -> its record, or a list of several."""
+
+    columns: tuple[str, ...]
+    parser: Callable[..., Record | list[Record]]
+
+
+K_WAY = (
+    RowFormat(("responses", "ranking"), rankings.parse_listed),
+    RowFormat(("responses", "scores"), rankings.parse_scored),
+    RowFormat(("generations", "ratings"), rankings.parse_scored),
+    RowFormat(("completions",), rankings.parse_rated),
+    RowFormat(("answers",), rankings.parse_rated),
+    RowFormat(("message_tree_id", "prompt"), rankings.parse_tree),
+)
+LABELED = tuple(
+    row_format
+    for label in ("label", "kto_tag")
+    for row_format in (
+        RowFormat(("messages", label), formats.parse_labeled_dialogue),
+        RowFormat(("conversations", label), formats.parse_labeled_dialogue),
+        RowFormat(("prompt", "completion", label), formats.parse_labeled),
+        RowFormat(("prompt", "response", label), formats.parse_labeled),
+        RowFormat(("instruction", "output", label), formats.parse_labeled),
+    )
+)
+PAIR = ("chosen", "rejected")
+
+ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
+    "text": (RowFormat(("text",), formats.parse_text),),
+    "demonstrations": (
+        RowFormat(("messages",), formats.parse_dialogue),
+        RowFormat(("prompt", "completion"), formats.parse_demonstration),
+        RowFormat(("prompt", "response"), formats.parse_demonstration),
+        RowFormat(("instruction", "output"), formats.parse_alpaca),
+        RowFormat(PAIR, formats.parse_chosen_side),
+        RowFormat(("conversations",), formats.parse_dialogue),
+    ),
+    "comparisons": (
+        RowFormat(PAIR, formats.parse_pair),
+        *(RowFormat(each.columns, rankings.pairs_parser(each.parser)) for each in K_WAY),
+    ),
+    "prompts": (
+        RowFormat(("prompt",), formats.parse_prompt_column),
+        RowFormat(("messages",), formats.parse_prompt_column),
+        RowFormat(("conversations",), formats.parse_prompt_column),
+        RowFormat(("instruction",), formats.parse_prompt_column),
+        RowFormat(PAIR, formats.parse_pair_prompt),
+    ),
+    "labels": (*LABELED, RowFormat(PAIR, formats.parse_labeled_pair)),
+    "rankings": (*K_WAY, RowFormat(PAIR, rankings.parse_pair_ranking)),
+    "steps": (
+        RowFormat(("prompt", "completions", "labels"), rankings.parse_steps),
+        RowFormat(("question", "label"), rankings.parse_prm800k),
+        RowFormat(("input", "label"), rankings.parse_tagged_steps),
+    ),
+}
+
+
+@dataclass
+class ParsedRows(Generic[Row]):
+    """The good rows of one or several sources, a message for each bad row, and the tally."""
+
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    counts: Tally = field(default_factory=Tally)
 
 
 def read_rows(
@@ -71,40 +138,47 @@ def read_rows(
     """
     if kind not in get_args(Kind):
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
-    records: list[Record] = []
-    problems: list[str] = []
-    counts = Tally()
-    for each in as_sources(source, split=split, columns=columns):
-        name, names = each.source, each.columns or {}
-        left = rows_left(max_rows, len(records), each)
+
+    def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
+        raw = list(read_raw(each.source, str(each.split)))
+        row_format = choose_row_format(each.source, raw, kind, each.columns or {})
+        parser = RecordParser(row_format, skip_ties, as_messages)
+        return parse_rows(raw, parser, columns=each.columns or {}, max_rows=left)
+
+    return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
+
+
+def read_sources(
+    sources: Iterable[SourceConfig],
+    read: Callable[[SourceConfig, int | None], ParsedRows[Row]],
+    max_rows: int | None,
+    on_bad_row: Literal["error", "skip"],
+) -> tuple[list[Row], Tally]:
+    """The good rows of several sources together, each read by `read` up to its most rows, and the tally.
+
+    Raises:
+        UserError: a source without a good row; with on_bad_row=error, bad rows of all sources.
+    """
+    whole: ParsedRows[Row] = ParsedRows()
+    for each in sources:
+        left = rows_left(max_rows, len(whole.rows), each)
         if left is not None and left <= 0:
             break
-        raw = list(read_raw(name, str(each.split)))
-        parse = RecordParser(choose_row_format(name, raw, kind, names), skip_ties, as_messages)
-        parsed = parse_rows(raw, parse, columns=names, max_rows=left)
-        if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
-            raise UserError(f"{name}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
-        records += parsed.rows
-        problems += parsed.problems
-        counts = counts.merged_with(parsed.counts)
+        found = read(each, left)
+        if not found.rows and (on_bad_row == "skip" or not found.problems):
+            raise UserError(f"{each.source}: no row can be used\n" + "\n".join(found.counts.lines()[1:]))
+        whole.rows += found.rows
+        whole.problems += found.problems
+        whole.counts = whole.counts.merged_with(found.counts)
     if on_bad_row == "error":
-        raise_bad_rows(problems)
-    return records, counts
+        raise_bad_rows(whole.problems)
+    return whole.rows, whole.counts
 
 
 def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | None:
     """Rows that may still be read of a source, `read` having come from those before it; None: all that it has."""
     limits = [source.max_rows] if max_rows is None else [max_rows - read, source.max_rows]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-@dataclass
-class ParsedRows(Generic[Row]):
-    """The good rows of one source, a message for each bad row, and the tally."""
-
-    rows: list[Row] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    counts: Tally = field(default_factory=Tally)
 
 
 def parse_rows(
@@ -140,28 +214,16 @@ def parse_rows(
     return parsed
 
 
-def raise_bad_rows(problems: Sequence[str], number: int | None = None) -> None:
-    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none.
-
-    Args:
-        number: of all bad rows, where `problems` has not all of them.
-    """
-    if not problems:
-        return
-    number = len(problems) if number is None else number
-    head = f"{number} bad row{'s' if number > 1 else ''}; mend them, or set data.on_bad_row=skip to leave them out"
-    more = [f"... and {number - SHOWN_PROBLEMS} more"] if number > SHOWN_PROBLEMS else []
-    raise UserError("\n".join([head, *problems[:SHOWN_PROBLEMS], *more]))
+def raise_bad_rows(problems: Sequence[str]) -> None:
+    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
+    if problems:
+        bad = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
+        head = f"{bad}; mend them, or set data.on_bad_row=skip to leave them out"
+        raise UserError(f"{head}\n{list_problems(problems)}")
 
 
 def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
-    """The row under our column names.
-
-    Args:
-        columns: our column name -> the source's, where they differ.
-    """
-    if not columns:
-        return values
+    """The row under our column names; `columns`: our column name -> the source's, where they differ."""
     renamed = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
     return {**{key: value for key, value in values.items() if key not in columns.values()}, **renamed}
 
@@ -183,14 +245,15 @@ class RecordParser:
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         try:
-            records = self.row_format.parse(values, location)
+            found = self.row_format.parser(values, location, *self.row_format.columns)
         except EqualResponses as equal:
             if self.skip_ties:
                 raise SkippedRow(equal.reason) from equal
             raise
+        records = found if isinstance(found, list) else [found]
         if self.as_messages:
-            records = [with_messages(record) for record in records]
-        records = [complete(record, values) for record in records]
+            records = [formats.with_messages(record) for record in records]
+        records = [formats.complete(record, values) for record in records]
         for form in (type(getattr(record, "prompt", "")) for record in records):
             if self.form is None:
                 self.form, self.form_location = form, location
@@ -212,17 +275,13 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     _check_columns(name, kind, columns, list(found))
     for values in readable:
         present = {key for key, value in rename_columns(values, columns).items() if value is not None}
-        if row_format := match_format(kind, present):
-            return row_format
-    if kind == "comparisons" and {"label", "kto_tag"} & set(found):
-        raise UserError(
-            f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
-            "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected, or train by dpo.loss=kto"
-        )
+        for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
+            if present.issuperset(row_format.columns):
+                return row_format
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
-        f"Name the file's columns with {column_advice(kind, readable[0])}"
+        "Name the file's columns with data.columns.OURS=THEIRS"
     )
 
 
@@ -287,17 +346,18 @@ def record_key(record: Record) -> tuple[str, ...]:
     """Equal for two records of the same prompt, responses and judgment, whatever their rows."""
     match record:
         case Comparison():
-            return prompt_key(record), record.chosen, record.rejected, *map(repr, record.messages or ())
+            judged = [*(record.messages or ())]
         case Demonstration():
-            return prompt_key(record), record.response, *map(repr, (record.messages or [])[-1:])
+            judged = (record.messages or [])[-1:]
         case LabeledResponse():
-            return prompt_key(record), record.response, str(record.desirable)
+            judged = [record.desirable]
         case Ranking():
-            return prompt_key(record), *record.responses, str(record.ranks)
+            judged = [record.ranks]
         case Steps():
-            return prompt_key(record), *record.steps, str(record.labels)
+            judged = [record.labels]
         case _:
-            return (prompt_key(record),)
+            judged = []
+    return prompt_key(record), *replies_of(record), *map(repr, judged)
 
 
 class HasRowId(Protocol):

@@ -1,5 +1,6 @@
 """The records that data rows become, one class per kind, and the tally of what was dropped and cut on the way."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
@@ -12,7 +13,7 @@ Tools = list[dict[str, Any]]  # definitions of functions that a model may call, 
 
 
 class Turn(TypedDict):
-    """The parts that every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
+    """The parts that every message has: who speaks (system, user, assistant or tool), and the words."""
 
     role: str
     content: str  # "" where an assistant message consists of tool calls alone
@@ -23,11 +24,9 @@ class Message(Turn, total=False):
 
     Attributes:
         name: of the speaker, or of the tool that answered.
-        tool_calls: what the assistant calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`,
-            arguments as an object.
-        tool_call_id: which call a tool message answers.
-        reasoning_content: what the assistant thought before its words; data sets also call it `thinking` or `reasoning`,
-            and templates are given it under all three names.
+        tool_calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object.
+        tool_call_id: of the call that a tool message answers.
+        reasoning_content: the assistant's thoughts before its words; templates get them also as `thinking` and `reasoning`.
     """
 
     name: str
@@ -152,6 +151,21 @@ SHOWN_IDS = 3
 EXPANDED = "a row of several records: each counts as a row"
 
 
+def replies_of(record: Record) -> tuple[str, ...]:
+    """The responses of a record; of steps, their texts."""
+    match record:
+        case Comparison():
+            return record.chosen, record.rejected
+        case Demonstration() | LabeledResponse():
+            return (record.response,)
+        case Ranking():
+            return record.responses
+        case Steps():
+            return record.steps
+        case _:
+            return ()
+
+
 def choose_turns(rows: Sequence[Record], turns: Turns) -> list[Record]:
     """The rows, dialogues with the assistant's turns that are trained on.
 
@@ -159,24 +173,19 @@ def choose_turns(rows: Sequence[Record], turns: Turns) -> list[Record]:
         turns: "all" trains on every assistant turn of a dialogue in one sequence; "last" on the last one that counts;
             "each" makes an example of every turn that counts, after the prompt that generation renders for it.
     """
-    return [_with_turns(row, turns) if isinstance(row, Demonstration) else row for row in rows]
-
-
-def _with_turns(row: Demonstration, turns: Turns) -> Demonstration:
-    if row.messages is None or turns == "all":
-        return row
-    trained = row.trained or (True,) * sum(message["role"] == "assistant" for message in row.messages)
-    if turns == "last":
-        last = max(number for number, counts in enumerate(trained) if counts)
-        trained = tuple(number == last for number in range(len(trained)))
-    return replace(row, trained=trained, apart=True)
+    chosen = list(rows)
+    for index, row in enumerate(rows if turns != "all" else ()):
+        if isinstance(row, Demonstration) and row.messages is not None:
+            trained = row.trained or (True,) * sum(message["role"] == "assistant" for message in row.messages)
+            if turns == "last":
+                last = max(number for number, counts in enumerate(trained) if counts)
+                trained = tuple(number == last for number in range(len(trained)))
+            chosen[index] = replace(row, trained=trained, apart=True)
+    return chosen
 
 
 def single_turns(row: Demonstration) -> list[tuple[Demonstration, str | Message]]:
-    """(row with the prompt, reply) of each turn that counts and has something before it, where turns are kept apart.
-
-    Of a row without `messages` the one that it has.
-    """
+    """(row with the prompt, reply) of each turn that counts and has something before it; of a row without `messages` its own."""
     if row.messages is None:
         return [(row, row.response)]
     replies = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
@@ -194,7 +203,7 @@ class SkippedRow(Exception):
 
 @dataclass
 class Tally:
-    """CountTable of one preparation: every row that is dropped or cut is counted here.
+    """Counts of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
         rows: rows read; each of several records in one row counts.
@@ -237,9 +246,7 @@ class Tally:
 
     def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
         table[what] = table.get(what, 0) + 1
-        ids = self.first.setdefault(what, [])
-        if len(ids) < SHOWN_IDS:
-            ids.append(row_id)
+        self.first[what] = [*self.first.get(what, ()), row_id][:SHOWN_IDS]
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally with the number of these documents and of their tokens filled in."""
@@ -248,60 +255,50 @@ class Tally:
 
     def followed_by(self, later: "Tally") -> "Tally":
         """The tally of this step followed by `later`, which worked on the rows this one kept."""
-        return replace(later, rows=self.rows, **self._with_reasons(later))
+        return replace(later, rows=self.rows, **self._reasons_with(later))
 
     def merged_with(self, other: "Tally") -> "Tally":
         """The tally of two sources together."""
         numbers = {name: getattr(self, name) + getattr(other, name) for name in ("rows", "kept", "documents", "tokens")}
-        return Tally(**numbers, **self._with_reasons(other))
+        return Tally(**numbers, **self._reasons_with(other))
 
-    def _with_reasons(self, other: "Tally") -> dict[str, Any]:
-        """The tables of both, summed."""
-        tables = {name: (getattr(self, name), getattr(other, name)) for name in ("dropped", "cut", "noted")}
-        sums = {name: {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}} for name, (a, b) in tables.items()}
+    def _reasons_with(self, other: "Tally") -> dict[str, Any]:
+        tables = ("dropped", "cut", "noted")
+        sums = {name: dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in tables}
         names = {**self.first, **other.first}
         first = {key: (self.first.get(key, []) + other.first.get(key, []))[:SHOWN_IDS] for key in names}
         return {**sums, "first": first}
 
-    def require(self, max_lost_share: float, source: str) -> None:
+    def require(self, max_lost_share: float, source: str, max_cut_share: float = 1.0, cuts: Sequence[str] = ()) -> None:
         """Refuse to go on with too little.
 
-        Raises:
-            UserError: no row is left, or more than `max_lost_share` of them were dropped.
-        """
-        if self.kept and self.lost <= max_lost_share * self.rows:
-            return
-        raise UserError(
-            f"{source}: {self.lost} of {self.rows} rows were dropped (data.max_lost_share is {max_lost_share:g})\n"
-            + "\n".join(self._reasons(self.dropped, "dropped"))
-            + "\nmend the rows, raise data.max_length where rows were too long, or raise data.max_lost_share"
-        )
-
-    def require_whole(self, max_cut_share: float, kinds: Sequence[str], source: str) -> None:
-        """Refuse to go on with rows that are mostly not whole.
-
         Args:
-            kinds: cuts that lose what a row has to say; others (a text in pieces) are only counted.
+            cuts: that lose what a row has to say; others (a text in pieces) are only counted.
 
         Raises:
-            UserError: a cut of one of these kinds was made in more than `max_cut_share` of the rows kept.
+            UserError: no row is left; more than `max_lost_share` of them were dropped; a cut was made in more than
+                `max_cut_share` of the rows kept.
         """
-        cut = {kind: self.cut[kind] for kind in kinds if self.cut.get(kind, 0) > max_cut_share * self.kept}
-        if not cut:
+        cut = {kind: self.cut[kind] for kind in cuts if self.cut.get(kind, 0) > max_cut_share * self.kept}
+        if not self.kept or self.lost > max_lost_share * self.rows:
+            head = f"{self.lost} of {self.rows} rows were dropped (data.max_lost_share is {max_lost_share:g})"
+            reasons = self._reasons(self.dropped, "dropped")
+            way = "mend the rows, raise data.max_length where rows were too long, or raise data.max_lost_share"
+        elif cut:
+            head = f"too many of the {self.kept} rows do not fit (data.max_cut_share is {max_cut_share:g})"
+            reasons = self._reasons(cut, "cut")
+            way = "raise data.max_length, leave the long rows out, or raise data.max_cut_share"
+        else:
             return
-        raise UserError(
-            f"{source}: too many of the {self.kept} rows do not fit (data.max_cut_share is {max_cut_share:g})\n"
-            + "\n".join(self._reasons(cut, "cut"))
-            + "\nraise data.max_length, leave the long rows out, or raise data.max_cut_share"
-        )
+        raise UserError("\n".join([f"{source}: {head}", *reasons, way]))
 
     def lines(self) -> list[str]:
         """The tally as lines of text, for a terminal."""
         head = f"{self.kept} of {self.rows} rows kept"
         if self.documents:
             head += f", {self.documents} documents, {self.tokens} tokens"
-        lines = [head, *self._reasons(self.dropped, "dropped"), *self._reasons(self.cut, "cut")]
-        lines += self._reasons(self.noted, "noted")
+        tables = {"dropped": self.dropped, "cut": self.cut, "noted": self.noted}
+        lines = [head, *(line for verb, table in tables.items() for line in self._reasons(table, verb))]
         if self.trained_on:
             shown = ", ".join(self.trained_on[:SHOWN_IDS]) + (", ..." if len(self.trained_on) > SHOWN_IDS else "")
             lines.append(f"  held out {len(self.trained_on)}: the prompt or text is also trained on ({shown})")

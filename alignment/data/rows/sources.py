@@ -2,8 +2,6 @@
 
 import glob
 import re
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +66,6 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
     return None
 
 
-def files_left_out(source: str, split: str) -> str:
-    """A line that names files of a directory which are of no split, or of another one, and not read; empty without any."""
-    if not Path(source).is_dir():
-        return ""
-    files = _files_inside(Path(source))
-    read = set(_files_of_split(Path(source), files, split))
-    others = [str(path.relative_to(source)) for path in files if path not in read]
-    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-    counts = f"{source}: {len(read)} of {len(files)} files are read, the split '{split}'"
-    return f"{counts}; not {', '.join(others[:5])}{more}" if others else ""
-
-
 def _files_inside(directory: Path) -> list[Path]:
     inside = (each for each in directory.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
     files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(directory).parts)]
@@ -120,11 +106,6 @@ def hub_source(source: str, split: str) -> HubName | None:
     return found["name"], found["config"], found["split"] or split
 
 
-@lru_cache(maxsize=2)  # once for its fingerprint, and once more to read it
-def _load_once(load_dataset: Callable[..., object], name: str, config: str | None, split: str) -> Any:
-    return load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
-
-
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
     """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another.
 
@@ -134,9 +115,8 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
     from datasets import load_dataset
 
     try:
-        if streaming:
-            return load_dataset(*([name] if config is None else [name, config]), split=split, streaming=True)
-        return _load_once(load_dataset, name, config, split)
+        options = {"streaming": True} if streaming else {}
+        return load_dataset(*([name] if config is None else [name, config]), split=split, **options)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "

@@ -24,10 +24,10 @@ from alignment.data.text.dialogues import (
     replies_without_end,
     reply_pieces,
 )
-from alignment.data.text.ends import bos_adder, stop_strings, without_end
-from alignment.data.text.ends import document_end_id as document_end_id
-from alignment.data.text.ends import end_token_id as end_token_id
-from alignment.data.text.ends import stop_token_ids as stop_token_ids
+from alignment.data.text.special_tokens import bos_adder, stop_strings, without_end
+from alignment.data.text.special_tokens import document_end_id as document_end_id
+from alignment.data.text.special_tokens import end_token_id as end_token_id
+from alignment.data.text.special_tokens import stop_token_ids as stop_token_ids
 from alignment.data.text.templates import (
     ChatFormat,
     Dialogue,
@@ -121,9 +121,6 @@ def encode_each_response(
             (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them. None: plain texts.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
         tools: definitions of the tools that each dialogue may use.
-
-    Raises:
-        UserError: there is no usable template, or no end token.
     """
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
     ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
@@ -160,11 +157,7 @@ def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
 def _turn_plan(
     tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Dialogue, texts: Sequence[str]
 ) -> TextPlan:
-    """A reply with what the template writes around it.
-
-    A text that already begins with what the template writes before it does not get it twice; one that the template
-    rewrites is left as it is.
-    """
+    """A reply with what the template writes around it."""
     opened, closed = texts
     response, message = turn.reply["content"], dialogue.messages[-1]
     found = find_turn(chat, message, closed, opened=opened, closed=closed)

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 from alignment.data.rows.records import Message, Messages, Tools
-from alignment.data.text.ends import bos_adder, stop_strings, without_end
+from alignment.data.text.special_tokens import bos_adder, stop_strings, without_end
 from alignment.data.text.templates import (
     ChatFormat,
     Dialogue,
@@ -32,12 +32,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 
 # Notes about rows that are used.
-VARIANT = "dialogue rendered by trl's training template {}, which keeps earlier turns; generation keeps the model's own"
-OTHER_PROMPT = (
-    "what stands before the last reply has other tokens than in generation; data.turns=each trains on generation's"
-)
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
-UNENDED = "an earlier reply ends in {!r}, at which generation does not stop, so that token does not count"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
 # Faults of a template.
@@ -78,17 +73,10 @@ class Segment(NamedTuple):
 
 
 class TextPlan(NamedTuple):
-    """A rendered text cut into parts.
-
-    Attributes:
-        parts: in order.
-        notes: for the user.
-        last_prompt: pieces of all that stands before the last of several replies, as generation encodes it in one go.
-    """
+    """A rendered text cut into parts, in order, and notes for the user."""
 
     parts: list[Segment]
     notes: tuple[str, ...] = ()
-    last_prompt: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +99,8 @@ def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserEr
 
 def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) -> list[EncodedChat | UserError]:
     """The sequence of each plan, with one BOS before its context where the tokenizer has one."""
-    made = [plan for plan in plans if isinstance(plan, TextPlan)]
-    pieces = [piece for plan in made for part in plan.parts for piece in part.pieces]
-    ids = encode_pieces(tokenizer, pieces + [piece for plan in made for piece in plan.last_prompt])
+    parts = [part for plan in plans if isinstance(plan, TextPlan) for part in plan.parts]
+    ids = encode_pieces(tokenizer, [piece for part in parts for piece in part.pieces])
     with_one_bos = bos_adder(tokenizer)
 
     def joined(plan: TextPlan) -> EncodedChat:
@@ -124,9 +111,7 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
             more = more if sequence or part.counts else with_one_bos(more)
             sequence += more if part.end is None else [*more, tokenizer.convert_tokens_to_ids(part.end)]
             mask += [part.counts] * (len(sequence) - len(mask))
-        prompt = with_one_bos([token for piece in plan.last_prompt for token in ids[piece]]) if plan.last_prompt else []
-        notes = plan.notes if sequence[: len(prompt)] == prompt else (*plan.notes, OTHER_PROMPT)
-        return EncodedChat(sequence, mask, tuple(dict.fromkeys(notes)))
+        return EncodedChat(sequence, mask, tuple(dict.fromkeys(plan.notes)))
 
     return [attempt(joined, plan) for plan in plans]
 
@@ -147,14 +132,8 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
         raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
-    texts = render_dialogues(tokenizer, dialogues, training=True)
+    texts = render_dialogues(tokenizer, dialogues)
     plans = [attempt(_plan, tokenizer, chat, *each) for each in zip(rows, dialogues, texts, strict=True)]
-    if chat.training_name is not None:
-        prompts = render_dialogues(tokenizer, [each.cut((len(each.messages) - 1, True)) for each in dialogues])
-        plans = [
-            plan if isinstance(plan, UserError) else _with_variant_notes(chat, plan, dialogue, texts_of, prompt)
-            for plan, dialogue, texts_of, prompt in zip(plans, dialogues, texts, prompts, strict=True)
-        ]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
 
@@ -193,7 +172,7 @@ def _plan(
     whole, messages, notes = texts[0], dialogue.messages, []
     replies = [index for index, message in enumerate(messages) if _replies(message)]
     parts: list[Segment] = []
-    position = start = 0
+    position = 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
@@ -203,35 +182,14 @@ def _plan(
             raise UserError(f"{name_of(tokenizer)} {turn.format(index)}")
         if opened and turn.start < len(opened):
             notes.append(PREFILLED.format(opened[turn.start :]))
-        if turn.end is None and counts:
-            notes.append(
-                UNENDED.format(next((each for each in chat.controls if whole.startswith(each, turn.stop)), None))
-            )
         if counts and loses_reasoning(messages[index], whole[turn.start : turn.stop]):
             notes.append(UNRENDERED_REASONING)
-        start = turn.start
-        before, reply = whole[position:start], whole[start : turn.stop]
+        before, reply = whole[position : turn.start], whole[turn.start : turn.stop]
         parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
         parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
         position = turn.resume
     require_contents(tokenizer, dialogue, whole)
-    last_prompt = pieces_of(tokenizer, whole[:start], dialogue.escaped, follows=False) if len(replies) > 1 else []
-    return TextPlan(parts, tuple(notes), last_prompt)
-
-
-def _with_variant_notes(
-    chat: ChatFormat, plan: TextPlan, dialogue: Dialogue, texts: list[str] | UserError, prompt: list[str] | UserError
-) -> TextPlan:
-    """The plan, noted as rendered by a training variant, and where generation renders another prompt.
-
-    Args:
-        texts: of the variant, for the dialogue's cuts.
-        prompt: text of the dialogue up to its last reply, by the model's own template.
-    """
-    by_cut = {} if isinstance(texts, UserError) else dict(zip(dialogue.cuts, texts, strict=True))
-    same = prompt == [by_cut.get((len(dialogue.messages) - 1, True))]
-    notes = (*plan.notes, VARIANT.format(chat.training_name))
-    return plan._replace(notes=notes if same else (*notes, OTHER_PROMPT))
+    return TextPlan(parts, tuple(notes))
 
 
 def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
@@ -283,7 +241,7 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
     lead = _start_of_words(turn[:length], message)
-    if lead is None or (end is None and not goes_on and chat.training_name is None):
+    if lead is None or (end is None and not goes_on):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
     words, after = start + lead, start + length

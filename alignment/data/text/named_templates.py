@@ -30,9 +30,6 @@ def read_chat_template(chosen: str) -> str:
 
     Args:
         chosen: name of a built-in template (`NAMED`), a file, or the Jinja text itself.
-
-    Raises:
-        UserError: there is no such name or file, or the file is no text.
     """
     if chosen in NAMED:
         return (FOLDER / f"{chosen}.jinja").read_text(encoding="utf-8")
@@ -85,9 +82,6 @@ def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
     """The tokenizer with another chat template and the special tokens that it needs.
 
     The tokenizer that is given is changed.
-
-    Raises:
-        UserError: as `with_chat_template`.
     """
     tokenizer.add_tokens(_missing_tokens(tokenizer, chosen), special_tokens=True)
     return with_chat_template(tokenizer, chosen)

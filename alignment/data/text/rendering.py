@@ -3,8 +3,8 @@
 A template comes with a checkpoint and is a program. Jinja's sandbox keeps it from files and code, but not from endless
 loops, `2 ** 10 ** 9` or 20 GB of text, and such a step inside the interpreter can be interrupted from outside only.
 So one helper process renders all templates. The kernel ends it when a template uses more than `CPU_SECONDS`, and memory
-beyond `MEMORY_BYTES` fails there. Many dialogues go as one line of JSON each way. Nothing but template and messages
-decides a text, so what was rendered a moment ago is not rendered again.
+beyond `MEMORY_BYTES` fails there. A dialogue is a line of JSON each way. Nothing but template and messages decides a
+text, so what was rendered a moment ago is not rendered again.
 """
 
 import atexit
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 50_000_000
-TASKS_PER_LINE = 64
 TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time, which no chat template needs"
 # What `strftime_now` answers, always: the date that Llama 3.2's template takes where there is no clock. With today's
 # date a run that is resumed tomorrow, or a model that is served later, would read other tokens than it was trained on.
@@ -43,8 +41,6 @@ class TemplateEnded(RenderError):
 
 
 Cut = tuple[int, bool]  # number of messages, and True to write the assistant's header after them
-# The texts of a task, or the reason why it failed, as JSON: {"texts": [...]} or {"error": ..., "ended": ...}.
-_Answer = dict[str, Any]
 
 
 class RenderTask(NamedTuple):
@@ -75,29 +71,18 @@ def render_tasks(
     Returns:
         For each task its texts in order, or the error of the first one that failed.
     """
-    lines = (tasks[start : start + TASKS_PER_LINE] for start in range(0, len(tasks), TASKS_PER_LINE))
-    return [answer for line in lines for answer in _render_line(template, line, variables)]
+    return [_render(template, json.dumps([task, variables], default=str)) for task in tasks]
 
 
-def _render_line(
-    template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
-) -> list[list[str] | RenderError]:
-    request = {"tasks": [task._asdict() for task in tasks], "variables": variables}
+@lru_cache(maxsize=64)  # a single dialogue is often asked for several times in a row
+def _render(template: str, request: str) -> list[str] | RenderError:
     try:
-        answers = _render(template, json.dumps(request, default=str))
+        answer = json.loads(_process.render(template, request))
     except TemplateEnded as error:
-        if len(tasks) == 1:
-            return [error]
-        return [answer for task in tasks for answer in _render_line(template, [task], variables)]
-    return [
-        (TemplateEnded if each.get("ended") else RenderError)(each["error"]) if "error" in each else each["texts"]
-        for each in answers
-    ]
-
-
-@lru_cache(maxsize=16)  # a single dialogue is often asked for several times in a row
-def _render(template: str, request: str) -> list[_Answer]:
-    return json.loads(_process.render(template, request))["answers"]
+        return error
+    return (
+        (TemplateEnded if answer["ended"] else RenderError)(answer["error"]) if "error" in answer else answer["texts"]
+    )
 
 
 class _Process:
@@ -125,23 +110,19 @@ class _Process:
                 self.stop()
                 raise
             if not line:
-                code = self.stop(kill=False)
+                code = self.stop()
                 raise TemplateEnded(TOO_SLOW if code == -signal.SIGPROF else f"its process ended with code {code}")
             self.template = template
         return line
 
-    def stop(self, *, kill: bool = True) -> int:
-        """End the helper process, or wait for the end that it has come to, and return its exit code."""
+    def stop(self) -> int:
+        """End the helper process where it has not ended itself, and return its exit code."""
         process, self.process, self.template = self.process, None, None
         if process is None or self.owner != os.getpid():
             return 0
-        if kill:
-            process.kill()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):  # what was left to write has no reader any more
-                if pipe is not None:
-                    pipe.close()
-        return process.wait()
+        process.kill()
+        process.communicate()
+        return process.returncode
 
     def _start(self) -> None:
         start = f"import sys; sys.path[:] = {sys.path!r}; from alignment.data.text.rendering import serve; serve()"
@@ -172,9 +153,8 @@ def serve() -> None:
     for line in sys.stdin:
         new, request = map(json.loads, line.split("\t"))
         template = template if new is None else new
-        tasks, variables = (RenderTask(**task) for task in request["tasks"]), request["variables"]
-        answers = [_answer(_compile_jinja_template, template, task, variables) for task in tasks]
-        print(json.dumps({"answers": answers}), flush=True)
+        task, variables = request
+        print(json.dumps(_answer(_compile_jinja_template, template, RenderTask(*task), variables)), flush=True)
 
 
 def _answer(
@@ -182,8 +162,8 @@ def _answer(
     template: str,
     task: RenderTask,
     variables: Mapping[str, object],
-) -> _Answer:
-    """The texts of one task, or the error; each text has its own limit of time."""
+) -> dict[str, Any]:
+    """{"texts": [...]}, or {"error": ..., "ended": ...} of the first that failed; each text has its own limit of time."""
     texts = []
     try:
         for number, open_turn in task.cuts:
@@ -204,6 +184,6 @@ def _answer(
         return {"error": "it calls itself without end, or is nested too deeply", "ended": True}
     except Exception as error:  # whatever the template did wrong is the template's
         named = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
-        return {"error": named[:2000]}
+        return {"error": named[:2000], "ended": False}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
@@ -22,9 +20,6 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, enco
 from alignment.errors import UserError
 
 MAX_TEMPLATE_CHARACTERS = 200_000
-# Templates in trl's folder that rewrite earlier turns, and have a training variant that keeps them.
-REWRITING = ("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
-
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -49,8 +44,6 @@ class ChatFormat:
         call_end: the same after a tool call; None where it writes none, or renders no tool calls.
         header: the text that opens the assistant's turn.
         writes_around: True where it writes something between that header, the assistant's words and `end`.
-        training: template to render whole dialogues with: itself, or a published variant that keeps earlier turns.
-        training_name: that variant's name; None: the template itself.
         controls: texts of the control tokens, longest first.
     """
 
@@ -61,8 +54,6 @@ class ChatFormat:
     call_end: str | None = None
     header: str = ""
     writes_around: bool = False
-    training: str = ""
-    training_name: str | None = None
     controls: tuple[str, ...] = ()
 
     def messages(self, messages: Messages) -> list[dict[str, Any]]:
@@ -88,11 +79,7 @@ def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
 
 
 def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The tokenizer's template and its conventions.
-
-    Raises:
-        UserError: there is no template, it is a collection of named ones, or it is too long.
-    """
+    """The tokenizer's template and its conventions."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or not template:
         raise UserError(
@@ -112,17 +99,15 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 @lru_cache(maxsize=32)
 def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
     variables = json.loads(special)
-    training_name, training = _training_variants().get(template.strip(), (None, template))
-    plain = ChatFormat(template, training=training, training_name=training_name, controls=controls)
+    plain = ChatFormat(template, controls=controls)
     for chat in (plain, replace(plain, as_parts=True)):
         base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
         if PROBE in closed:
             break
     else:
         return plain
-    whole = replace(chat, template=training)
-    [trained] = _probe_texts(whole, [HELLO, REPLY], ((2, False),), variables)
-    end = _end_after_probe(closed, controls) or _end_after_probe(trained, controls)
+    after = closed.partition(PROBE)[2].lstrip()
+    end = next((string for string in controls if after.startswith(string)), None)
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
     chat = replace(
         chat,
@@ -130,9 +115,9 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
         header=opened[shared_length(opened, base) :],
         writes_around=body != PROBE and closed.startswith(opened),
     )
-    [called] = _probe_texts(whole, [HELLO, CALL], ((2, False),), variables)
+    [called] = _probe_texts(chat, [HELLO, CALL], ((2, False),), variables)
     if not called:
-        [called] = _probe_texts(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
+        [called] = _probe_texts(replace(chat, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
         chat = replace(chat, arguments_as_text=bool(called))
     written = called.rstrip() if PROBE in called else ""
     return replace(chat, call_end=next((string for string in controls if written.endswith(string)), None))
@@ -141,45 +126,17 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
 def _probe_texts(
     chat: ChatFormat, messages: Messages, cuts: tuple[Cut, ...], special: Mapping[str, object]
 ) -> list[str]:
-    """The texts of a short dialogue; empty ones where the template fails on it.
-
-    Raises:
-        TemplateEnded: the template was ended for what it used, which no other probe will change.
-    """
+    """The texts of a short dialogue; empty ones where the template fails on it."""
     [answer] = render_tasks(chat.template, [RenderTask(chat.messages(messages), cuts)], special)
     if isinstance(answer, TemplateEnded):
         raise answer
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer
 
 
-def _end_after_probe(text: str, controls: Sequence[str]) -> str | None:
-    """The control token right after the assistant's words."""
-    after = text.partition(PROBE)[2].lstrip()
-    return next((string for string in controls if after.startswith(string)), None)
-
-
-@lru_cache(maxsize=1)
-def _training_variants() -> dict[str, tuple[str, str]]:
-    """Text of each template of `REWRITING` -> name and text of its training variant; only files are read, not trl."""
-    spec = find_spec("trl")
-    folder = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "chat_templates"
-    return {
-        (folder / f"{name}.jinja").read_text(encoding="utf-8").strip(): (
-            variant.stem,
-            variant.read_text(encoding="utf-8"),
-        )
-        for name in REWRITING
-        if (variant := folder / f"{name}_training.jinja").is_file()
-    }
-
-
 def shared_length(one: str, other: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    differing = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(one), len(other)))
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -251,21 +208,12 @@ def _texts(value: object) -> list[str]:
     return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
 
 
-def render_dialogues(
-    tokenizer: Tokenizer, dialogues: Sequence[Dialogue], *, training: bool = False
-) -> list[list[str] | UserError]:
-    """The texts of each dialogue, or the reason why the template refuses it.
-
-    Args:
-        training: render by `ChatFormat.training`.
-
-    Raises:
-        UserError: there is no usable template.
-    """
+def render_dialogues(tokenizer: Tokenizer, dialogues: Sequence[Dialogue]) -> list[list[str] | UserError]:
+    """The texts of each dialogue, or the reason why the template refuses it."""
     chat = chat_format(tokenizer)
     tasks = [RenderTask(chat.messages(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
-    answers = render_tasks(chat.training if training else chat.template, tasks, variables)
+    answers = render_tasks(chat.template, tasks, variables)
     return [
         UserError(
             f"{name_of(tokenizer)} refuses messages of roles {', '.join(message['role'] for message in each.messages)}: {answer}"
@@ -285,9 +233,6 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
     """Refuse a template that leaves out or rewrites what others than the assistant said, or the tool definitions.
 
     Trimmed blanks are fine, and so is a tool's answer written as a JSON string.
-
-    Raises:
-        UserError: naming the message or the tool.
     """
     for index, message in enumerate(dialogue.messages):
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
@@ -315,11 +260,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[Piece]:
-    """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text.
-
-    Raises:
-        UserError: the template cut an escaped string apart.
-    """
+    """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
     pieces = []
     for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
         typed = number % 2 == 1

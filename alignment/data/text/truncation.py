@@ -12,17 +12,13 @@ Value = TypeVar("Value")
 
 
 def text_budget(max_length: int, special_tokens: int, *, least: int = 2) -> int:
-    """Tokens of text that fit into `max_length` beside the special ones.
-
-    Raises:
-        UserError: fewer than `least`.
-    """
+    """Tokens of text that fit into `max_length` beside the special ones."""
     if max_length - special_tokens < least:
         raise UserError(f"data.max_length {max_length} leaves no room beside {special_tokens} special tokens; raise it")
     return max_length - special_tokens
 
 
-def truncate_longest(texts: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+def truncate_longest(texts: Sequence[Sequence[Value]], budget: int) -> list[list[Value]]:
     """Texts cut at their ends to `budget` tokens together: the longest one, of equals the last, loses tokens first.
 
     Source: Devlin et al. 2019, google-research/bert, create_pretraining_data.py (truncate_seq_pair).

@@ -1,1 +1,1 @@
-"""Tokenizers: loaded, trained, and read from the original files of older models."""
+"""Tokenizers: loaded, saved and trained."""

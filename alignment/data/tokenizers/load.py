@@ -11,28 +11,27 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, is_panic
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, write_atomic, write_json
 
+GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the old and the new names
+GPT2_END = "<|endoftext|>"
+WORDPIECE_FILE = "vocab.txt"
 FOREIGN_CODE = ("auto_map", "trust_remote_code", "gguf_file")
 UNUSED_KEY = "special_tokens_map_file"  # old directories name its author's own path
 LOADING_OPTIONS = ("is_local", "local_files_only")  # written by transformers; say nothing about the tokenizer
 
 
 def read_tokenizer_files(source: str | Path) -> Tokenizer:
-    """The tokenizer of a local directory: tokenizer.json and its neighbors, or its authors' own files.
+    """The tokenizer of a local directory: tokenizer.json and its neighbors, or GPT-2's or BERT's own vocabulary files.
 
-    Those are GPT-2's pair (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, and a SentencePiece
-    model; the latter two may be named themselves. A directory with a tokenizer_config.json, or a config.json that names
-    a model type, leaves it to transformers how they are read.
+    A directory whose config.json names a model type leaves other old files to transformers.
 
     Raises:
         UserError: no such directory, no tokenizer in it, unreadable files, or a request for code or files from elsewhere.
     """
-    from alignment.data.tokenizers.original_files import load_original_file
-
     path = Path(source)
-    if not path.is_file() and not path.is_dir():
+    if not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
-        return load_original_file(path) if path.is_file() else _load_directory(path)
+        return _load_directory(path)
     except UserError:
         raise
     except BaseException as error:  # tokenizers raises bare Exception for a broken file; every other error is raised
@@ -42,50 +41,66 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
 
 
 def _load_directory(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory, by the files that it has."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_directory(directory)
     for name in ("tokenizer_config.json", "config.json"):
         _refuse_foreign_code(directory / name)
     names = {file.name for file in directory.iterdir()}
-    if (
-        not names & {"tokenizer.json", "tokenizer_config.json"}
-        and (original := _load_original(directory, names)) is not None
-    ):
-        return original
     if "tokenizer.json" in names:
         # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         if tokenizer.eos_token is not None:
             return cast("Tokenizer", tokenizer)
+    elif "tokenizer_config.json" not in names and (original := _load_vocabulary_files(directory, names)) is not None:
+        original.name_or_path = str(directory)
+        return original
     # Old directories leave the end token's name to the class of their model type.
     return cast("Tokenizer", AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
 
 
-def _load_original(directory: Path, names: set[str]) -> Tokenizer | None:
-    """The tokenizer of a directory that holds its authors' own files alone; None: transformers knows how to read them.
-
-    Raises:
-        UserError: there are no such files, several tokenizers, or unreadable files.
-    """
-    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_gpt2, load_original_file
-
+def _load_vocabulary_files(directory: Path, names: set[str]) -> Tokenizer | None:
+    """The tokenizer of GPT-2's or BERT's own files; None: config.json names a model type that transformers reads."""
     for vocabulary, merges in GPT2_FILES:
         if {vocabulary, merges} <= names:
-            return load_gpt2(directory / vocabulary, directory / merges)
-    single = sorted(name for name in names if name == WORDPIECE_FILE or name.endswith(".model"))
-    if not single:
-        raise UserError(
-            f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
-            f".model file, found {', '.join(sorted(names)) or 'nothing'}"
-        )
+            return _load_gpt2(directory / vocabulary, directory / merges)
     config = directory / "config.json"
-    if config.exists() and read_json_object(config).get("model_type"):
+    if config.exists() and read_json_object(config).get("model_type") and _has_vocabulary(names):
         return None
-    if len(single) > 1:
-        raise UserError(f"{directory}: several tokenizers here: {', '.join(single)}; name the one that is meant")
-    return load_original_file(directory / single[0])
+    if WORDPIECE_FILE in names:
+        return _load_wordpiece(directory / WORDPIECE_FILE)
+    raise UserError(
+        f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, or vocab.txt, found "
+        f"{', '.join(sorted(names)) or 'nothing'}"
+    )
+
+
+def _has_vocabulary(names: set[str]) -> bool:
+    return any(name == WORDPIECE_FILE or name.endswith(".model") for name in names)
+
+
+def _load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
+    """BOS = EOS = <|endoftext|>, not put before texts; <|pad|> is one more token."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    from alignment.data.tokenizers.train import byte_level, wrap
+
+    tokenizer = byte_level(Backend(models.BPE.from_file(str(vocabulary), str(merges))))
+    if tokenizer.token_to_id(GPT2_END) is None:
+        raise UserError(f"{vocabulary}: {GPT2_END} is not in it, so it is not GPT-2's; save tokenizer.json instead")
+    return wrap(tokenizer, bos_token=GPT2_END, eos_token=GPT2_END, pad_token="<|pad|>", extra_special_tokens=[])
+
+
+def _load_wordpiece(path: Path) -> Tokenizer:
+    """BERT's vocabulary, one piece a line; one without a capital letter is of texts folded to small letters."""
+    from alignment.data.tokenizers.train import BERT_TOKENS, wordpiece
+
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    ids = {piece: number for number, piece in enumerate(lines)}
+    if missing := [token for token in BERT_TOKENS if token not in ids]:
+        raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
+    return wordpiece(ids, lowercase=all(piece == piece.lower() for piece in ids if piece[:1] != "["))
 
 
 def _refuse_foreign_code(path: Path) -> None:
@@ -112,9 +127,6 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
     Args:
         tokens: each is one token wherever a text has it, and is kept when ids become text.
         special_tokens: control tokens, which a chat template writes; such a string in a row's text stays ordinary text.
-
-    Raises:
-        UserError: naming every token that is blank, given twice or in the vocabulary already.
     """
     from transformers import AddedToken
 
@@ -130,11 +142,6 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
         tokenizer.add_tokens(
             [AddedToken(content, normalized=False, special=is_special) for content in contents], is_special
         )
-    if taken := {tokenizer.convert_tokens_to_ids(token) for token in new} & set(known.values()):
-        raise UserError(
-            f"{tokenizer.name_or_path}: its ids have gaps, and {min(taken)} would be that of two tokens; add the tokens "
-            "with other ids in tokenizer.json"
-        )
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
@@ -143,20 +150,13 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "tokenizer_config.json"
-        write_json(config, _portable(json.loads(config.read_text(encoding="utf-8"))))
-        for path in sorted(
-            path for path in Path(folder).rglob("*") if path.is_file()
-        ):  # named templates lie in a folder
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that older versions do not know
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(config, {key: value for key, value in settings.items() if key not in LOADING_OPTIONS})
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):  # named templates: in a folder
             target = directory / path.relative_to(folder)
             write_atomic(target, lambda temporary, path=path: shutil.copyfile(path, temporary))
-
-
-def _portable(config: dict[str, Any]) -> dict[str, Any]:
-    """The config under the class name that every version of transformers knows, without notes of how it was loaded."""
-    config = {key: value for key, value in config.items() if key not in LOADING_OPTIONS}
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return config
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:

@@ -3,7 +3,7 @@
 Whether a string such as "</s>" is a control token is the caller's choice, never the text's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -13,35 +13,16 @@ ANCHOR = "\n"  # a text put before another one, so that it is not the first
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, as far as the library calls it; `PreTrainedTokenizerBase` fits.
-
-    Attributes:
-        name_or_path: where it was loaded from, for messages.
-        chat_template: Jinja text, or one text per name, or None.
-
-    Its other attributes and methods are not declared.
-    """
+    """A tokenizer of transformers, as far as the library calls it; `PreTrainedTokenizerBase` fits."""
 
     name_or_path: str
-    chat_template: Any
-
-    # transformers makes these attributes at run time
+    chat_template: Any  # Jinja text, or one text per name, or None
     bos_token_id: int | None
     eos_token_id: int | None
-    pad_token_id: int | None
-    unk_token_id: int | None
-    mask_token_id: int | None
-    eos_token: str | None
-    all_special_ids: list[int]
-    special_tokens_map: Mapping[str, Any]
-    added_tokens_decoder: Mapping[int, Any]
-    is_fast: bool
 
     def __len__(self) -> int: ...
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any: ...
     def __getattr__(self, name: str) -> Any: ...
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
 
 
 def encode(
@@ -95,10 +76,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
 
 
 def _plain_backend(tokenizer: Tokenizer) -> Any:
-    """The object of the tokenizers library behind a tokenizer that hands texts to it as they are, else None.
-
-    It gives the same ids without offsets, masks and tokens, in about two thirds of the time.
-    """
+    """The object of the tokenizers library behind a tokenizer that hands texts to it as they are, else None."""
     from transformers import PreTrainedTokenizerFast
 
     backend = getattr(tokenizer, "_tokenizer", None)
@@ -116,7 +94,7 @@ def bos_id(tokenizer: Tokenizer) -> int | None:
 def adds_bos(tokenizer: Tokenizer) -> bool:
     """True where the tokenizer itself puts its BOS before a text (post-processor or `add_bos_token`)."""
     with_special = cast("list[int]", tokenizer("a", add_special_tokens=True)["input_ids"])
-    return with_special[:1] == [bos_id(tokenizer)]
+    return with_special[:1] == [tokenizer.bos_token_id]
 
 
 def control_strings(tokenizer: Tokenizer) -> list[str]:
@@ -127,11 +105,7 @@ def control_strings(tokenizer: Tokenizer) -> list[str]:
 
 @contextmanager
 def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is no `Exception`, into a `UserError`.
-
-    Raises:
-        UserError: a pattern in tokenizer.json gave up on a text (it backtracks without end), or its tables do not fit.
-    """
+    """Turn a panic of the tokenizers library, which is no `Exception`, into a `UserError`."""
     try:
         yield
     except BaseException as error:

@@ -132,13 +132,12 @@ class Cache:
         keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
         return CachedDocument(keys, values, length)
 
-    def load(self, row: int, document: CachedDocument, length: int | None = None) -> None:
-        """Put a saved document into a row, or the first `length` slots of it."""
-        length = document.length if length is None else length
+    def load(self, row: int, document: CachedDocument) -> None:
+        """Put a saved document into a row."""
         for store, part in zip((*self.keys, *self.values), (*document.keys, *document.values), strict=True):
-            store[row, :, :length] = part[:, :length]
-        self.lengths[row] = length
-        self.longest = max(self.longest, length)
+            store[row, :, : document.length] = part
+        self.lengths[row] = document.length
+        self.longest = max(self.longest, document.length)
 
     def keep(self, rows: Tensor) -> None:
         """Hold only these rows from now on, in this order.

@@ -20,21 +20,17 @@ from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
 from alignment.models.layers.padded_layout import (
     PaddedLayout,
     attention_masks,
-    choose_rectangles,
-    layout_of,
-    narrowed,
     pad_layout,
     padding_mask,
     shared_keys,
     shared_layouts,
     visible,
 )
-from alignment.models.layers.rotary import DynamicScaling, LongScaling, Rotary, RotarySpec, Rotation
+from alignment.models.layers.rotary import LongScaling, Rotary, RotarySpec, Rotation
 from alignment.models.layers.sdpa import (
     CachedAttention,
     CachedCrossAttention,
     CacheWrite,
-    ContinuedAttention,
     PaddedAttention,
     Source,
     VarlenAttention,
@@ -235,88 +231,3 @@ def check_original_context(cache: Cache, layers: Sequence[BlockSpec]) -> None:
                 "them, because there all its positions have other angles; shorten the prompt or lower max_new_tokens "
                 f"so that both fit into {original}, or give more than {original} tokens to begin with"
             )
-
-
-class ContinuedRows(NamedTuple):
-    """New tokens behind documents in a cache, whose lengths already count them.
-
-    Attributes:
-        positions: of each new token in its document, which is its slot in the row, [N].
-        addresses: of its keys and values, from `Cache.addresses`, [N * KV].
-        sizes: tokens of the document that each new token belongs to, [N].
-        queries, keys: layouts of the new tokens, and of the rows with them; keys are padded in the cache.
-        rows: cache rows of each rectangle's documents.
-    """
-
-    positions: Tensor
-    addresses: Tensor
-    sizes: Tensor
-    queries: PaddedLayout
-    keys: PaddedLayout
-    rows: tuple[Tensor, ...]
-
-
-def continue_rows(batch: Ragged, cache: Cache, rows: Tensor, heads: int) -> ContinuedRows:
-    """Lengthen cache `rows` [B], none of them empty, by the documents of the batch.
-
-    Raises:
-        ValueError: an empty row, more tokens than a row has room for, or a gradient that a cache would not keep.
-    """
-    if torch.is_grad_enabled():
-        raise ValueError("a cache keeps no gradient: continue its rows under torch.no_grad()")
-    lengths = cache.lengths[rows]
-    before: list[int] = lengths.tolist()
-    if not all(before):
-        raise ValueError("a row without a token cannot be continued: fill it by a prefill")
-    whole = [held + new for held, new in zip(before, batch.lengths, strict=True)]
-    if max(whole) > cache.capacity:
-        raise ValueError(f"the cache holds {cache.capacity} tokens per row, a document needs {max(whole)}")
-    device, sizes = batch.tokens.device, lengths + batch.sizes
-    held, own_rows, token_sizes = (
-        each.repeat_interleave(batch.sizes, output_size=len(batch.tokens)) for each in (lengths, rows, sizes)
-    )
-    positions = batch.positions + held
-    rectangles = choose_rectangles(batch.lengths, heads)
-    cache.lengths[rows] = sizes
-    cache.longest = max(cache.longest, *whole)
-    return ContinuedRows(
-        positions,
-        cache.addresses(own_rows, positions),
-        token_sizes,
-        layout_of(batch.lengths, narrowed(rectangles, batch.lengths), device),
-        PaddedLayout(
-            tuple((len(group), width) for group, width in narrowed(rectangles, whole)),
-            tuple(tuple(whole[i] for i in group) for group, _ in rectangles),
-        ),
-        tuple(rows[torch.tensor(group, device=device)] for group, _ in rectangles),
-    )
-
-
-def continuing_contexts(
-    layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache, new: ContinuedRows
-) -> list[AttentionContext]:
-    """Each layer's context for new tokens that read their cache row and, causally, themselves."""
-    masks = modules.masks(new.queries, new.keys, 0, new.positions.device)
-    longest = max(max(lengths) for lengths in new.keys.lengths)
-    turns = modules.rotations(layers, new.positions, longest, lambda: new.sizes)
-    contexts = []
-    for layer, (block, turn) in enumerate(zip(layers, turns, strict=True)):
-        spec = block.attention
-        if not isinstance(spec, AttentionSpec) or not spec.causal or block.cross is not None:
-            raise ValueError("only the rows of a decoder without an encoder can be continued")
-        layer_masks = masks(True, spec.window, spec.position_bias is not None)
-        stores = cache.keys[layer], cache.values[layer]
-        attend = ContinuedAttention(spec, new.queries, new.keys, layer_masks, cache_rows=new.rows, stores=stores)
-        contexts.append(AttentionContext(CacheWrite(cache, layer, new.addresses, attend), turn))
-    return contexts
-
-
-def longest_continued(layers: Sequence[BlockSpec]) -> int | None:
-    """Most tokens of a document whose beginning has the keys that it has alone; None: no limit.
-
-    Beyond the original context of dynamic and LongRoPE scaling the angles of all tokens depend on the document's length.
-    """
-    rotaries = [layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionSpec)]
-    scalings = [rotary.scaling for rotary in rotaries if rotary is not None]
-    limits = [each.original_positions for each in scalings if isinstance(each, DynamicScaling | LongScaling)]
-    return min(limits, default=None)

@@ -1,6 +1,6 @@
 """Scaled-dot-product attention: inside whole documents, over a cache row, and on an encoder's states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,17 +75,14 @@ class PaddedAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """query: [N, H, K]; key, value: [M, KV, K] -> [N, H, K]."""
         mixed = []
-        rectangles = zip(pad(query, self.queries), self.keys_and_values(key, value), self.masks, strict=True)
-        for q, (k, v), mask in rectangles:
+        rectangles = zip(pad(query, self.queries), pad(key, self.keys), pad(value, self.keys), self.masks, strict=True)
+        for q, k, v, mask in rectangles:
+            if self.prefix is not None:
+                k, v = _prepend(self.prefix[0], k), _prepend(self.prefix[1], v)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             causal = self.spec.causal and mask is None
             mixed.append(attend(q, k, v, self.spec, mask=mask, causal=causal, dropout=dropout).transpose(1, 2))
         return unpad(mixed, self.queries)
-
-    def keys_and_values(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of each rectangle, [B, S, KV, K]."""
-        for k, v in zip(pad(key, self.keys), pad(value, self.keys), strict=True):
-            yield (k, v) if self.prefix is None else (_prepend(self.prefix[0], k), _prepend(self.prefix[1], v))
 
 
 def _prepend(prefix: Tensor, x: Tensor) -> Tensor:
@@ -106,30 +103,6 @@ class CacheWrite:
         """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
         self.cache.write(self.layer, self.addresses, key, value)
         return self.attend(query, key, value, dropout)
-
-
-@dataclass(frozen=True)
-class ContinuedAttention(PaddedAttention):
-    """Attention of new tokens over their rows of a cache, where their keys and values are already.
-
-    Attributes:
-        keys: lengths of the rows; they are padded in the cache.
-        cache_rows: of each rectangle.
-        stores: keys and values of the layer in the cache.
-    """
-
-    cache_rows: Sequence[Tensor] = ()
-    stores: Sequence[Tensor] = ()
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """query: [N, H, K] -> [N, H, K]."""
-        return super().__call__(query.to(self.stores[0].dtype), key, value, dropout)
-
-    def keys_and_values(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of each rectangle, [B, S, KV, K]."""
-        for rows, (_, width) in zip(self.cache_rows, self.keys.groups, strict=True):
-            k, v = (store[:, :, :width].index_select(0, rows).transpose(1, 2) for store in self.stores)
-            yield k, v
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,40 @@
-"""The base of the backends, each of which spreads one optimizer step over processes.
+"""The base of the backends, each of which spreads one optimizer step over processes; and the one that replicates the model.
 
 Every backend sums gradients over ranks, so that a loss divided by the global weight needs no further correction.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.training.backends import state_files
 from alignment.training.distributed import ProcessGroup
-from alignment.training.optim import OptimConfig
-from alignment.training.optimizers import optimizer_tensors, restore_state, set_learning_rate, trainable_parameters
+from alignment.training.optim import (
+    OptimConfig,
+    build_optimizer,
+    restore_state,
+    saved_state,
+    set_learning_rate,
+    trainable_parameters,
+)
+
+BUCKET_ELEMENTS = 32 * 1024 * 1024  # gradients sent at once: 128 MB in float32, past where larger messages go faster
+
+
+class RowSource(Protocol):
+    """The place of an unread parameter's data, its attribute `stored`; models/huggingface makes them."""
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `start` to `stop` of the parameter; to be copied from."""
+        ...
 
 
 class Backend:
@@ -110,26 +127,21 @@ class Backend:
         return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer state into an existing directory; a collective operation.
-
-        Raises:
-            FloatingPointError: a weight is not finite.
-        """
+        """Write weights and optimizer state into an existing directory; a collective operation."""
         kept, rank = state_files.kept_tensors(self.unwrapped), self.process_group.rank
         bad = [name for names in self.process_group.gather_objects(state_files.not_finite(kept)) for name in names]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds values that are not finite; the checkpoint is not written")
         state_files.write(state_files.WEIGHTS, kept, directory, rank=rank)
-        state_files.write(
-            state_files.OPTIMIZER, optimizer_tensors(self.unwrapped, self.optimizer), directory, rank=rank
-        )
+        state = {
+            f"{name}/{key}": value
+            for name, parameter in trainable_parameters(self.unwrapped).items()
+            for key, value in saved_state(self.optimizer, parameter).items()
+        }
+        state_files.write(state_files.OPTIMIZER, state, directory, rank=rank)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation.
-
-        Raises:
-            UserError: a file or tensor is missing or does not fit; it is named.
-        """
+        """Restore what `save` wrote; a collective operation."""
         state_files.read_into(state_files.WEIGHTS, state_files.kept_tensors(self.unwrapped), directory)
         parameters = trainable_parameters(self.unwrapped)
         saved: dict[str, dict[str, Tensor]] = {}
@@ -137,18 +149,15 @@ class Backend:
             name, entry = key.rsplit("/", 1)
             if name not in parameters:
                 raise UserError(f"{directory}: {name} is not a trainable parameter of this model")
-            saved.setdefault(name, {})[entry] = empty_like(parameters[name], stored)
+            if stored.shape == parameters[name].shape:  # sharded as the parameter
+                empty = torch.empty_like(parameters[name].detach(), dtype=stored.dtype)
+            else:
+                empty = torch.empty(stored.shape, dtype=stored.dtype, device=parameters[name].device)
+            saved.setdefault(name, {})[entry] = empty
         entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
         state_files.read_into(state_files.OPTIMIZER, entries, directory)
         for name, tensors in saved.items():
             restore_state(self.optimizer, parameters[name], tensors)
-
-
-def empty_like(parameter: nn.Parameter, stored: state_files.Stored) -> Tensor:
-    """A tensor for an entry of a parameter's optimizer state: sharded as the parameter where it has its shape."""
-    if stored.shape == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
-    return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
 
 
 def checked_step(
@@ -199,3 +208,164 @@ def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, 
 
     model.forward = cast
     return model
+
+
+class ReplicatedBackend(Backend):
+    """The whole model on every rank: one process, or data-parallel replicas.
+
+    Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel would
+    overlap this with the last backward, but requires that every backward uses every parameter and that all ranks run
+    equally many backwards; an update of several terms and unequal shards meets neither condition.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
+        self.process_group, self.config = process_group, config
+        self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
+        self.autocast = autocast_context(process_group.device, precision)
+        if process_group.size > 1:  # ranks may have initialized different weights and buffers
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+        self.optimizer = build_optimizer(model, config)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
+        self._sum_gradients()
+        return super().step(learning_rate, values, num_losses)
+
+    def _sum_gradients(self) -> None:
+        if self.process_group.size == 1:
+            return
+        parameters = list(trainable_parameters(self.unwrapped).values())
+        used = self.process_group.max(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
+        # A parameter that no rank used keeps no gradient, as in one process: AdamW then leaves it alone.
+        present = [parameter for parameter, flag in zip(parameters, used.tolist(), strict=True) if flag]
+        for parameter in present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets([parameter.grad for parameter in present if parameter.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            pieces = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+
+def buckets(tensors: list[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Tensor]]:
+    """The tensors in order, in groups of at most `elements` elements each; a single larger tensor goes alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.numel() > elements:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse new parameters that were computed from unread ones, which are NaN."""
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if not (parameter.is_meta or hasattr(parameter, "stored"))
+        and parameter.is_floating_point()
+        and parameter.isnan().any()
+    ]
+    if bad:
+        raise UserError(
+            f"{', '.join(bad[:5])}: not a number at the start of the training; an adapter that starts from the values of the "
+            "frozen weights needs them read before it is attached, or the checkpoint is damaged"
+        )
+
+
+# Whole weights for sampling where they are sharded, each gathered once, in the type that its layer computes in
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The children of every ModuleList that are called: transformer blocks, and experts within them; outer ones first."""
+    return [
+        block
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        for block in module
+        if not isinstance(block, nn.ModuleList | nn.ModuleDict)  # those are never called
+    ]
+
+
+def outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules that lie in no other one of the list."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def computing_types(model: nn.Module, precision: str) -> dict[nn.Parameter, torch.dtype]:
+    """The type in which whole copies of parameters give the same numbers as the parameters themselves.
+
+    Under autocast a linear layer rounds its weight and bias to bfloat16 before it uses them, so a copy that is already
+    rounded gives the same bits in half the memory. This holds for the plain linear layers inside of blocks.
+    Embeddings, norms and heads compute in float32. Layers under an adapter keep their type as well: some adapters (DoRA)
+    read the weights in other operations.
+
+    Args:
+        precision: of the run, fp32 or bf16.
+
+    Returns:
+        The type of each parameter, frozen or not.
+    """
+    types = {parameter: parameter.dtype for parameter in model.parameters()}
+    if precision != "bf16":
+        return types
+    uses: dict[nn.Parameter, list[bool]] = {}
+    blocks = outermost(blocks_of(model))
+    within = {id(module) for block in blocks for module in block.modules()}
+    adapted = {id(child) for module in model.modules() if hasattr(module, "base_layer") for child in module.modules()}
+    for module in model.modules():
+        plain = type(module) is nn.Linear and id(module) in within and id(module) not in adapted
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses.setdefault(parameter, []).append(plain and parameter.dtype == torch.float32)
+    return types | {parameter: torch.bfloat16 for parameter, plain in uses.items() if all(plain)}
+
+
+def whole_bytes(types: Mapping[nn.Parameter, torch.dtype], is_sharded: Callable[[nn.Parameter], bool]) -> int:
+    """Bytes that whole copies of the sharded parameters take on each device."""
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel()) * dtype.itemsize
+        for parameter, dtype in types.items()
+        if is_sharded(parameter)
+    )
+
+
+@contextmanager
+def whole_parameters(
+    model: nn.Module,
+    types: Mapping[nn.Parameter, torch.dtype],
+    gather: Callable[[nn.Parameter, torch.dtype], Tensor | None],
+) -> Iterator[None]:
+    """While open, whole copies of the sharded parameters stand in the model; opening is a collective operation.
+
+    Args:
+        types: the type of each copy.
+        gather: (parameter, type) -> the whole tensor; None for a parameter that is whole already.
+    """
+    copies: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that several modules share is gathered once
+    locations: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                if parameter not in copies:
+                    whole = gather(parameter, types[parameter])
+                    copies[parameter] = parameter if whole is None else nn.Parameter(whole, requires_grad=False)
+                if copies[parameter] is not parameter:
+                    module._parameters[name] = copies[parameter]
+                    locations.append((module, name, parameter))
+        yield
+    finally:
+        for module, name, parameter in locations:
+            module._parameters[name] = parameter

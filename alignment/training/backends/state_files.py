@@ -90,11 +90,7 @@ def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
-    """Shapes and types of the tensors of one kind, by name.
-
-    Raises:
-        UserError: there is no file, one cannot be read, or a part of a tensor is missing.
-    """
+    """Shapes and types of the tensors of one kind, by name."""
     whole, shards = directory / f"{kind}.safetensors", directory / f"{kind}-shards"
     if not whole.is_file() and not shards.is_dir():
         raise UserError(
@@ -118,11 +114,7 @@ def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
 
 
 def read_into(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Fill tensors, or this rank's shards of them, from the files of one kind; a collective operation.
-
-    Raises:
-        UserError: a file is missing, or the files do not hold exactly these tensors in these shapes; all problems.
-    """
+    """Fill tensors, or this rank's shards of them, from the files of one kind; a collective operation."""
     stored = saved_tensors(kind, directory)
     problems = [f"{directory}: {name} is missing" for name in tensors if name not in stored]
     problems += [f"{directory}: {name} is no tensor of the model" for name in stored if name not in tensors]

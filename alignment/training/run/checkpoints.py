@@ -15,28 +15,41 @@ A checkpoint is saved between two updates: it holds no partly accumulated gradie
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
 
+import base64
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from alignment.errors import UserError, raise_all
 from alignment.files import atomic_directory, hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.training.distributed import ProcessGroup
 from alignment.training.engine import Engine
+from alignment.training.optim import trainable_parameters
 from alignment.training.run.lineage import LENGTHS, differences
-from alignment.training.run.random_state import random_state, set_random_state
 
 MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
 Engines = Engine | Mapping[str, Engine]
+
+
+def engines_of(engines: Engines) -> dict[str, Engine]:
+    """Engines by the subdirectory of their files; a single engine's files are in the checkpoint itself."""
+    return {"": engines} if isinstance(engines, Engine) else dict(engines)
+
+
+def process_group_of(engines: Engines) -> ProcessGroup:
+    """The processes that train together; all engines of a run have the same."""
+    return next(iter(engines_of(engines).values())).process_group
 
 
 def save_checkpoint(
@@ -55,11 +68,8 @@ def save_checkpoint(
         state: JSON-like, what the algorithm needs in addition to engines and random states.
         identity: JSON-like, compared on resume.
         drawn: whether training has used random numbers, different ones on each rank, as dropout does.
-
-    Raises:
-        UserError: the disk has not enough space. Nothing is deleted before the new checkpoint is complete.
     """
-    named = _named(engines)
+    named = engines_of(engines)
     process_group = process_group_of(engines)
     path = root / f"step-{step:06d}"
     random_states = process_group.gather_objects(random_state())
@@ -69,7 +79,12 @@ def save_checkpoint(
             check_disk_space(root, engines)
             temporary = str(stack.enter_context(atomic_directory(path)))
         directory = Path(process_group.broadcast_object(temporary))
-        check_shared(directory, process_group)
+        blind = [rank for rank, sees in enumerate(process_group.gather_objects(directory.is_dir())) if not sees]
+        if blind:
+            raise UserError(
+                f"{root}: ranks {', '.join(map(str, blind))} do not see this directory, into which every rank writes its part "
+                "of a checkpoint; choose an output on a file system that all machines share"
+            )
         for name, engine in named.items():
             if process_group.is_main:
                 (directory / name).mkdir(exist_ok=True)
@@ -78,57 +93,35 @@ def save_checkpoint(
         process_group.barrier()
         if process_group.is_main:
             counters = {name: {"step": engine.step} for name, engine in named.items()}
-            saved = {"step": step, "engines": counters, "state": state, "environment": environment(process_group.size)}
-            saved["drawn"] = drawn
-            write_json(directory / STATE, saved)
+            saved = {"step": step, "engines": counters, "state": state, "drawn": drawn}
+            write_json(directory / STATE, saved | {"environment": _environment(process_group.size)})
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, random_states)
-            manifest = {"format": 4, "step": step, "files": hashes(directory)}
+            files = sorted(file for file in directory.rglob("*") if file.is_file())
+            digests = {file.relative_to(directory).as_posix(): sha256(file) for file in files}
+            manifest = {"format": 4, "step": step, "files": digests}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
-        delete_older(path, keep)
+        # Later steps belong to another run, and what has no valid manifest is no checkpoint.
+        older = [each for each in checkpoints(root) if step_of(each) < step and not read_manifest(each)[1]]
+        for each in older[keep - 1 :]:
+            remove_directory(each)
     process_group.barrier()
     return path
-
-
-def check_shared(directory: Path, process_group: ProcessGroup) -> None:
-    """Check that every rank sees the directory that rank 0 has made; a collective operation.
-
-    Raises:
-        UserError: some rank does not: it runs on a machine without this file system.
-    """
-    blind = [rank for rank, sees in enumerate(process_group.gather_objects(directory.is_dir())) if not sees]
-    if blind:
-        raise UserError(
-            f"{directory.parent}: ranks {', '.join(map(str, blind))} do not see this directory, into which every rank writes "
-            "its part of a checkpoint; choose an output on a file system that all machines share"
-        )
-
-
-def delete_older(newest: Path, keep: int) -> None:
-    """Delete checkpoints older than `newest`, which has just been written, until `keep` are left including it.
-
-    Directories of later steps belong to another run, and those without a valid manifest are no checkpoints: they are
-    neither counted nor deleted.
-    """
-    older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
-    valid = [path for path in older if not read_manifest(path)[1]]
-    for path in valid[keep - 1 :]:
-        remove_directory(path)
 
 
 def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> dict[str, Any]:
     """Load a verified checkpoint into the engines and the global random states; a collective operation.
 
     Returns:
-        The algorithm's `state` as saved, with `step`, and `extended`: whether the run that saved it was to be of another
+        The algorithm's `state` as saved, with `step`, and `extended`: True where the run that saved it was to be of another
         length, which `refuse_other_run` allows for one that is finished.
 
     Raises:
         UserError: config or data differ (each difference is listed), a file or tensor does not fit, or the number of
             processes changed and the run could not continue as it was.
     """
-    named = _named(engines)
+    named = engines_of(engines)
     process_group = process_group_of(engines)
     changed = differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
     raise_all(
@@ -139,9 +132,14 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     saved = _read(path / STATE)
     if set(saved["engines"]) != set(named):
         raise UserError(f"{path} holds the engines {sorted(saved['engines'])}, this run has {sorted(named)}")
-    check_world_size(path, saved, process_group)
+    before = saved["environment"]["world_size"]
+    if before != process_group.size and saved["drawn"]:  # else only rounding differs
+        raise UserError(
+            f"{path} was saved by {before} processes, and now there are {process_group.size}: every process draws its own "
+            f"dropout, and the run would not go on as it was; resume with {before}, or choose another output directory"
+        )
     if process_group.is_main:
-        for line in differences(saved["environment"], environment(process_group.size)):
+        for line in differences(saved["environment"], _environment(process_group.size)):
             _warn(f"{path} was made in another environment ({line}); results may differ in the last digits")
     for name, engine in named.items():
         engine.load(path / name)
@@ -157,9 +155,6 @@ def latest_checkpoint(root: Path) -> Path | None:
 
     Damaged checkpoints that are newer are named in a warning and renamed, so that they do not count when older ones are
     deleted. Left-overs of an interrupted save are removed.
-
-    Raises:
-        UserError: a file of the newest checkpoint was deleted, or every checkpoint is damaged.
     """
     for hidden in list(root.glob(".step-*")):
         remove_leftovers(root / hidden.name.split(".")[1])
@@ -208,15 +203,11 @@ def step_of(path: Path) -> int:
 def verify(path: Path) -> tuple[list[str], list[str]]:
     """Problems of a checkpoint: (sentences about damage, names of missing files)."""
     files, problem = read_manifest(path)
-    if problem:
-        return [problem], []
-    damage, missing = [], []
+    damage = [problem] if problem else []
+    missing = [name for name in files if not (path / name).is_file()]
     for name, digest in files.items():
-        if not (path / name).is_file():
-            missing.append(name)
-            continue
         try:
-            if sha256(path / name) != digest:
+            if name not in missing and sha256(path / name) != digest:
                 damage.append(f"{path / name} does not have the content that was saved")
         except OSError as error:
             damage.append(f"{path / name} cannot be read ({error.strerror})")
@@ -230,35 +221,19 @@ def read_manifest(path: Path) -> tuple[dict[str, str], str]:
         return {}, f"{file} is missing"
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        if manifest.pop("sum") == hash_of(manifest):
+            return manifest["files"], ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"{file} cannot be read ({type(error).__name__})"
-    if not isinstance(manifest, dict):
-        return {}, f"{file} holds a {type(manifest).__name__} where an object was saved"
-    total = manifest.pop("sum", None)
-    if total != hash_of(manifest) and manifest.get("format") != 1:  # format 1 had no sum
-        return {}, f"{file} does not have the content that was saved"
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not {STATE, IDENTITY, RANDOM} <= set(files):
-        return {}, f"{file} does not name the files of a checkpoint"
-    for name in files:
-        if "\0" in name or not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
-            return {}, f"{file} names {name!r}, which is no file of this checkpoint"
-    return files, ""
-
-
-def hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file below a directory, by relative path."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
+    return {}, f"{file} does not have the content that was saved"
 
 
 def checkpoint_bytes(engines: Engines) -> int:
     """About the bytes of a checkpoint: weights and two moments in float32."""
     return 12 * sum(
         getattr(parameter, "ds_numel", parameter.numel())
-        for engine in _named(engines).values()
-        for parameter in engine.backend.unwrapped.parameters()
-        if parameter.requires_grad
+        for engine in engines_of(engines).values()
+        for parameter in trainable_parameters(engine.backend.unwrapped).values()
     )
 
 
@@ -270,22 +245,7 @@ def check_disk_space(root: Path, engines: Engines) -> None:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 
 
-def check_world_size(path: Path, saved: Mapping[str, Any], process_group: ProcessGroup) -> None:
-    """Raise UserError if a run that another number of processes saved would not continue as it was.
-
-    Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank
-    used its own random numbers (dropout).
-    """
-    before = saved["environment"]["world_size"]
-    if before == process_group.size or not saved.get("drawn", True):
-        return
-    raise UserError(
-        f"{path} was saved by {before} processes, and now there are {process_group.size}: every process draws its own dropout, "
-        f"and the run would not go on as it was; resume with {before}, or choose another output directory"
-    )
-
-
-def environment(world_size: int) -> dict[str, Any]:
+def _environment(world_size: int) -> dict[str, Any]:
     """Versions and settings that change the last digits of results."""
     return {
         "python": platform.python_version(),
@@ -293,16 +253,6 @@ def environment(world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": world_size,
     }
-
-
-def process_group_of(engines: Engines) -> ProcessGroup:
-    """The processes that train together; all engines of a run have the same."""
-    return next(iter(_named(engines).values())).process_group
-
-
-def _named(engines: Engines) -> dict[str, Engine]:
-    """Engines by the subdirectory of their files; a single engine's files are in the checkpoint itself."""
-    return {"": engines} if isinstance(engines, Engine) else dict(engines)
 
 
 def _read(path: Path) -> Any:
@@ -313,3 +263,55 @@ def _read(path: Path) -> Any:
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+# The global random states of one process as plain JSON values. Local generators are not included.
+
+
+def random_state() -> dict[str, Any]:
+    """States of the global generators of Python, NumPy and torch, on the CPU and on all devices."""
+    kind, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [kind, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in cuda],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `random_state` returned; devices that no longer exist are left out."""
+    kind, words, gauss = state["python"]
+    random.setstate((kind, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, saved in enumerate(state["cuda"][:devices]):
+        torch.cuda.set_rng_state(_decode(saved), device)
+
+
+def generator_states() -> list[str]:
+    """States of torch's global generators on the CPU and all devices, which are the ones that models use."""
+    state = random_state()
+    return [state["torch"], *state["cuda"]]
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """While open, random numbers may be used; afterwards the global random states are as before."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.cpu().numpy())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A run's directory: its lock, the files that rank 0 writes during training, and the signals that stop the run.
+"""A run's directory: its lock, the files that rank 0 writes during training, the signals that stop the run, and displays.
 
 Checkpoints are in checkpoints.py.
 """
@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -24,16 +24,8 @@ from alignment.errors import UserError, raise_all
 from alignment.files import explain_full_disk, remove_directory, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank, launched_size
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
-from alignment.training.run.trackers import UPDATE_CALLBACK, Progress, Trackers, check_trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
-
-
-@dataclass
-class StopRequest:
-    """Number of the signal that asks this process to stop, or 0. It is handled at the end of an update."""
-
-    number: int = 0
 
 
 class Run:
@@ -45,11 +37,11 @@ class Run:
         output: the directory.
         checkpoints: the directory of its checkpoints.
         identity: what a resume compares; empty on ranks above 0.
-        finished: whether the directory holds this run, finished; nothing is opened then, and nothing may be written.
+        finished: True where the directory holds this run, finished; nothing is opened then, and nothing may be written.
         total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
         began: time of the first update of this start, in seconds of `time.monotonic`.
         last_save: time of the last checkpoint and the seconds that it took; of the first update and 0 before it.
-        request: the signal that asks this process to stop.
+        requested: numbers of signals that asked this process to stop; handled at the end of an update.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
     """
@@ -71,10 +63,6 @@ class Run:
             parents: models that the run starts from.
             files: by dotted key, the files behind a setting that is no file's name; they are part of the identity.
             again: start from the beginning: checkpoints and logs of a run with these settings are deleted.
-
-        Raises:
-            UserError: the directory cannot be written or another run uses it; it holds the model, checkpoints or metrics
-                of a run with other settings or data; its logs are damaged; a tracker does not start.
         """
         self.output = Path(output)
         self.checkpoints = self.output / "checkpoints"
@@ -84,7 +72,7 @@ class Run:
         self.total, self.stopped = 0, 0
         self.began, self.last_save = 0.0, (0.0, 0.0)
         self.random_start: list[str] = []
-        self.request = StopRequest()
+        self.requested: list[int] = []
         self._progress: Progress | None = None
         self._lineage: dict[str, Any] = {}
         self._trackers: Trackers | None = None
@@ -92,7 +80,7 @@ class Run:
         self._clock = time.perf_counter()
         training = config.get("training", {})
         trackers = training.get("trackers", [])
-        check_trackers(trackers, training.get("tracking"))
+        check_trackers(trackers)
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
@@ -127,25 +115,21 @@ class Run:
                 remove_directory(self.checkpoints)
         self._lineage = lineage_of(stage, config, self.identity)
         write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        self._write_lineage()
-
-    def _write_lineage(self) -> None:
-        if self.is_main:
-            write_json(self.output / "lineage.json", self._lineage)
+        write_json(self.output / "lineage.json", self._lineage)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and self.total:
+        if error is None and self.total and self.is_main:
             self._lineage["finished"] = self.total
-            self._write_lineage()
+            write_json(self.output / "lineage.json", self._lineage)
         self.close()
         if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
             self._print("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
-        elif error is None and self.request.number:
-            self._print(f"signal {self.request.number} came when the run was finished; its model is written")
-            signal.raise_signal(self.request.number)  # now with the effect that it has outside a run
+        elif error is None and self.requested:
+            self._print(f"signal {self.requested[0]} came when the run was finished; its model is written")
+            signal.raise_signal(self.requested[0])  # now with the effect that it has outside a run
 
     def close(self) -> None:
         """Restore the signal handlers, close the trackers and release the lock."""
@@ -160,12 +144,14 @@ class Run:
             SystemExit: 128 + the signal's number, after the update in which the signal came.
         """
         self.total = total
-        self.truncate(first)
+        if self.is_main:  # those updates are repeated
+            for name in LOGS:
+                truncate_lines(self.output / name, first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
         self.began = time.monotonic()
         self.last_save = (self.began, 0.0)
-        self.request = self._resources.enter_context(stop_requests())
+        self._resources.enter_context(_stop_requests(self.requested))
         try:
             for step in range(first, total):
                 yield step
@@ -206,14 +192,8 @@ class Run:
         """Write a remark to standard error and lineage.json, such as the number of dropped rows."""
         if self.is_main:
             self._lineage.setdefault("notes", []).append(text)
-            self._write_lineage()
+            write_json(self.output / "lineage.json", self._lineage)
             self._print(text)
-
-    def truncate(self, step: int) -> None:
-        """Delete what was logged after `step`, because those updates are repeated."""
-        if self.is_main:
-            for name in LOGS:
-                truncate_lines(self.output / name, step)
 
     def _append(self, name: str, line: Mapping[str, object]) -> None:
         path = self.output / name
@@ -226,11 +206,7 @@ class Run:
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Keep the lines of a run's log up to `step`; an incomplete last line, left by a crash, is deleted too.
-
-    Raises:
-        UserError: a line that is no line of a log.
-    """
+    """Keep the lines of a run's log up to `step`; an incomplete last line, left by a crash, is deleted too."""
     lines, problems = read_log(path)
     raise_all(problems)
     if path.exists():
@@ -242,25 +218,18 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     lines, problems = [], []
     *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # texts may contain other line separators
     for number, content in enumerate(whole, 1):
-        try:
-            text = content.decode("utf-8")
-            step = json.loads(text)["step"]
-            if type(step) is not int:
-                raise TypeError("its step is no whole number")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            why = "there is no step in it" if isinstance(error, LookupError) else str(error)
-            problems.append(f"{path}:{number}: not a line of a run's log ({why}); delete the line, or the file")
-        else:
+        text, step = content.decode("utf-8", errors="replace"), None
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            step = json.loads(content)["step"]
+        if type(step) is int:
             lines.append((step, f"{text}\n"))
+        else:
+            problems.append(f"{path}:{number}: not a line of a run's log, with a step; delete the line, or the file")
     return lines, problems
 
 
 def lock(directory: Path) -> TextIO:
-    """Lock the directory for this process; the system releases the lock when the process ends in any way.
-
-    Raises:
-        UserError: another process has locked it, or it cannot be written.
-    """
+    """Lock the directory for this process; the system releases the lock when the process ends in any way."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
@@ -284,25 +253,148 @@ def lock(directory: Path) -> TextIO:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it.
-
-    Outside the main thread, where Python cannot handle signals, they keep their usual effect.
-    """
-    request = StopRequest()
+def _stop_requests(requested: list[int]) -> Iterator[None]:
+    """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it."""
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
 
     def record(number: int, frame: FrameType | None) -> None:
-        request.number = number
-        for kind in kinds:
+        requested.append(number)
+        for kind in before:
             signal.signal(kind, signal.SIG_DFL)
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(kind, record) for kind in kinds]
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    for kind in before:
+        signal.signal(kind, record)
     try:
-        yield request
+        yield
     finally:
-        for kind, handler in zip(kinds, before, strict=True):
+        for kind, handler in before.items():
             signal.signal(kind, handler)
+
+
+# Displays of the metrics: TensorBoard, Accelerate's trackers on request, and progress on standard error
+
+# What Accelerate would overrule: a tracker's variable of the project, its argument for the run's name and their variable.
+PROJECT = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "clearml": "CLEARML_PROJECT"}
+NAME = {
+    "wandb": ("name", "WANDB_NAME"),
+    "clearml": ("task_name", "CLEARML_TASK"),
+    "trackio": ("name", ""),
+    "mlflow": ("run_name", ""),
+    "swanlab": ("experiment_name", ""),
+}
+
+
+class Trackers:
+    """Sends each update's metrics to every tracker."""
+
+    def __init__(self, output: Path, stage: str, names: Sequence[str], config: Mapping[str, Any]):
+        """Open TensorBoard's files and start the named trackers."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._others = [_open_tracker(name, output, stage, config) for name in names if name != "tensorboard"]
+        self._board = SummaryWriter(output / "tensorboard")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of update `step`."""
+        for name, value in metrics.items():
+            if name != "step" and math.isfinite(value):
+                self._board.add_scalar(name, value, step)
+        for tracker in self._others:
+            tracker.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush and close all trackers."""
+        self._board.close()
+        for tracker in self._others:
+            tracker.finish()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that do not exist or are not installed."""
+    if not names:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known = sorted(map(str, LOGGER_TYPE_TO_CLASS))
+    for name in names:
+        if name not in known:
+            raise UserError(f"training.trackers: unknown tracker {name!r}; known are {', '.join(known)}")
+        if name not in map(str, get_available_trackers()):
+            raise UserError(f"training.trackers: {name} is not installed: pip install {name}")
+
+
+def _open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any]) -> Any:
+    """One of Accelerate's trackers, started with the run's config. `init_distributed` must have been called."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    arguments = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
+    if name in NAME:
+        argument, variable = NAME[name]
+        arguments[argument] = os.environ.get(variable) or f"{stage}-{output.name}"
+    try:
+        tracker = kind(os.environ.get(PROJECT.get(name, "")) or "alignment", **arguments)
+        tracker.start()
+        tracker.store_init_configuration(dict(config))
+    except Exception as error:
+        raise UserError(
+            f"training.trackers: {name} does not start ({type(error).__name__}: {error}); set it up as its own pages "
+            "say, or leave it out"
+        ) from error
+    return tracker
+
+
+OnUpdate = Callable[[dict[str, Any]], object]  # takes a line of metrics.jsonl
+UPDATE_CALLBACK: ContextVar[OnUpdate | None] = ContextVar("update_callback", default=None)
+
+
+@contextmanager
+def update_callback(callback: OnUpdate | None) -> Iterator[None]:
+    """Let the runs in this block call a function with each line of their metrics; None: none."""
+    token = UPDATE_CALLBACK.set(callback)
+    try:
+        yield
+    finally:
+        UPDATE_CALLBACK.reset(token)
+
+
+class Progress:
+    """Shows step, loss, tokens per second and the remaining time of `total` steps, of which `first` were done before."""
+
+    def __init__(self, first: int, total: int, seconds_between: float = 10.0):
+        """Begin; plain lines, where standard error is no terminal, come every `seconds_between`."""
+        self._first, self._total, self._seconds_between = first, total, seconds_between
+        self._began = self._shown = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = RichProgress(*columns, console=Console(stderr=True))
+            self._bar.add_task("", total=total, completed=first)
+            self._bar.start()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that step number `step` is done."""
+        now = time.monotonic()
+        left = (now - self._began) / max(1, step - self._first) * (self._total - step)
+        parts = [f"{name} {metrics[name]:.4g}" for name in ("loss", "score", "kl", "accuracy") if name in metrics]
+        if metrics.get("tokens_per_second"):
+            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+        minutes, seconds = divmod(int(left), 60)
+        text = "  ".join([*parts, f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"])
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
+        elif now - self._shown >= self._seconds_between or step == self._total:
+            print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
+            self._shown = now
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        if self._bar is not None:
+            self._bar.stop()

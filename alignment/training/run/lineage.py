@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
-        "output", "resume", "trackers", "tracking", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
+        "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
         "max_shard_size", "share_prompts",
     }
@@ -42,12 +43,17 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
     A finished run may be made longer, where it kept the checkpoint of its end.
 
     Returns:
-        Whether it holds a finished run with these settings, and its model.
+        True where it holds a finished run with these settings, and its model.
 
     Raises:
         UserError: it holds another run; every difference is listed.
     """
-    found = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
+    paths = {name: output / name for name in ("model", "checkpoints", "metrics.jsonl")}
+    found = [
+        name
+        for name, path in paths.items()
+        if (any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0)
+    ]
     if not found:
         return False
     old = earlier_run(output)
@@ -103,11 +109,6 @@ def earlier_run(output: Path) -> dict[str, Any]:
     return identity
 
 
-def _holds_anything(path: Path) -> bool:
-    """True where a directory has an entry, or a file any content."""
-    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
-
-
 def differences(old: object, new: object, key: str = "") -> list[str]:
     """The differences of two JSON-like values, each as 'dotted.key: old -> new'."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -150,19 +151,17 @@ def input_hashes(
     The hash of a large file is computed once for each version of it, and kept in the data cache.
 
     Args:
-        files: by dotted key, the files behind a setting that is no file's name: a directory of rows, a module. They are
-            hashed one by one, by path.
+        files: by dotted key, the files behind a setting that is no file's name: a directory of rows, a module.
     """
-    data = config.get("data")
-    streamed = isinstance(data, dict) and bool(data.get("streaming"))
-    cache = cache_directory(data.get("cache") if isinstance(data, dict) else None)
+    data: Any = config.get("data") if isinstance(config.get("data"), dict) else {}
+    cache = cache_directory(data.get("cache"))
 
     def hash_input(key: str, path: Path) -> str:
-        return hash_of_ends(path) if streamed and key.startswith("data.train") else file_hash(path, cache)
+        streamed = data.get("streaming") and key.startswith("data.train")
+        return hash_of_ends(path) if streamed else file_hash(path, cache)
 
     named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if _is_file(text)}
-    several = {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
-    return named | several
+    return named | {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
 
 
 def hash_of_ends(path: Path) -> str:
@@ -198,26 +197,18 @@ def directory_hash(directory: Path) -> str:
 
 def code_version() -> dict[str, Any]:
     """This library's source as one hash, its git commit if it has one, and the versions of the main dependencies."""
-    from importlib import metadata
-
     package = Path(__file__).resolve().parents[2]
     sources = {file.relative_to(package).as_posix(): sha256(file) for file in sorted(package.rglob("*.py"))}
-    versions = {
-        name: metadata.version(name)
-        for name in ("torch", "transformers", "accelerate")
-        if any(metadata.distributions(name=name))
-    }
+    names = ("torch", "transformers", "accelerate", "peft", "safetensors", "deepspeed", "bitsandbytes")
+    versions = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
     versions["python"] = platform.python_version()
-    return {"source": hash_of(sources), "commit": _commit(package), "versions": versions}
-
-
-def _commit(package: Path) -> str | None:
-    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
     try:
+        command = ["git", "-C", str(package), "rev-parse", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        commit = done.stdout.strip() if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired):
-        return None  # installed without git: the source hash has to do
-    return done.stdout.strip() if done.returncode == 0 else None
+        commit = None  # installed without git: the source hash has to do
+    return {"source": hash_of(sources), "commit": commit, "versions": versions}
 
 
 def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from alignment.data.rows.fields import BadRow
-from alignment.data.rows.kinds import ROW_FORMATS
-from alignment.data.rows.read import RecordParser
+from alignment.data.rows.read import ROW_FORMATS, RecordParser
 from alignment.data.rows.records import SkippedRow, choose_turns
 
 USER, REPLY, OTHER = (

@@ -2,11 +2,11 @@
 
 import pytest
 
-from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.formats import alpaca_prompt
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
 from alignment.data.rows.read import TIE, read_rows
-from alignment.data.rows.records import EXPANDED, Comparison, LabeledResponse, Ranking, Steps
+from alignment.data.rows.records import EXPANDED, Comparison, Ranking, Steps
+from alignment.data.rows.records import LabeledResponse as Label
 from alignment.errors import UserError
 
 HI = {"role": "user", "content": "hi"}
@@ -32,16 +32,16 @@ def same(record, expected):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"prompt": "p", "completion": "a", "label": True}, LabeledResponse("p", "a", True, "")),
-        ({"prompt": "p", "response": "a", "label": 0}, LabeledResponse("p", "a", False, "")),
-        ({"prompt": "p", "completion": "a", "label": "True"}, LabeledResponse("p", "a", True, "")),
-        ({"prompt": "p", "completion": "a", "kto_tag": "0"}, LabeledResponse("p", "a", False, "")),
-        ({"prompt": [HI], "completion": [HEY], "label": 1.0}, LabeledResponse([HI], "hey", True, "")),
-        ({"messages": [HI, HEY, HI, YO], "label": False}, LabeledResponse([HI, HEY, HI], "yo", False, "")),
-        ({"conversations": SHAREGPT, "kto_tag": True}, LabeledResponse([HI], "hey", True, "")),
+        ({"prompt": "p", "completion": "a", "label": True}, Label("p", "a", True, "")),
+        ({"prompt": "p", "response": "a", "label": 0}, Label("p", "a", False, "")),
+        ({"prompt": "p", "completion": "a", "label": "True"}, Label("p", "a", True, "")),
+        ({"prompt": "p", "completion": "a", "kto_tag": "0"}, Label("p", "a", False, "")),
+        ({"prompt": [HI], "completion": [HEY], "label": 1.0}, Label([HI], "hey", True, "")),
+        ({"messages": [HI, HEY, HI, YO], "label": False}, Label([HI, HEY, HI], "yo", False, "")),
+        ({"conversations": SHAREGPT, "kto_tag": True}, Label([HI], "hey", True, "")),
         (
             {"instruction": "Go.", "input": "", "output": "ok", "kto_tag": False},
-            LabeledResponse(alpaca_prompt("Go."), "ok", False, ""),
+            Label(alpaca_prompt("Go."), "ok", False, ""),
         ),
     ],
 )
@@ -52,10 +52,7 @@ def test_labels(jsonl, row, expected):
 def test_a_pair_is_two_labels_each_a_row_with_its_own_id(jsonl):
     path = jsonl({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "c", "rejected": "c"})
     rows, counts = read_rows(path, "labels")
-    assert rows == [
-        LabeledResponse("p", "a", True, f"{path}:1[chosen]"),
-        LabeledResponse("p", "b", False, f"{path}:1[rejected]"),
-    ]
+    assert rows == [Label("p", "a", True, f"{path}:1[chosen]"), Label("p", "b", False, f"{path}:1[rejected]")]
     assert (counts.rows, counts.kept, counts.noted, counts.dropped) == (3, 2, {EXPANDED: 1}, {TIE: 1})
     assert f"  noted 1: {EXPANDED} ({path}:1)" in counts.lines()
 
@@ -64,11 +61,8 @@ def test_a_pair_is_two_labels_each_a_row_with_its_own_id(jsonl):
     ("row", "message"),
     [
         ({"prompt": "p", "completion": "a", "label": 2}, r":1:label: must be true or false \(or 1 or 0\) \(2\)"),
-        ({"prompt": "p", "completion": "a", "label": "good"}, "label: must be true or false"),
         ({"prompt": "p", "completion": "a", "label": -1}, "label: must be true or false"),
-        ({"messages": [HI, HEY, HI], "label": True}, "messages: the last message is not the assistant's"),
         ({"messages": [HEY], "label": True}, "messages: an assistant message alone has no prompt"),
-        ({"prompt": "p", "completion": " ", "label": True}, "completion: is only white space"),
         ({"prompt": "p", "completion": "a"}, "no labels here: found columns prompt, completion"),
     ],
 )
@@ -83,7 +77,6 @@ def test_bad_labels(jsonl, row, message):
         ({**THREE, "ranking": [2, 0, 1]}, Ranking("p", ("a", "b", "c"), (1, 2, 0), "")),
         ({**THREE, "ranking": [[2, 0], 1]}, Ranking("p", ("a", "b", "c"), (0, 1, 0), "")),
         ({**THREE, "ranking": ["b", ["c", "a"]]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "")),
-        ({**THREE, "ranks": [3, 1, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 0), "")),
         ({**THREE, "scores": [1, 7.5, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "", (1.0, 7.5, 1.0))),
         (
             {"instruction": "Go on.", "generations": ["a", "b"], "ratings": [4, 5]},
@@ -121,18 +114,14 @@ def test_rankings(jsonl, row, expected):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**THREE, "ranking": [0, 1]}, r":1:ranking: leaves out a response \(number 2 of 3, from 0\)"),
         ({**THREE, "ranking": [0, 1, 2, 1]}, r"ranking: names a response twice \(1\)"),
-        ({**THREE, "ranking": [1, 2, 3]}, r"names a response that is not there \(3; they are numbered 0 to 2"),
         ({**THREE, "ranking": ["a", "b", "d"]}, r"names a response that is not there \('d'"),
         ({**THREE, "ranking": [True, 0, 2]}, "names a response that is not there"),
         ({**THREE, "ranking": "abc"}, "ranking: must be a list, is text"),
         ({**THREE, "scores": [1, 2]}, r"scores: must be as many as responses \(2 and 3\)"),
         ({**THREE, "scores": [1, 2, None]}, "scores: holds no number for a response"),
-        ({**THREE, "scores": [1, 2, "x"]}, "scores: must be a finite number"),
         ({**THREE, "ranking": [0, 1, 2], "margin": 1}, "margin: tells by how much the better of two"),
         ({"prompt": "p", "responses": ["a"], "ranking": [0]}, r"must be at least two to rank \(1 given\)"),
-        ({"prompt": "p", "responses": ["a", ""], "ranking": [0, 1]}, "responses: is empty"),
         ({"prompt": "p", "completions": ["a", "b"]}, "must hold objects with a response and a score, holds text"),
         ({"prompt": "p", "completions": [{"response": "a"}]}, "completions: a response without its score"),
         ({"prompt": "p", "completions": [{"score": 1}]}, "completions: a response without its response"),
@@ -142,15 +131,6 @@ def test_rankings(jsonl, row, expected):
 def test_bad_rankings(jsonl, row, message):
     with pytest.raises(UserError, match=message):
         read_rows(jsonl(row), "rankings")
-
-
-def test_equal_responses_of_a_ranking_are_counted_or_told(jsonl):
-    path = jsonl({"prompt": "p", "responses": ["a", "b", "a"], "ranking": [0, 1, 2]}, {**THREE, "ranking": [0, 1, 2]})
-    rows, counts = read_rows(path, "rankings")
-    reason = EqualResponses("two responses of one prompt").reason
-    assert (len(rows), counts.dropped, counts.first[reason]) == (1, {reason: 1}, [f"{path}:1"])
-    with pytest.raises(UserError, match=r"rows.jsonl:1: two responses of one prompt are identical; .*skip_ties=true"):
-        read_rows(path, "rankings", skip_ties=False)
 
 
 def test_rankings_are_comparisons_of_every_ordered_pair(jsonl):
@@ -246,9 +226,7 @@ def test_steps_of_math_shepherd(jsonl):
     ("row", "message"),
     [
         ({"prompt": "p", "completions": ["a", "b"], "labels": [1]}, r"labels: must be as many as completions \(1 lab"),
-        ({"prompt": "p", "completions": ["a", ""], "labels": [1, 0]}, "completions: is empty"),
         ({"prompt": "p", "completions": ["a"], "labels": [0.5]}, "labels: must be true or false"),
-        ({"prompt": "p", "completions": [], "labels": []}, "completions: is an empty list"),
         ({"input": "Q Step 1: x ки", "label": "Q Step 1: y +"}, "label: is not the input's text with"),
         ({"input": "Step 1: x ки", "label": "Step 1: x +"}, "input: has no question before"),
         ({"input": "Q Step 1: x", "label": "Q Step 1: x"}, "input: has no step that ends with"),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from alignment.data.rows.messages import tools_field
 from alignment.data.rows.read import read_rows
 
 HI = {"role": "user", "content": "hi"}
@@ -76,11 +75,6 @@ def test_alpaca_with_history_becomes_a_dialogue(jsonl):
     assert (record.prompt, record.messages) == ([{"role": "user", "content": "Go."}], None)
     pair = {"instruction": "Go.", "chosen": "a", "rejected": "b", "history": [["hi", "hey"]]}
     assert read_one(jsonl(pair), "comparisons").prompt == [HI, HEY, {"role": "user", "content": "Go."}]
-
-
-def test_tools_in_json_and_none():
-    assert tools_field({"tools": "[]"}) is None and tools_field({"tools": ""}) is None and tools_field({}) is None
-    assert tools_field({"tools": {"name": "f"}}) == [{"type": "function", "function": {"name": "f"}}]
 
 
 HH = "\n\nHuman: hello\n\nAssistant: hi\n\nHuman: more"

@@ -8,7 +8,6 @@ import pytest
 from alignment.data.batches import collate_pairs
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, read_rows
-from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.errors import UserError
@@ -92,16 +91,3 @@ def test_messages_of_pairs_are_refused_without_a_template_and_rendered_with_one(
     pairs, counts = tokenize_comparisons(records, tokenizer, 512)
     assert counts.kept == len(pairs) > 200
     assert sum(batch.weight for batch in collate_pairs(pairs, 4096)) == len(pairs)
-
-
-def test_pair_prompts_are_the_tokens_of_the_prompt_alone(real_data):
-    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
-    records, _ = read_rows(
-        real_data / "hh_rlhf" / "helpful-online.jsonl.gz", "comparisons", on_bad_row="skip", max_rows=50
-    )
-    pairs, _ = tokenize_comparisons(records, tokenizer, 4096)
-    for record, pair in zip(records, pairs, strict=True):
-        prompt = prompt_ids(tokenizer, record.prompt)
-        for ids, mask, text in zip(pair.documents, pair.masks, (record.chosen, record.rejected), strict=True):
-            assert ids[: mask.index(True)] == prompt
-            assert tokenizer.decode(ids[mask.index(True) :]) == text + "<|endoftext|>"

@@ -40,12 +40,6 @@ def test_directories_and_globs_are_one_source_in_order_of_their_names(folder, bp
     assert [bpe.decode(example.ids[1:-1]) for example in examples] == texts and counts.kept == len(texts)
 
 
-def test_a_file_that_is_added_to_a_directory_is_read(folder, bpe):
-    assert len(prepare(DataConfig(str(folder)), "text", bpe)[0]) == 3
-    (folder / "d.jsonl").write_text('{"text": "four"}\n')
-    assert len(prepare(DataConfig(str(folder)), "text", bpe)[0]) == 4
-
-
 def test_files_of_several_formats_are_one_source(folder):
     (folder / "d.csv").write_text("text\nfour\n")
     (folder / "e.txt").write_text("five\nsix\n\n\nseven\n")
@@ -65,14 +59,6 @@ def test_what_names_no_rows_is_told(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             read_rows(str(source), "text")
     assert source_files("owner/name[test]") is None  # a Hub id, not a glob
-
-
-def test_bad_rows_of_all_files_are_told_at_once(folder):
-    (folder / "a.jsonl").write_text('{"text": 1}\n')
-    (folder / "below" / "c.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError) as caught:
-        read_rows(str(folder), "text")
-    assert "a.jsonl:1:text: must be text" in str(caught.value) and "c.jsonl:1:text: is empty" in str(caught.value)
 
 
 @pytest.fixture
@@ -127,26 +113,3 @@ def test_a_split_that_a_directory_has_not_is_answered_with_those_that_it_has(wri
         read_rows(write_rows(*SPLITS), "text", split=split)
     (line,) = str(caught.value).splitlines()
     assert f"'{split}'" in line and "test, train, validation" in line
-
-
-def test_a_stream_of_a_directory_reads_one_split(write_rows):
-    from alignment.data.rows.files import open_sources
-
-    assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
-
-
-def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
-    from alignment.data.doctor import check_file
-    from alignment.evaluation.inputs import read_records
-
-    directory = write_rows(*SPLITS[:2], "LICENSE.txt")
-    report = check_file(directory, "text")
-    (finding,) = [each for each in report.findings if each.name == "files left out"]
-    assert "1 of 3 files" in finding.text and "LICENSE.txt, test.jsonl" in finding.text
-    config = DataConfig(str(directory), evaluation=f"{directory}/*.jsonl")
-    assert (config.left_out("train"), config.left_out("evaluation")) == (
-        [finding.text],
-        [],
-    )  # a glob reads all it names
-    read_records(config, "text")
-    assert finding.text in capsys.readouterr().err

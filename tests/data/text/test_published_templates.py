@@ -11,7 +11,6 @@ from published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
 
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
-from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.templates import chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError
@@ -43,40 +42,27 @@ LEADS = {
     "qwen3_8": "\n</think>\n\n",
     "smolvlm": " ",
 }
+REWRITING = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # take data.turns=each
 UNENDED = {"gptoss"}  # its earlier turns end in a token at which generation does not stop, which must not be learned
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_template_trains_exactly_the_replies_and_their_ends(name):
     tokenizer = tokenizer_of(name)
-    [encoded] = encode_dialogues(tokenizer, [DialogueRow(DIALOGUE)])
-    assert not isinstance(encoded, UserError), encoded
+    if name in REWRITING:
+        with pytest.raises(UserError, match=r"data\.turns=each|no control token"):
+            chat.chat_ids(tokenizer, DIALOGUE)
+        return
+    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
     end = tokenizer.decode([chat.end_token_id(tokenizer)])
     lead = LEADS.get(name, "")
     expected = [lead + reply + ("" if name in UNENDED else end) for reply in REPLIES[:2]] + [lead + REPLIES[2] + end]
-    assert spans(tokenizer, encoded.ids, encoded.mask) == expected
+    assert spans(tokenizer, ids, mask) == expected
     if name not in UNENDED:
         ends = [
-            i
-            for i, m, after in zip(encoded.ids, encoded.mask, [*encoded.mask[1:], False], strict=True)
-            if m and not after
+            token for token, counts, after in zip(ids, mask, [*mask[1:], False], strict=True) if counts and not after
         ]
         assert set(ends) <= chat.stop_token_ids(tokenizer)
-
-
-def test_training_variants_are_used_where_they_write_whole_dialogues_otherwise():
-    used = {name for name in NAMES if chat_format(tokenizer_of(name)).training_name is not None}
-    assert used == {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
-
-
-def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_would_render_otherwise():
-    row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
-    _, counts = tokenize_demonstrations([row], tokenizer_of("qwen3"), 1000)
-    variant, other = counts.noted
-    assert "qwen3_training" in variant and "other tokens than in generation" in other
-    assert any("noted 1: dialogue rendered by trl's training template" in line for line in counts.lines())
-    _, counts = tokenize_demonstrations([row], tokenizer_of("llama3"), 1000)
-    assert not counts.noted
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +100,7 @@ def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_by_name_a
     assert not counts.noted
 
 
-MARKED = [name for name in NAMES if has_variant(name) and name not in ("deepseekv3", "deepseek_r1_distill", "glm4moe")]
+MARKED = [name for name in NAMES if has_variant(name) and name not in ("deepseekv3", "deepseek_r1_distill", *REWRITING)]
 
 
 @pytest.mark.parametrize("name", MARKED)

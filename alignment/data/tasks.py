@@ -1,19 +1,19 @@
-"""Labeled rows as examples and batches, for every downstream task and both forms of a model's inputs."""
+"""Downstream tasks: labeled rows, how a model reads them, and their batches."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from alignment.data.config import NO_STREAMING, DataConfig, Part
-from alignment.data.held_out import rows_of_part
-from alignment.data.prepare import require_enough
-from alignment.data.rows.read import overlap
-from alignment.data.rows.records import Tally
-from alignment.data.tasks.rows import FinetuneTask, LabeledRow, label_ids, label_names, read_labeled
+from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig, as_sources
+from alignment.data.prepare import require_enough, rows_of_part
+from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
+from alignment.data.rows.files import read_raw
+from alignment.data.rows.read import ParsedRows, overlap, parse_rows, read_sources
+from alignment.data.rows.records import Columns, Tally
 from alignment.data.text.special_tokens import (
     EncodedText,
     SpecialTokenTemplate,
@@ -23,10 +23,13 @@ from alignment.data.text.special_tokens import (
 )
 from alignment.data.text.truncation import text_budget, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.losses.language import IGNORED
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
+FinetuneTask = Literal[
+    "classification", "pair_classification", "token_classification", "question_answering", "multiple_choice"
+]
 Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]
 FORMATS: dict[FinetuneTask, tuple[Format, ...]] = {  # of the other tasks: tokenizer alone
     "classification": ("tokenizer", "gpt1"),
@@ -41,7 +44,6 @@ NO_TEXT = "text of which the tokenizer makes no token"
 WORDS_CUT = "words beyond max_length: cut off with their labels"
 WORDS_LOST = "words without a token of their own: their labels are lost"
 QUESTION_CUT = "question longer than max_question: its end cut off"
-NO_ANSWER_HERE = "windows without the answer: labeled with the first token"
 ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
 
 
@@ -76,6 +78,147 @@ class TaskFormat:
     def names_classes(self) -> bool:
         """True where labels are names of classes."""
         return self.task not in ("question_answering", "multiple_choice")
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledRow:
+    """A row of a downstream task.
+
+    Attributes:
+        inputs: text and None, or both texts of a pair; a list of words; question and context; context and list of choices.
+        labels: the class; the class of each word; each answer as its text and the index of its first character in the
+            context, none where the context does not answer; the index of the right choice.
+    """
+
+    inputs: tuple[Any, ...]
+    labels: tuple[Any, ...]
+    row_id: str
+
+    @property
+    def content(self) -> str:
+        """A key that is equal for rows that differ only in their labels."""
+        return repr(list(self.inputs))
+
+
+def read_labeled(
+    source: str | SourceConfig | Sequence[str | SourceConfig],
+    task: FinetuneTask,
+    *,
+    max_rows: int | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+) -> tuple[list[LabeledRow], Tally]:
+    """The labeled rows of one or several sources, in order, and the tally of dropped ones.
+
+    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
+    `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
+    {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (index of the right choice).
+
+    Args:
+        max_rows: the largest number of good rows.
+        on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
+
+    Raises:
+        UserError: no such source, bad rows, or no row at all.
+    """
+
+    def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
+        return parse_rows(
+            read_raw(each.source, str(each.split)),
+            lambda values, row_id: LabeledRow(*READERS[task](values), row_id),
+            columns=each.columns or {},
+            max_rows=left,
+        )
+
+    return read_sources(as_sources(source), read, max_rows, on_bad_row)
+
+
+Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
+
+
+def _words(row: Columns) -> Values:
+    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in _list(row, "labels"))
+    if len(words) != len(labels):
+        raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
+    return (words,), labels
+
+
+def _question(row: Columns) -> Values:
+    context = text_field(row, "context")
+    answers = row.get("answers")
+    if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
+        texts, starts = _list(answers, "text", empty=True), _list(answers, "answer_start", empty=True)
+        if len(texts) != len(starts):
+            raise BadRow("answers", "must have as many starts as texts", f"{len(texts)} and {len(starts)}")
+        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise BadRow("answers", f"must be a list of text and answer_start, is {type_name(answers)}")
+    return (text_field(row, "question"), context), tuple(_answer(answer, context) for answer in answers)
+
+
+def _answer(answer: Columns, context: str) -> tuple[str, int]:
+    text, start = text_field(answer, "text"), number_field(answer, "answer_start")
+    if start is None or start < 0 or context[int(start) : int(start) + len(text)] != text:
+        raise BadRow("answers", "answer_start is not where the answer stands in the context", f"{text[:30]!r}, {start}")
+    return text, int(start)
+
+
+def _choice(row: Columns) -> Values:
+    choices, number = _texts(row, "choices"), number_field(row, "label")
+    if number is None or number != int(number) or not 0 <= number < len(choices):
+        raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
+    return (text_field(row, "context"), choices), (int(number),)
+
+
+def _texts(row: Columns, key: str) -> list[str]:
+    return [text_field({key: text}, key) for text in _list(row, key)]
+
+
+def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
+    value = row.get(key)
+    if not isinstance(value, list) or not (value or empty):
+        raise BadRow(key, "must be a list that is not empty" if not empty else "must be a list", type_name(value))
+    return value
+
+
+def _label(value: object, key: str = "label") -> str:
+    """The name of a label: text, or a whole number as text; -1, GLUE's value for unlabeled rows, is refused."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", -1):
+        raise BadRow(key, "must be a label: text or a whole number", f"{value!r}")
+    return str(value)
+
+
+READERS: dict[str, Callable[[Columns], Values]] = {
+    "classification": lambda row: ((text_field(row, "text"), None), (_label(row.get("label")),)),
+    "pair_classification": lambda row: (
+        (text_field(row, "text"), text_field(row, "pair")),
+        (_label(row.get("label")),),
+    ),
+    "token_classification": _words,
+    "question_answering": _question,
+    "multiple_choice": _choice,
+}
+
+
+def label_names(rows: Iterable[LabeledRow]) -> dict[int, str]:
+    """`id2label` of a model's config: the labels that occur, sorted, by value if all are numbers."""
+    names = {name for row in rows for name in row.labels}
+    if len(names) < 2:
+        raise UserError(f"all rows have the same label {', '.join(names)!r}; a classifier needs at least two")
+    numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return dict(enumerate(sorted(names, key=int if numbers else None)))
+
+
+def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str, int]:
+    """The id of each label name; held-out rows may have labels that `names` lacks, which are refused."""
+    ids = {name: number for number, name in names.items()}
+    raise_all(
+        f"{row.row_id}: label {', '.join(map(repr, unknown))} is unknown; known: {', '.join(ids)}"
+        for row in rows
+        if (unknown := sorted(set(row.labels) - ids.keys()))
+    )
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +288,7 @@ def _batch(examples: Sequence[TaskExample]) -> TaskBatch:
 
 @dataclass(frozen=True)
 class LabeledExamples:
-    """One part of the labeled data.
-
-    Attributes:
-        examples: of the rows.
-        rows: those that were read; `TaskExample.question` is an index into them.
-        counts: tally of rows dropped and cut.
-        names: id2label; empty for questions and choices.
-    """
+    """One part of the labeled data: its rows, their examples, and id2label (empty for questions and choices)."""
 
     examples: list[TaskExample]
     rows: list[LabeledRow]
@@ -168,10 +304,7 @@ def prepare_labeled(
     *,
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
-    """The examples of one part of labeled data.
-
-    Args:
-        names: id2label that the rows must keep to; None: made from the rows.
+    """The examples of one part of labeled data; `names` is the id2label that its rows must keep to, if any.
 
     Raises:
         UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
@@ -197,14 +330,7 @@ def _read(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[Labe
 def encode_rows(
     rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, names: Mapping[int, str] = {}
 ) -> tuple[list[TaskExample], Tally]:
-    """The examples of rows, in order, and the tally of what was dropped and cut.
-
-    Args:
-        names: id2label.
-
-    Raises:
-        UserError: labels that `names` lacks; `max_length` leaves no room for text, or less than `stride`.
-    """
+    """The examples of rows, in order, and the tally of what was dropped and cut; `names` is id2label."""
     if form.task == "question_answering":
         encoded = _encode_questions(rows, form, tokenizer)
     elif form.task == "token_classification":
@@ -290,11 +416,7 @@ def _encode_words(
 
 
 def first_tokens(words: Sequence[str], tokenized: TokenizedText) -> list[int | None]:
-    """Index of each word's first token; None for a word without a token of its own.
-
-    Args:
-        tokenized: the words joined by blanks.
-    """
+    """Index of each word's first token; None for a word without one. `tokenized` has the words joined by blanks."""
     text = " ".join(words)
     word_of: list[int | None] = []  # by character
     for number, word in enumerate(words):
@@ -312,12 +434,6 @@ def _encode_questions(
     rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer
 ) -> tuple[list[TaskExample], Tally]:
     """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
-
-    The first answer of a row is the label. A window that does not contain all of it, and every window of a question
-    without an answer, is labeled with its first token.
-
-    Raises:
-        UserError: `stride` is longer than a window, so that text would be skipped, or there is no room for context.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
@@ -344,10 +460,7 @@ def _encode_questions(
             TaskExample((text,), labels, row.row_id, offsets=offsets, question=number)
             for text, labels, offsets in windows
         ]
-        without = sum(labels == [0, 0] for _, labels, _ in windows)
-        for _ in range(without):
-            counts.note_cut(NO_ANSWER_HERE, row.row_id)
-        if row.labels and without == len(windows):
+        if row.labels and all(labels == [0, 0] for _, labels, _ in windows):
             counts.note_cut(ANSWER_NOWHERE, row.row_id)
     return examples, counts
 
@@ -355,12 +468,7 @@ def _encode_questions(
 def _window(
     text: EncodedText, inside: Sequence[tuple[int, int]], answer: tuple[int, int] | None
 ) -> tuple[EncodedText, list[int], tuple[tuple[int, int] | None, ...]]:
-    """A question with a window of its context, its labels and offsets.
-
-    Args:
-        inside: offsets of the window's tokens of context.
-        answer: first and last token, counted from the window's first token of context.
-    """
+    """A question with a window of its context, its labels and offsets; `answer` counts from the window's first token."""
     before, after = text.starts[1], len(text.ids) - text.starts[1] - len(inside)
     holds = answer is not None and answer[0] >= 0 and answer[1] < len(inside)
     labels = [token + before for token in answer] if answer is not None and holds else [0, 0]
@@ -373,11 +481,7 @@ def window_starts(length: int, size: int, stride: int) -> list[int]:
 
 
 def token_span(text: TokenizedText, answer: str, start: int) -> tuple[int, int] | None:
-    """First and last token of an answer; None where no token covers a character of it.
-
-    Args:
-        start: the answer's first character in the text.
-    """
+    """First and last token of an answer that begins at character `start`; None where no token covers any of it."""
     stop = start + len(answer)
     inside = [index for index, (first, last) in enumerate(text.offsets) if first < stop and last > start]
     return (inside[0], inside[-1]) if inside else None

@@ -1,0 +1,296 @@
+"""Masked language modeling, and BERT's sentence pairs: texts to examples to masked batches. Corruption is in corruption.py."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.data.examples import Example
+from alignment.data.pretraining import corruption
+from alignment.data.pretraining.corruption import NOT_CHOSEN, Masking, SeededRow
+from alignment.data.rows.records import Tally, Text
+from alignment.data.table import mask_of, runs_of
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    SpecialTokenTemplate,
+    TokenizedText,
+    special_token_template,
+    tokenize_with_offsets,
+)
+from alignment.data.text.truncation import even_slices, text_budget, truncate_longest
+from alignment.data.tokenize import TEXT_CUT
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
+
+MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
+NO_TOKEN = "text of which the tokenizer makes no token"
+FOLLOWS, OTHER_TEXT = 0, 1
+ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
+LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut off"
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+Sentence = list[tuple[int, bool]]  # token ids, and True where a word begins
+MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and True at the chosen positions, [N]
+
+
+class MaskTokens(NamedTuple):
+    """The id of the mask token, and the ids that random replacements are drawn from, ascending: no special tokens."""
+
+    mask_id: int
+    random_ids: np.ndarray
+
+
+def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
+    """The mask tokens of a tokenizer."""
+    vocabulary = tokenizer.get_vocab()
+    mask = next(
+        (each for each in (tokenizer.mask_token_id, *map(vocabulary.get, MASK_NAMES)) if each is not None), None
+    )
+    if mask is None:
+        raise UserError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has no mask token; train a wordpiece one, or a bpe one whose "
+            "special tokens hold <mask>"
+        )
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
+
+
+def maskable_example(
+    text: EncodedText, words: Sequence[Sequence[bool]], row_id: str, source: int = 0, **values: object
+) -> Example:
+    """A text or a pair with its special tokens; its mask is True for its own tokens.
+
+    Args:
+        words: of each text, True where a word begins; its first token begins one, even of a part of a text. The example
+            keeps them as lengths of runs, `word_starts`.
+    """
+    starts = [False] * len(text.ids)
+    for first, flags in zip(text.starts, words, strict=True):
+        starts[first : first + len(flags)] = [True, *flags[1:]] if flags else []
+    return Example.single(text.ids, text.is_text, row_id, source, word_starts=runs_of(starts), **values)
+
+
+def tokenize_maskable(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+    """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
+    template = special_token_template(tokenizer)
+    parts, counts = split_texts(rows, tokenizer, text_budget(max_length, template.size(1), least=1), {0: NO_TOKEN})
+    examples = [
+        maskable_example(template.encode(text.ids[part]), [text.word_starts[part]], row.row_id)
+        for row, text, part in parts
+    ]
+    return examples, counts.with_documents(example.ids for example in examples)
+
+
+def split_texts(
+    rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
+) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
+    """Each text in parts of at most `budget` tokens.
+
+    Args:
+        dropped: number of tokens -> the reason why texts of that length are dropped.
+    """
+    parts, counts = [], Tally(rows=len(rows))
+    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
+        if len(text.ids) in dropped:
+            counts.drop(dropped[len(text.ids)], row.row_id)
+            continue
+        counts.kept += 1
+        if len(text.ids) > budget:
+            counts.note_cut(TEXT_CUT, row.row_id)
+        parts += [(row, text, part) for part in even_slices(len(text.ids), budget)]
+    return parts, counts
+
+
+def collate_masked(
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
+) -> list[Ragged]:
+    """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
+    masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
+    return [masked_batch(group) for group in _grouped(masked, micro_batch_tokens)]
+
+
+def _grouped(masked: Sequence[MaskedExample], micro_batch_tokens: int) -> list[list[MaskedExample]]:
+    return group_rows_by_length(masked, [len(ids) for _, ids, _ in masked], micro_batch_tokens)
+
+
+def mask_example(
+    example: Example, masking: Masking, mask_tokens: MaskTokens, generator: np.random.Generator
+) -> MaskedExample:
+    """The example with its ids corrupted."""
+    choice = corruption.choose(example.mask, mask_of(example.values["word_starts"]), masking, generator)
+    ids = corruption.replace_chosen(
+        example.ids, choice, masking, generator, mask_id=mask_tokens.mask_id, random_ids=mask_tokens.random_ids
+    )
+    return example, ids, choice != NOT_CHOSEN
+
+
+def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
+    """One ragged batch of masked examples."""
+    ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
+    ragged = ragged.with_sources([example.source for example, _, _ in masked])
+    targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
+    rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
+    originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
+    return replace(
+        ragged, target_index=targets, target_rows=rows[targets], labels=originals[targets], weight=float(len(targets))
+    )
+
+
+@dataclass(frozen=True)
+class SentencePairBatch(RaggedBatch):
+    """B masked pairs. Its weight is B.
+
+    Attributes:
+        ragged: the pairs, with segments, masked targets and their labels; its own weight counts masked tokens.
+        labels: 0 where B follows A in its text, 1 where it comes from another text, [B].
+    """
+
+    labels: Tensor
+
+    @property
+    def weight(self) -> float:
+        """Pairs that count."""
+        return float(len(self.labels))
+
+    @cached_property
+    def token_shares(self) -> Tensor:
+        """One over the number of masked tokens in its pair, for each masked token, [M]."""
+        counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
+        return 1.0 / counts[self.ragged.target_rows]
+
+
+def passage_of(sentences: Sequence[Sentence], text: int, row_id: str) -> Example:
+    """Two or more successive sentences of one text that together about fill a pair, as one document.
+
+    Its mask is True where words begin; its values are the `sizes` of the sentences and the number of the `text`.
+    """
+    ids, starts = zip(*(token for sentence in sentences for token in sentence), strict=True)
+    return Example.single([*ids], [*starts], row_id, sizes=[len(sentence) for sentence in sentences], text=text)
+
+
+def sentences_in(passage: Example) -> list[Sentence]:
+    """The sentences of a passage."""
+    tokens = list(zip(passage.ids, passage.mask, strict=True))
+    return [tokens[start:stop] for start, stop in pairwise([0, *accumulate(passage.values["sizes"])])]
+
+
+def sentences_of(text: str) -> list[str]:
+    """The text split after . ! and ? before white space, and at line breaks; no sentence is empty."""
+    return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
+
+
+def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+    """Texts as passages of successive sentences; each sentence is in one passage."""
+    counts, passages = Tally(rows=len(rows)), []
+    budget = text_budget(max_length, special_token_template(tokenizer).size(2))
+    for document, row in enumerate(rows):
+        texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
+        sentences = [list(zip(text.ids, text.word_starts, strict=True)) for text in texts if text.ids]
+        if len(sentences) < 2:
+            counts.drop(ONE_SENTENCE, row.row_id)
+            continue
+        counts.kept += 1
+        groups = group_sentences([len(sentence) for sentence in sentences], budget)
+        passages += [passage_of(sentences[part], document, row.row_id) for part in groups]
+        for part in groups:
+            if _tokens(sentences[part]) > budget:
+                counts.note_cut(LONG_SENTENCES, row.row_id)
+    if counts.kept < 2:
+        raise UserError("sentence pairs need at least two texts of two sentences or more; " + counts.lines()[0])
+    return passages, counts.with_documents(ids for passage in passages for ids in passage.documents)
+
+
+def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Successive groups of at least two sentences, each of at most `budget` tokens unless two sentences are longer."""
+    edges, filled = [0], 0
+    for number, length in enumerate(lengths):
+        if number - edges[-1] >= 2 and filled + length > budget:
+            edges.append(number)
+            filled = 0
+        filled += length
+    if len(lengths) - edges[-1] == 1:  # a single last sentence takes one from the group before, or joins it
+        if len(edges) > 1 and edges[-1] - edges[-2] > 2:
+            edges[-1] -= 1
+        else:
+            edges.pop()
+    return [slice(start, stop) for start, stop in pairwise([*edges, len(lengths)])]
+
+
+def collate_sentence_pairs(
+    rows: Sequence[SeededRow[Example]],
+    micro_batch_tokens: int,
+    *,
+    passages: Sequence[Example],
+    template: SpecialTokenTemplate,
+    masking: Masking,
+    mask_tokens: MaskTokens,
+    max_length: int,
+) -> list[SentencePairBatch]:
+    """Masked pairs as batches; in half of the pairs B is replaced by sentences of another of the `passages`."""
+    masked = []
+    for row in rows:
+        generator = row.generator()
+        pair = make_pair(row.row, passages, template, max_length, generator)
+        masked.append(mask_example(pair, masking, mask_tokens, generator))
+    batches = []
+    for group in _grouped(masked, micro_batch_tokens):
+        segments = torch.tensor([segment for pair, _, _ in group for segment in pair.values["segments"]])
+        labels = torch.tensor([pair.values["label"] for pair, _, _ in group])
+        batches.append(SentencePairBatch(replace(masked_batch(group), segments=segments), labels))
+    return batches
+
+
+def make_pair(
+    passage: Example,
+    passages: Sequence[Example],
+    template: SpecialTokenTemplate,
+    max_length: int,
+    generator: np.random.Generator,
+) -> Example:
+    """A passage split in two at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
+
+    The replacement is about as long as what it replaces, so that the length does not give the label away. What is
+    replaced is not read in this epoch; another epoch splits and replaces differently. The values are `segments`, 0 or 1
+    for the text of each token, and the `label`, 0 where B follows A in its text and 1 where it comes from another.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.2.
+    """
+    sentences = sentences_in(passage)
+    edge = int(generator.integers(1, len(sentences)))
+    first, second, label = sentences[:edge], sentences[edge:], FOLLOWS
+    if generator.random() < 0.5:
+        second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
+    sides = [[token for sentence in side for token in sentence] for side in (first, second)]
+    kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
+    encoded = template.encode(*([token for token, _ in side] for side in kept))
+    words = [[starts for _, starts in side] for side in kept]
+    return maskable_example(encoded, words, passage.row_id, passage.source, segments=encoded.segments, label=label)
+
+
+def other_sentences(
+    passage: Example, passages: Sequence[Example], tokens: int, generator: np.random.Generator
+) -> list[Sentence]:
+    """Successive sentences of a passage of another text, together as close to `tokens` as whole sentences allow.
+
+    They begin at a random sentence from which enough tokens are left, or at the passage's first if there is none.
+    """
+    other = passage
+    while other.values["text"] == passage.values["text"]:
+        other = passages[int(generator.integers(len(passages)))]
+    sentences = sentences_in(other)
+    starts = [start for start in range(1, len(sentences)) if _tokens(sentences[start:]) >= tokens]
+    start = int(generator.integers(len(starts) + 1))  # fewer sentences have fewer tokens: starts are 1, 2, ...
+    stop = start + 1
+    while stop < len(sentences) and _tokens(sentences[start:stop]) + len(sentences[stop]) / 2 <= tokens:
+        stop += 1
+    return sentences[start:stop]
+
+
+def _tokens(sentences: Sequence[Sentence]) -> int:
+    return sum(map(len, sentences))
