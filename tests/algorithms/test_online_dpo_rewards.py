@@ -16,8 +16,6 @@ from alignment.algorithms.ppo.state import DrawnResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
-from alignment.planning.layout import Device, Layout
-from alignment.planning.plan import make_plan
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.examples import prompt_example
@@ -254,14 +252,3 @@ def test_a_run_on_several_rewards_logs_each_and_writes_samples(settings, stage, 
     lineage = json.loads((tmp_path / "run" / "lineage.json").read_text("utf-8"))
     assert any(note.startswith("memory: reward model again") for note in lineage["notes"])
     assert all(map(torch.isfinite, (tensor.sum() for tensor in load_file(saved / "model.safetensors").values())))
-
-
-def test_a_plan_holds_every_reward_model(settings, stage):
-    def weights(rewards):
-        config = settings("plan", rewards=rewards)[1]
-        return make_plan(config, Layout("single", 1), Device(False, None, "cpu", 1.0)).peaks[0].parts
-
-    model = str(stage("reward") / "model")
-    parts = weights([RewardSpec(model), RewardSpec(model, name="again")])
-    assert parts["weights of reward model 1"] == parts["weights of reward model"] > 0
-    assert not [name for name in weights([RewardSpec(regex="a")]) if "reward model" in name]
