@@ -5,8 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment import load_reward_model
-from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.scoring import check_judged
+from alignment.algorithms.scoring import RewardSource
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.load import save_tokenizer
@@ -63,9 +62,11 @@ def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_special_t
 def test_prompts_of_messages_are_refused_before_any_is_answered(directory):
     reward = load_reward_model(str(directory[0]))
     prompts = [prompt_example([3, 4], [{"role": "user", "content": TEXTS[0]}], {}, "rows.jsonl:1")]
-    config = PPOConfig(policy="p", reward_model="judge", data=DataConfig("rows.jsonl"), output="run")
+    source = RewardSource(
+        reward_model="judge", rewards=[], data=DataConfig("rows.jsonl"), max_new_tokens=8, micro_batch_tokens=64
+    )
     with pytest.raises(UserError, match=r"judge: the reward model is an encoder .* 1 of 1 prompts are messages"):
-        check_judged(prompts, reward, reward.tokenizer, config, "judge")
+        source.check(prompts, reward, reward.tokenizer, "judge")
 
 
 def test_a_judging_encoder_scores_pairs_of_texts(directory):

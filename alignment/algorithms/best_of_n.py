@@ -1,23 +1,24 @@
 """Best of n: the best of a policy's own responses by their rewards, written as rows to learn from. A stage, `best_of_n`.
 
 SFT on them is expert iteration (RAFT, ReST, STaR), which a recipe repeats: best_of_n, sft, best_of_n, sft. Nothing is
-trained here. What chooses among the responses is in rewards/selection.py.
+trained here. The choice among the responses to a prompt is in rewards/selection.py.
 """
 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from annotated_types import Interval
 from torch import Tensor
 
 from alignment.algorithms.runs import check_rows
-from alignment.algorithms.scoring import check_combine, check_judged
+from alignment.algorithms.scoring import RewardSource
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.data.prepare import preparation_of, prepare_with
@@ -30,14 +31,14 @@ from alignment.errors import UserError
 from alignment.files import write_json, write_text
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
-from alignment.loading import architecture_of, best_device, find_directory, load_model, load_tokenizer
+from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.protocols import GenerativeModel
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import Combine, load_reward_model
-from alignment.rewards.build import build_rewards, prepare_rewards, response_scorer
-from alignment.rewards.combine import Rewards, TextReward
+from alignment.reward_model import Combine
+from alignment.rewards.combine import Rewards
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
-from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards, names_of
+from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -51,8 +52,8 @@ from alignment.settings import (
 
 Written = Literal["demonstrations", "comparisons"]
 BATCHES = 16  # full batches of responses that are sampled before they are scored
-NOT_OF_TEXTS = {"system", "tools"}  # columns that rows whose prompt is a text may not have
-OTHER_COLUMNS = {"history", "label", "kto_tag", "margin"}  # columns that say something about another response
+# Columns of a prompt that would be read otherwise beside a response: of dialogues, and of another response.
+NOT_OF_TEXTS, OTHER_COLUMNS = {"system", "tools"}, {"history", "label", "kto_tag", "margin"}
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,14 @@ class BestOfNConfig(Settings):
         data: prompts; each is read once.
         output: directory of `demonstrations.jsonl`, `comparisons.jsonl` and `results.json`.
         reward_model: directory of the reward model: the short form of `rewards` with this one entry.
-        rewards: what a response is rewarded for, as in PPO. Its score is the sum of weight * clip(normalize(part)), where
-            a part is normalized over all samples of this stage; a single entry that does not say `normalize` is not. A
-            response without a score is neither kept nor compared.
+        rewards: entries as in PPO; a part is normalized over all samples of this stage, a single one only where it says
+            `normalize`. A response without a score is neither kept nor compared.
         reward_combine: how the scores of an ensemble become one, as in PPO.
         reward_std_coef: weight of the deviation in `lower`.
         responses_per_prompt: n.
-        keep: so many of the best responses to a prompt become demonstrations, fewer where fewer are left; null: all that
-            are left.
-        threshold: keep only responses with at least this score; null: any score.
+        keep: at most so many of the best responses to a prompt become demonstrations; null: all.
         distinct: keep equal responses to a prompt once.
+        threshold: keep only responses with at least this score; null: any score.
         require_end: leave out responses that did not end by themselves. Responses without any text are always left out.
         write: demonstrations: the kept responses with their scores. comparisons: the best response to each prompt
             against the worst, with the difference of their scores as `margin`. Both have the prompts' further columns.
@@ -142,31 +141,25 @@ class BestOfNConfig(Settings):
     )
 
     @property
-    def sampling(self) -> SamplingConfig:
-        """How the responses are drawn."""
-        return SamplingConfig(
-            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed, min_p=self.min_p
-        )
-
-    @property
-    def specs(self) -> list[RewardSpec]:
+    def source(self) -> RewardSource:
         """The rewards as a list; a single one is not normalized, which would only move the threshold."""
+        rewards = self.rewards
         if self.reward_model is not None:
             combine, std_coef = self.reward_combine, self.reward_std_coef
-            specs = [RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)]
-        else:
-            specs = self.rewards
-        return as_given_alone(specs)
+            rewards = [RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)]
+        return RewardSource(
+            reward_model=None, rewards=as_given_alone(rewards), data=self.data,
+            max_new_tokens=self.max_new_tokens, micro_batch_tokens=self.micro_batch_tokens,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ScoredResponses:
+class ScoredResponses(NamedTuple):
     """n responses to each prompt, side by side: N in all.
 
     Attributes:
         texts: without their end token.
         lengths: tokens, end token included.
-        ended: whether each stopped by itself.
+        ended: True where a response stopped by itself.
         parts: the number of each reward by its name, [N]; not a number where it does not apply.
         scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see `Rewards.unscored`.
     """
@@ -178,14 +171,8 @@ class ScoredResponses:
     scores: Tensor
 
 
-@dataclass(frozen=True)
-class KeptResponses:
-    """What is kept of the n responses to a prompt, by their numbers.
-
-    Attributes:
-        kept: the demonstrations, best first.
-        pair: the best and the worst response; None where there is nothing to prefer.
-    """
+class Choice(NamedTuple):
+    """The demonstrations among the responses to a prompt by their numbers, best first, and the best and the worst one."""
 
     kept: list[int]
     pair: tuple[int, int] | None
@@ -195,7 +182,7 @@ def run(config: BestOfNConfig) -> Path:
     """Sample, score and choose; write the rows and `results.json`, and return the directory.
 
     The results hold counts and shares, the mean score of one sample and of those that are kept, and `best_of`: the expected
-    score of the best of 1, 2, 4, ... n samples, whether they could be kept or not, with the bound of its KL from the policy.
+    score of the best of 1, 2, 4, ... n samples, kept or not, with the bound of its KL from the policy.
 
     Raises:
         UserError: bad prompts, a reward that cannot be given for them, or a bad checkpoint, before anything is sampled;
@@ -208,13 +195,7 @@ def run(config: BestOfNConfig) -> Path:
     prompts, counts = prepare_with(preparation_of("prompts"), config.data, tokenizer, part="train")
     for line in (*counts.lines(), *check_findings(prompts, config.data.check)):
         print(f"prompts: {line}", file=sys.stderr)
-    refuse_both_forms(prompts)
-    texts = prepare_rewards(config.specs, prompts)
-    for spec in config.specs:
-        if spec.reward_model is not None:
-            find_directory(spec.reward_model)
-            check_combine(spec)
-    rewards = load_rewards(config, prompts, tokenizer, texts)
+    rewards = load_rewards(config, prompts, tokenizer)
     policy = load_model(config.policy, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     check_rows(policy, prompts, config.data.max_length, config.max_new_tokens)
     samples = sample_and_score(config, policy, tokenizer, prompts, rewards)
@@ -223,45 +204,22 @@ def run(config: BestOfNConfig) -> Path:
     write_json(output / "results.json", results_of(config, samples, choices))
     for kind in config.write:
         if not rows[kind]:
-            raise UserError(f"{output}: nothing is left for {kind}.jsonl: {why_nothing(config, samples)}")
+            raise UserError(
+                f"{output}: nothing is left for {kind}.jsonl: {sum(samples.ended)} of {len(samples.texts)} responses ended by "
+                f"themselves, and the best score is {samples.scores.nan_to_num(-math.inf).max():g}; raise max_new_tokens or "
+                "set require_end=false, lower threshold, or sample more (responses_per_prompt, temperature)"
+            )
         write_text(output / f"{kind}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[kind]))
     return output
 
 
-def refuse_both_forms(prompts: Rows) -> None:
-    """Refuse prompts of which some are texts and some messages: a file of rows has one form.
-
-    Raises:
-        UserError: in words.
-    """
-    texts = sum(isinstance(prompt.prompt, str) for prompt in prompts)
-    if 0 < texts < len(prompts):
-        raise UserError(
-            f"data.train: {texts} of {len(prompts)} prompts are texts and the others messages, which one file cannot hold; "
-            "give the sources of each a stage of their own"
-        )
-
-
-def load_rewards(
-    config: BestOfNConfig, prompts: Rows, tokenizer: Tokenizer, texts: Mapping[str, TextReward]
-) -> Rewards:
-    """The rewards, each of whose models can read all prompts.
-
-    Raises:
-        UserError: a bad checkpoint, or prompts that one of the models cannot read.
-    """
-    scorers, scaled = {}, []
-    for name, spec in zip(names_of(config.specs), config.specs, strict=True):
-        if spec.reward_model is None:
-            continue
-        judge = load_reward_model(
-            spec.reward_model, config.weights.dtype, best_device(), quantize=config.weights.quantize,
-            combine=spec.reward_combine, std_coef=spec.reward_std_coef,
-        )  # fmt: skip
-        check_judged(prompts, judge, tokenizer, config, spec.reward_model)
-        scorers[name] = response_scorer(judge, tokenizer, config.micro_batch_tokens)
-        scaled += [name] if judge.calibration.fitted else []
-    return build_rewards(config.specs, texts, scorers, tokenizer=tokenizer, scaled=scaled, reduce=lambda sums: sums)
+def load_rewards(config: BestOfNConfig, prompts: Rows, tokenizer: Tokenizer) -> Rewards:
+    """The rewards, each of whose models can read all prompts."""
+    source, bases = config.source, SharedWeights(config.weights, shared=False)
+    texts = source.prepare(prompts)
+    rewards = source.score_function(tokenizer, texts, source.load(prompts, tokenizer, bases, best_device()))
+    assert isinstance(rewards, Rewards)
+    return rewards
 
 
 @torch.no_grad()
@@ -270,68 +228,60 @@ def sample_and_score(
 ) -> ScoredResponses:
     """Responses to all prompts with their scores; response k to prompt i has row number i * n + k, as in PPO."""
     n, stop_ids = config.responses_per_prompt, sorted(stop_token_ids(tokenizer))
-    at_once = max(1, BATCHES * config.batch_size // n)  # prompts
-    found = ScoredResponses([], [], [], {}, torch.empty(0))
-    given: dict[str, list[Tensor]] = {part.name: [] for part in rewards.parts}
-    rows: list[Example] = []
-    for start in range(0, len(prompts), at_once):
-        stop = min(start + at_once, len(prompts))
-        some = [row for i in range(start, stop) for row in [prompts[i]] * n]
+    sampling = SamplingConfig(
+        config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, min_p=config.min_p
+    )
+    rows = [row for row in prompts for _ in range(n)]
+    at_once = n * max(1, BATCHES * config.batch_size // n)
+    texts, lengths, ended, given = [], [], [], []
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
         sampled = decode_responses(
-            policy, [list(row.ids) for row in some], config.sampling, stop_ids,
-            rows=range(start * n, start * n + len(some)), batch_size=config.batch_size,
+            policy, [list(row.ids) for row in some], sampling, stop_ids,
+            rows=range(start, start + len(some)), batch_size=config.batch_size,
         )  # fmt: skip
-        for name, values in rewards.give(some, sampled.token_ids, sampled.ended).items():
-            given[name].append(values)
+        given.append(rewards.give(some, sampled.token_ids, sampled.ended))
         pairs = zip(sampled.token_ids, sampled.ended, strict=True)
-        found.texts.extend(response_text(tokenizer, ids, end) for ids, end in pairs)
-        found.lengths.extend(map(len, sampled.token_ids))
-        found.ended.extend(sampled.ended)
-        rows.extend(some)
-        print(f"best_of_n: {len(rows)} of {n * len(prompts)} responses", file=sys.stderr)
-    parts = {name: torch.cat(values) for name, values in given.items()}
-    shaped = rewards.shape(parts, rows).shaped
-    assert shaped is not None
-    return replace(found, parts=parts, scores=shaped)
+        texts += [response_text(tokenizer, ids, end) for ids, end in pairs]
+        lengths += map(len, sampled.token_ids)
+        ended += sampled.ended
+        print(f"best_of_n: {len(texts)} of {len(rows)} responses", file=sys.stderr)
+    parts = {part.name: torch.cat([numbers[part.name] for numbers in given]) for part in rewards.parts}
+    scores = rewards.shape(parts, rows).shaped
+    assert scores is not None
+    return ScoredResponses(texts, lengths, ended, parts, scores)
 
 
-def choose_responses(config: BestOfNConfig, samples: ScoredResponses) -> list[KeptResponses]:
-    """What is kept of the responses to each prompt, in the order of the prompts."""
-    n, scores = config.responses_per_prompt, able_scores(config, samples)
-    threshold = config.threshold
+def choose_responses(config: BestOfNConfig, samples: ScoredResponses) -> list[Choice]:
+    """The choice among the responses to each prompt; those without text or end are left out."""
+    n, threshold = config.responses_per_prompt, config.threshold
     if threshold is not None:  # scores have single precision, in which 0.7 is less
         threshold = torch.tensor(threshold, dtype=torch.float32).item()
-    choices = []
-    for start in range(0, len(scores), n):
-        own = scores[start : start + n], samples.texts[start : start + n]
-        kept = choose_best(*own, keep=config.keep, threshold=threshold, distinct=config.distinct)
-        choices.append(KeptResponses(kept, choose_pair(*own, threshold=threshold)))
-    return choices
-
-
-def able_scores(config: BestOfNConfig, samples: ScoredResponses) -> list[float]:
-    """Scores of all responses; not a number for those that cannot be kept: without text, or without an end."""
-    return [
+    scores = [
         score if text.strip() and (ended or not config.require_end) else math.nan
         for score, text, ended in zip(samples.scores.tolist(), samples.texts, samples.ended, strict=True)
     ]
+    groups = [(scores[start : start + n], samples.texts[start : start + n]) for start in range(0, len(scores), n)]
+    choose = partial(choose_best, keep=config.keep, threshold=threshold, distinct=config.distinct)
+    return [Choice(choose(*group), choose_pair(*group, threshold=threshold)) for group in groups]
 
 
 def written_rows(
-    prompts: Sequence[Example], samples: ScoredResponses, choices: Sequence[KeptResponses]
+    prompts: Sequence[Example], samples: ScoredResponses, choices: Sequence[Choice]
 ) -> dict[Written, list[dict[str, object]]]:
     """Demonstrations and comparisons as rows of a file."""
-    n, scores = len(samples.texts) // len(choices), samples.scores.tolist()
-    found: dict[Written, list[dict[str, object]]] = {"demonstrations": [], "comparisons": []}
+    n, demonstrations, comparisons = len(samples.texts) // len(choices), [], []
     for i, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
-        replies = [_reply(prompt, text) for text in samples.texts[i * n : (i + 1) * n]]
-        points, columns = scores[i * n : (i + 1) * n], kept_columns(prompt, "demonstrations")
-        found["demonstrations"] += [columns | {"completion": replies[k], "score": points[k]} for k in choice.kept]
+        texts, scores = samples.texts[i * n : (i + 1) * n], samples.scores[i * n : (i + 1) * n].tolist()
+        if not isinstance(prompt.prompt, str):  # a response has the form of its prompt
+            texts = [[Message(role="assistant", content=text)] for text in texts]
+        columns = kept_columns(prompt, "demonstrations")
+        demonstrations += [columns | {"completion": texts[k], "score": scores[k]} for k in choice.kept]
         if choice.pair is not None:
             best, worst = choice.pair
-            pair = {"chosen": replies[best], "rejected": replies[worst], "margin": points[best] - points[worst]}
-            found["comparisons"].append(kept_columns(prompt, "comparisons") | pair)
-    return found
+            pair = {"chosen": texts[best], "rejected": texts[worst], "margin": scores[best] - scores[worst]}
+            comparisons.append(kept_columns(prompt, "comparisons") | pair)
+    return {"demonstrations": demonstrations, "comparisons": comparisons}
 
 
 def kept_columns(prompt: Example, kind: Kind) -> dict[str, object]:
@@ -342,12 +292,7 @@ def kept_columns(prompt: Example, kind: Kind) -> dict[str, object]:
     return {"prompt": prompt.prompt, **{name: value for name, value in prompt.extra.items() if name not in read}}
 
 
-def _reply(prompt: Example, text: str) -> str | list[Message]:
-    """A response in the form of its prompt."""
-    return text if isinstance(prompt.prompt, str) else [Message(role="assistant", content=text)]
-
-
-def results_of(config: BestOfNConfig, samples: ScoredResponses, choices: Sequence[KeptResponses]) -> dict[str, object]:
+def results_of(config: BestOfNConfig, samples: ScoredResponses, choices: Sequence[Choice]) -> dict[str, object]:
     """Counts, shares and mean scores, as `run` describes them."""
     n, total = config.responses_per_prompt, len(samples.texts)
     scores = samples.scores.view(-1, n)
@@ -376,21 +321,5 @@ def results_of(config: BestOfNConfig, samples: ScoredResponses, choices: Sequenc
 
 
 def _mean(values: Tensor) -> float | None:
-    """The mean of what is a number; None where nothing is."""
-    known = values[~values.isnan()].double()
-    return float(known.mean()) if len(known) else None
-
-
-def why_nothing(config: BestOfNConfig, samples: ScoredResponses) -> str:
-    """Why no row could be written, and the way out."""
-    able = [score for score in able_scores(config, samples) if not math.isnan(score)]
-    if not able:
-        return (
-            f"of {len(samples.texts)} responses {sum(samples.ended)} ended by themselves, and none of these has text and a "
-            "score; raise max_new_tokens, or set require_end=false"
-        )
-    if config.threshold is not None and max(able) < config.threshold:
-        return f"the best has a score of {max(able):g}, below threshold={config.threshold:g}; lower it, or sample more"
-    return (
-        "the responses to each prompt are equal or have equal scores; sample more (responses_per_prompt, temperature)"
-    )
+    """The mean of the known values; None where none is."""
+    return float(values.double().nanmean()) if (~values.isnan()).any() else None

@@ -1,4 +1,4 @@
-"""Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
+"""Networks about to be trained: a policy or a value model is loaded, gets its reference, is saved; their memory is noted."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from alignment.adapters.files import is_scalar_adapter, read_base, read_revision, score_rows
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
-from alignment.algorithms.memory_notes import Role
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -42,11 +41,13 @@ from alignment.models.new_weights import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
 from alignment.models.safetensors_files import read_config
-from alignment.models.shared_weights import SharedWeights
+from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.weight_bytes import held_bytes, written
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
+from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,7 @@ def load_value_model(
     members: int = 1,
     bases: SharedWeights | None = None,
 ) -> Policy:
-    """Load a model with one number per token to train: a reward model or PPO's value model.
-
-    Args:
-        source, adapter, tokenizer, bases: as for `load_policy`.
-        output: as for `load_policy`; None: the model is never saved.
-        head: the new head's weights; None keeps the checkpoint's head.
-        members: outputs of a new head, one for each member of an ensemble.
-
-    Raises:
-        UserError: as for `load_policy`.
-    """
+    """Load a model with one number per token to train: a reward model or PPO's value model."""
     start, bases = open_checkpoint(source), bases or SharedWeights()
     advice = "a reward model is trained on a decoder's last token; start from a decoder"
     if output is None:
@@ -151,16 +142,7 @@ def load_pretraining_start(
     task: str,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> Policy:
-    """Load a language model of any architecture to train further on text.
-
-    Args:
-        source, adapter, tokenizer, output: as for `load_policy`.
-        task: which of its family's heads it has, as for `load_pretrained`.
-        weights: how frozen weights are held.
-
-    Raises:
-        UserError: as for `load_policy`.
-    """
+    """Load a language model of any architecture to train further on text."""
 
     def frozen(directory: Path, device: str) -> nn.Module:
         return store_frozen(load_pretrained(directory, task, None, device), weights)
@@ -170,11 +152,7 @@ def load_pretraining_start(
 
 
 def check_new_tokens(source: str | Checkpoint) -> None:
-    """Refuse a start to whose vocabulary no tokens can be added, before it is loaded.
-
-    Raises:
-        UserError: it is an adapter, or no decoder of this library's own families.
-    """
+    """Refuse a start to whose vocabulary no tokens can be added, before it is loaded."""
     start = open_checkpoint(source)
     if start.is_adapter:
         raise UserError(
@@ -230,12 +208,11 @@ def _load_start(
     start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
     """
     model: Any
-    source, device = start.source, start_device(adapter, reader.weights)
-    if not start.is_adapter:
-        if adapter is None:
-            policy = Policy(reader.own(start.directory, device=start_device()), tokenizer, source=source)
-            check_vocabulary(tokenizer, policy.model.spec.vocabulary)
-            return policy
+    device, attaches = start_device(adapter, reader.weights), adapter is not None
+    base = revision = None
+    if not start.is_adapter and adapter is None:
+        model = reader.own(start.directory, device=start_device())
+    elif not start.is_adapter:
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
         from alignment.adapters.attach import load_adapter, merge_adapter, read_spec
@@ -246,25 +223,22 @@ def _load_start(
         if isinstance(earlier, UNMERGEABLE):
             if adapter not in (None, earlier):
                 raise UserError(
-                    f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
+                    f"{start.source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
                 )
             model = reader.frozen(start.base, device=start_device(earlier, reader.weights))
-            model = train_in_float32(read(model, start.directory))
-            check_vocabulary(tokenizer, model.spec.vocabulary)
-            return Policy(model, tokenizer, earlier, base, revision, source)
-        if adapter is None:
-            model = merge_adapter(read(reader.own(start.base), start.directory))
-            check_vocabulary(tokenizer, model.spec.vocabulary)
-            return Policy(model, tokenizer, source=source)
-        if can_stack(earlier, adapter):
+            model, adapter, attaches = train_in_float32(read(model, start.directory)), earlier, False
+        elif adapter is None:
+            model, base, revision = merge_adapter(read(reader.own(start.base), start.directory)), None, None
+        elif can_stack(earlier, adapter):
             model = keep_as_start(read(reader.frozen(start.base, device=device), start.directory))
         else:
             model, base, revision = _merged_start(start, tokenizer, output, reader), _base_folder(output), None
     check_vocabulary(tokenizer, model.spec.vocabulary)
-    from alignment.adapters.attach import attach
+    if adapter is not None and attaches:
+        from alignment.adapters.attach import attach
 
-    train_in_float32(attach(model, adapter, tokenizer=tokenizer))
-    return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
+        train_in_float32(attach(model, adapter, tokenizer=tokenizer))
+    return Policy(model, tokenizer, adapter, base, revision, start.source, disabled_is_start=attaches)
 
 
 def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
@@ -354,7 +328,7 @@ class Reference:
             return model(batch=batch, **asked)
 
     @property
-    def role(self) -> Role:
+    def role(self) -> "Role":
         """What is said of its memory."""
         return Role("reference", self.model, remark="the policy with its new adapter off")
 
@@ -362,15 +336,7 @@ class Reference:
 def reference_of(
     policy: Policy, source: str | None, engine: Engine, *, bases: SharedWeights | None = None
 ) -> Reference:
-    """The reference of a policy.
-
-    Args:
-        policy: the network in training.
-        source: checkpoint of the reference; None: the checkpoint that the policy started from. That is the policy with
-            its adapter disabled where it has a fresh one; otherwise a frozen network is loaded.
-        engine: the policy's.
-        bases: gives the weights of a frozen network, which other networks may share.
-    """
+    """The reference of a policy."""
     if source is None and policy.disabled_is_start:
         return Reference(engine, None)
     device = engine.process_group.device
@@ -385,11 +351,7 @@ def save_policy(
     max_shard_size: str = MAX_SHARD_SIZE,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it.
-
-    Args:
-        extra_files: writes further files into the same directory.
-    """
+    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
     from alignment.adapters.attach import adapter_state, save_adapter
 
     model = engine.backend.unwrapped
@@ -416,12 +378,7 @@ def save_output(
     names: Sequence[str],
     write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> Path:
-    """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it.
-
-    Args:
-        names: of the tensors in the trained model's state dict that are written.
-        write: (directory, these tensors with their names, one at a time) -> writes the model's files there.
-    """
+    """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it."""
     directory = Path(output) / "model"
     tensors = engine.backend.gather(names)
     if engine.process_group.is_main:
@@ -433,3 +390,58 @@ def save_output(
             pass
     engine.process_group.barrier()
     return directory
+
+
+# What the networks of a run hold in memory
+
+
+@dataclass(frozen=True)
+class Role:
+    """A network of a run.
+
+    Attributes:
+        name: policy, value model, reward model or reference.
+        model: its modules; None where it has none of its own.
+        engine: of one that trains.
+        remark: what it is, where it has no modules of its own.
+    """
+
+    name: str
+    model: nn.Module | None
+    engine: Engine | None = None
+    remark: str = ""
+
+
+def note_memory(run: Run, roles: Sequence[Role]) -> None:
+    """Note a line per role, and one for all: bytes of weights on this process, of gradients and of optimizer state.
+
+    Gradients and optimizer state are those after the first update, of all processes that divide them together. Activations
+    and caches are not counted.
+    """
+    models = {role.name: role.model for role in roles if role.model is not None}
+    refuse_trained(models)
+    held = {name: held_bytes(model) for name, model in models.items()}
+    gradients = optimizers = 0
+    for role in roles:
+        if role.model is None:
+            run.note(f"memory: {role.name}: {role.remark}, no weights of its own")
+            continue
+        own = held[role.name]
+        others = [name for name, part in held.items() if name != role.name and own.keys() & part.keys()]
+        sharing = f" (some shared with {' and '.join(others)})" if others else ""
+        trains = "nothing of it trains"
+        if role.engine is not None:
+            trained = trainable_parameters(role.model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+            optimizer = optimizer_bytes(shapes, role.engine.config, hidden=hidden_matrices(role.model))
+            count = sum(parameter.numel() for parameter in trained.values())
+            gradients, optimizers = gradients + 4 * count, optimizers + optimizer
+            trains = (
+                f"trains {count:,} numbers: {written(4 * count)} of gradients, {written(optimizer)} of optimizer state"
+            )
+        run.note(f"memory: {role.name}: {written(sum(own.values()))} of weights{sharing}; {trains}")
+    together = {key: size for part in held.values() for key, size in part.items()}
+    run.note(
+        f"memory: together {written(sum(together.values()))} of weights, {written(gradients)} of gradients, "
+        f"{written(optimizers)} of optimizer state"
+    )

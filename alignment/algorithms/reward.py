@@ -1,6 +1,6 @@
 """Reward models, trained on pairs of responses, on K ranked ones, or on labeled steps; decoders and encoders."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,26 +9,20 @@ from typing import Annotated
 from annotated_types import Gt
 
 from alignment.adapters.specs import AdapterSpec
-from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import Policy
+from alignment.algorithms.policies import Policy, Role, note_memory
 from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, RewardLoss, objective_loss_fn
 from alignment.algorithms.reward_networks import (
     EnsembleConfig,
-    load_reward_start,
-    networks_of,
-    save_reward_model,
-    tie_parameter,
-)
-from alignment.algorithms.reward_reference import (
     NormalizeConfig,
+    load_reward_start,
     measure_reference,
-    reference_rows,
+    networks_of,
     reference_texts,
+    save_reward_model,
     write_reference,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.data.config import DataConfig
-from alignment.data.examples import TokenizedRow
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.models.classifiers import SequenceClassifier
@@ -52,8 +46,6 @@ class RewardConfig(Settings):
             probability of the whole ranking. rao_kupper: pairs, ties among them. steps: a label at the end of each step, for
             a process reward model.
         theta: of rao_kupper, how easily two responses tie, above 1.
-        learn_theta: rao_kupper: learn theta from the share of ties, starting from `theta`; the model's
-            reward_calibration.json keeps it.
         adapter: train an adapter and the score head only; None trains every weight. Of an encoder it is saved merged.
         chat_template: as for SFT; saved with the model, whose scores depend on it.
         ensemble: train several members at once; None: one model.
@@ -68,7 +60,6 @@ class RewardConfig(Settings):
     output: str
     loss: RewardLoss = "bradley_terry"
     theta: Annotated[float, Gt(1)] = 2.0
-    learn_theta: bool = False
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     ensemble: EnsembleConfig | None = None
@@ -90,7 +81,6 @@ class RewardConfig(Settings):
             lambda c: c.theta != 2 and c.loss != "rao_kupper",
             "goes with loss=rao_kupper; loss={self.loss} has none",
         ),
-        Rule("learn_theta", lambda c: c.learn_theta and c.loss != "rao_kupper", "goes with loss=rao_kupper"),
         Rule(
             "ensemble",
             lambda c: c.ensemble is not None and c.ensemble.kind == "adapters" and c.adapter is None,
@@ -123,27 +113,20 @@ def run(config: RewardConfig) -> Path:
         objective = OBJECTIVES[config.loss]
         preparation = objective.preparation_for(config.policy)
         train, held_out = read_split(config, objective.kind, tokenizer, run, preparation=preparation)
-        reference: Sequence[TokenizedRow] = ()
-        if config.normalize is not None:
-            rows, length = held_out or train, config.data.max_length
-            reference = reference_rows(config.normalize, config.policy, rows, tokenizer, max_length=length)
+        references = None if config.normalize is None else reference_texts(config.normalize, held_out or train)
         reward_model = load_reward_start(
             config.policy, config.adapter, tokenizer, config.output, weights=config.weights, ensemble=config.ensemble
         )
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)
-        references = None
-        if config.normalize is not None:
-            references = reference_texts(config.normalize, config.policy, reference, tokenizer)
-        theta = tie_parameter(reward_model.model, config.theta, learned=config.learn_theta)
         engine, stream = prepare_training(reward_model.model.train(), config, train, run)
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
         bootstrap = None
         if config.ensemble is not None and config.ensemble.bootstrap:
             bootstrap = Bootstrap(config.training.seed, config.ensemble.members)
         loss_fn = objective_loss_fn(
-            engine.model, objective, center_coef=config.center_coef, theta=theta, bootstrap=bootstrap,
+            engine.model, objective, center_coef=config.center_coef, theta=config.theta, bootstrap=bootstrap,
             is_encoder=isinstance(reward_model.model, SequenceClassifier), sources=sources_of(config.data),
         )  # fmt: skip
 
@@ -151,18 +134,12 @@ def run(config: RewardConfig) -> Path:
         collate = sources_of(config.data).weighted(objective.collate_sharing(sharing))
 
         def save() -> Path:
-            measured = measure_reference(
-                engine, reward_model, config.training, loss=config.loss, references=references,
-                theta=theta() if config.loss == "rao_kupper" else None,
-            )  # fmt: skip
-            size = config.training.max_shard_size
-            extra_files = partial(write_reference, *measured)
+            theta = config.theta if config.loss == "rao_kupper" else None
+            measured = measure_reference(engine, reward_model, config.training, config.loss, references, theta=theta)
+            size, extra_files = config.training.max_shard_size, partial(write_reference, *measured)
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
 
-        fit(
-            engine, stream, collate, loss_fn,
-            training=config.training, run=run, held_out=held_out, save=save,
-        )  # fmt: skip
+        fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
 
 

@@ -84,7 +84,7 @@ class Objective:
     encode: Tokenize | None
     collate: Callable[..., Sequence[Any]]
     read_at: Callable[[Any], Tensor]
-    cost: Callable[[Tensor, Any, Tensor | float, float], Tensor]
+    cost: Callable[[Tensor, Any, float, float], Tensor]
     measure: Callable[[Tensor, Any], "Measured"]
 
     def collate_sharing(self, sharing: Sharing) -> Collate:
@@ -92,33 +92,17 @@ class Objective:
         return self.collate if self.kind == "steps" else partial(self.collate, share_prompts=sharing)
 
     def preparation_for(self, source: str) -> Preparation:
-        """How rows become examples for a checkpoint; no weights are read.
-
-        Raises:
-            UserError: only decoders can learn this, and the checkpoint is none.
-        """
+        """How rows become examples for a checkpoint; no weights are read."""
         start = Checkpoint(source)
-        architecture = architecture_of(start)
-        if architecture == "decoder":
-            return self._preparation(self.tokenize)
-        if architecture == "encoder-decoder":
-            raise UserError(
-                f"{source}: this model is an encoder-decoder, and a reward model reads prompt and response in one text; start from a "
-                "decoder or an encoder"
-            )
-        if is_external_type(read_config(start.base)):
-            raise UserError(
-                f"{source}: this model is an encoder, and a reward model has no head of ours on transformers' class; start "
-                f"from a decoder, or from an encoder of {', '.join(encoder_families())}"
-            )
-        if self.encode is None:
-            raise UserError(
-                f"{source}: this model is an encoder, every token of which sees all steps; a process reward model "
-                "(loss=steps) reads each step's score before the next one, so start from a decoder"
-            )
-        return self._preparation(self.encode)
-
-    def _preparation(self, tokenize: Tokenize) -> Preparation:
+        architecture, tokenize = architecture_of(start), self.tokenize
+        if architecture != "decoder":
+            if architecture != "encoder" or self.encode is None or is_external_type(read_config(start.base)):
+                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(encoder_families())}"
+                raise UserError(
+                    f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
+                    f"reads prompt and response in one text{encoders}"
+                )
+            tokenize = self.encode
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
         return Preparation(name, self.kind, tokenize)
 
@@ -136,7 +120,7 @@ def last_tokens(batch: RaggedBatch) -> Tensor:
 # Pairs
 
 
-def pair_cost(scores: Tensor, batch: PairBatch, theta: Tensor | float, center_coef: float) -> Tensor:
+def pair_cost(scores: Tensor, batch: PairBatch, theta: float, center_coef: float) -> Tensor:
     """Bradley-Terry cost of each pair, plus `center_penalty`, [B]; scores: the chosen ones, then the rejected, [2B]."""
     chosen, rejected = scores.chunk(2)
     cost = bradley_terry_loss(chosen, rejected, batch.margins)
@@ -155,7 +139,7 @@ def measure_pairs(scores: Tensor, batch: PairBatch) -> Measured:
 
 
 def ranking_cost(
-    loss: Callable[..., Tensor], scores: Tensor, batch: RankedBatch, theta: Tensor | float, center_coef: float
+    loss: Callable[..., Tensor], scores: Tensor, batch: RankedBatch, theta: float, center_coef: float
 ) -> Tensor:
     """Cost of each prompt's group by `loss`, plus the centering of its pairs, [B]."""
     (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
@@ -178,7 +162,7 @@ def group_metrics(scores: Tensor, batch: RankedBatch) -> Measured:
 # Steps
 
 
-def step_cost(scores: Tensor, batch: StepBatch, theta: Tensor | float, center_coef: float) -> Tensor:
+def step_cost(scores: Tensor, batch: StepBatch, theta: float, center_coef: float) -> Tensor:
     """Cross-entropy of each step's label, [S]."""
     return step_loss(scores, batch.labels)
 
@@ -214,34 +198,22 @@ def objective_loss_fn(
     objective: Objective,
     *,
     center_coef: float = 0.0,
-    theta: Callable[[], Tensor | float] = lambda: 2.0,
+    theta: float = 2.0,
     bootstrap: "Bootstrap | None" = None,
     is_encoder: bool = False,
     sources: Sources = ONE_SOURCE,
 ) -> LossFn:
-    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts.
-
-    Args:
-        model: of one score or of an ensemble.
-        objective: of `OBJECTIVES`.
-        center_coef: weight of the penalty that holds scores near 0.
-        theta: the parameter of ties, where the loss has one.
-        bootstrap: how often each member counts each row; None: once.
-        is_encoder: the model reads segments and gives a score per document.
-        sources: whose loss and accuracy are told apart, and how much each counts.
-    """
+    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts."""
 
     def loss_fn(batch: RaggedBatch) -> LossSum:
         ragged: Ragged = with_segments(batch.ragged) if is_encoder else batch.ragged
         # A decoder's last layer then computes these tokens alone; an encoder gives a score per document anyway.
         output = model(batch=ragged) if is_encoder else model(batch=ragged, tokens=objective.read_at(batch))
         scores = document_scores(output)  # [D, k]
-        costs = torch.stack([objective.cost(one, batch, theta(), center_coef) for one in scores.unbind(-1)], -1)
+        costs = torch.stack([objective.cost(one, batch, theta, center_coef) for one in scores.unbind(-1)], -1)
         if bootstrap is not None:
             costs = costs * bootstrap.counts(counted_rows(batch)).to(costs.device)
         sums, means, accuracy = objective.measure(scores.mean(-1), batch)
-        if isinstance(now := theta(), Tensor):  # it is learned
-            means = means | {"theta": (now.detach().sum(), now.new_ones(()))}
         if scores.shape[-1] > 1:
             deviation = scores.detach().std(-1, correction=0)
             means = means | {"spread": (deviation.sum(), deviation.new_tensor(float(len(deviation))))}

@@ -1,7 +1,6 @@
-"""Reward models about to be trained, on decoders and encoders, one or an ensemble: how they are loaded and saved."""
+"""Reward models, decoders and encoders, one or an ensemble: they are loaded, measured on reference samples, and saved."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from alignment.adapters.files import member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
+from alignment.data.examples import Example
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -23,9 +23,11 @@ from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.model import AdapterEnsemble
+from alignment.reward_model.calibration import Calibration, fit_calibration
+from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
+from alignment.reward_model.model import AdapterEnsemble, Encoded, RewardModel, score_encoded
 from alignment.settings import Settings
-from alignment.training import Engine
+from alignment.training import Engine, TrainingConfig
 from alignment.training.distributed import launched_kind
 
 WriteFiles = Callable[[Path], None]
@@ -60,19 +62,7 @@ def load_reward_start(
     weights: WeightsConfig,
     ensemble: EnsembleConfig | None = None,
 ) -> Policy:
-    """A reward model with a new head, from a decoder's or an encoder's checkpoint.
-
-    Args:
-        source: directory or Hub name.
-        adapter: attached to the model; None trains every weight.
-        tokenizer: the checkpoint's.
-        output: the run's directory.
-        weights: how frozen weights are held.
-        ensemble: its members; None: one model.
-
-    Raises:
-        UserError: the checkpoint does not go with the adapter or the ensemble.
-    """
+    """A reward model with a new head, from a decoder's or an encoder's checkpoint."""
     members = 1 if ensemble is None else ensemble.members
     if architecture_of(source) == "encoder":
         if ensemble is not None and ensemble.kind == "adapters":
@@ -120,15 +110,7 @@ def _encoder_start(
 def save_reward_model(
     engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str, extra_files: WriteFiles
 ) -> Path:
-    """Write `output/model` and return it; every rank must call it.
-
-    Args:
-        engine: that trained the model.
-        policy: as it was loaded.
-        output: the run's directory.
-        max_shard_size: of a file of weights.
-        extra_files: writes further files into the same directory.
-    """
+    """Write `output/model` and return it; every rank must call it."""
     model = engine.backend.unwrapped
     if isinstance(model, AdapterEnsemble):
         return _save_ensemble(engine, policy, model, output, extra_files=extra_files)
@@ -191,21 +173,76 @@ def networks_of(model: nn.Module) -> list[nn.Module]:
     return list(model.members) if isinstance(model, AdapterEnsemble) else [model]
 
 
-def tie_parameter(model: nn.Module, theta: float, *, learned: bool) -> Callable[[], Tensor | float]:
-    """The parameter of ties: the number itself, or one that trains with the model and is not among its saved weights.
+@dataclass(frozen=True)
+class NormalizeConfig(Settings):
+    """Reference samples whose scores are to have mean 0 and deviation 1. The gain and bias are kept beside the weights.
 
-    Args:
-        model: about to be trained; gets the parameter ln(theta - 1) where it is learned.
-        theta: its (first) value, above 1.
-        learned: whether it trains.
+    They are responses of the held-out rows, or of the training rows where none are held out.
 
-    Raises:
-        UserError: it is to be learned, and the launch shards parameters.
+    Attributes:
+        samples: at most so many.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
-    if not learned:
-        return lambda: theta
-    if launched_kind() in ("fsdp2", "deepspeed"):
-        raise UserError("learn_theta trains on one process or on replicas; launch without sharding, or set theta")
-    log = nn.Parameter(torch.tensor([math.log(theta - 1)]))
-    model.register_parameter("log_theta_above_one", log)
-    return lambda: 1 + log.exp()
+
+    samples: Annotated[int, Ge(2)] = 256
+
+
+def reference_texts(config: NormalizeConfig, rows: Sequence[Example]) -> list[Encoded]:
+    """The reference samples as the reward model reads them.
+
+    Not every row of a long data set is read, and those that are lie evenly over it: it may be sorted.
+    """
+    wanted = min(len(rows), -(-config.samples // len(rows[0].documents)))
+    found = [rows[number * len(rows) // wanted] for number in range(wanted)]
+    texts = [text for row in found for text in encoded_documents(row)]
+    if len(texts) < 2:
+        raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
+    return texts[: config.samples]
+
+
+def encoded_documents(row: Example) -> list[Encoded]:
+    """The documents of an example; an encoder's segments are the masks of its texts."""
+    masks = zip(row.documents, row.masks, strict=True)
+    return [Encoded(ids, [int(second) for second in mask]) for ids, mask in masks]
+
+
+def measure_reference(
+    engine: Engine,
+    policy: Policy,
+    training: TrainingConfig,
+    loss: str,
+    references: list[Encoded] | None,
+    *,
+    theta: float | None = None,
+) -> tuple[Canaries, Calibration]:
+    """The canaries of the trained model in memory, and its calibration; a collective operation.
+
+    Without references scores stay as they are; `theta` is the parameter of ties, where the loss has one.
+    """
+    model = engine.backend.unwrapped
+    was_training = model.training
+    engine.model.eval()
+    scores = scores_of(engine, canary_ids(RewardModel(policy.model, policy.tokenizer)), training)
+    calibration = Calibration()
+    if references is not None:
+        calibration = fit_calibration(scores_of(engine, references, training).mean(-1), "responses of the rows")
+    engine.model.train(was_training)
+    precision = weights_precision(model)
+    precision = "half" if precision == "float32" and training.precision == "bf16" else precision
+    return Canaries(scores, precision, loss), replace(calibration, theta=theta)
+
+
+def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
+    """Raw scores by the model in training, [n, k]; every rank computes all of them."""
+    with torch.no_grad(), engine.backend.autocast():
+        if isinstance(engine.backend.unwrapped, SequenceClassifier):
+            return score_encoded(engine.model, texts, training.tokens_per_forward)
+        plain = [Encoded(text.ids, [0] * len(text.ids)) for text in texts]
+        return score_encoded(engine.model, plain, training.tokens_per_forward)
+
+
+def write_reference(canaries: Canaries, calibration: Calibration, directory: Path) -> None:
+    """Write both beside the weights."""
+    canaries.write(directory)
+    calibration.write(directory)

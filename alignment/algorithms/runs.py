@@ -96,8 +96,7 @@ def open_run(
     """
     names = [name for name in parents if name]
     with propagate_failures():
-        check_evaluation(config)
-        check_streaming(config)
+        check_data(config)
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
@@ -126,27 +125,14 @@ def row_files(config: object) -> dict[str, list[Path]]:
     }
 
 
-def check_evaluation(config: RunConfig) -> None:
-    """Refuse a run whose result its evaluation decides, and which has no rows to evaluate on.
-
-    Raises:
-        UserError: there are none.
-    """
+def check_data(config: RunConfig) -> None:
+    """Refuse a run whose result its evaluation decides without rows for that, and streamed rows for so many epochs."""
     data = getattr(config, "data", None)
-    if config.training.best_metric is None or not isinstance(data, DataConfig):
+    if not isinstance(data, DataConfig):
         return
-    if not data.evaluates:
+    if config.training.best_metric is not None and not data.evaluates:
         raise UserError(NO_EVALUATION)
-
-
-def check_streaming(config: RunConfig) -> None:
-    """Refuse a run over streamed rows whose length is given in epochs.
-
-    Raises:
-        UserError: it is.
-    """
-    data = getattr(config, "data", None)
-    if isinstance(data, DataConfig) and data.streaming and config.training.max_steps is None:
+    if data.streaming and config.training.max_steps is None:
         raise UserError(
             "training.max_steps is missing: with data.streaming the number of rows is not known, so that training.epochs "
             "gives the run no end; set training.max_steps, or data.streaming=false"
@@ -161,15 +147,7 @@ def to_dict(config: object) -> dict[str, Any]:
 def read_split(
     config: RowsConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
 ) -> tuple[Rows, Rows | list[Any]]:
-    """Training and held-out examples; rows that were dropped or cut are noted in the run.
-
-    Args:
-        preparation: how rows become examples; None: as decoders read rows of the kind.
-
-    Raises:
-        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`; a chat template that none of the
-            rows enters.
-    """
+    """Training and held-out examples; rows that were dropped or cut are noted in the run."""
     read = partial(read_examples, config.data, kind, tokenizer, run)
     read = partial(read, preparation=preparation, chat_template=config.chat_template)
     return read(), read("evaluation") if config.data.evaluates else []
@@ -202,15 +180,7 @@ def read_examples(
 
 
 def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
-    """Refuse examples that do not fit the model's positions, before the first update and all at once.
-
-    Args:
-        max_length: `data.max_length`; no example is longer.
-        new_tokens: tokens that will follow each prompt.
-
-    Raises:
-        UserError: naming how many, the longest, and the way out.
-    """
+    """Refuse examples that do not fit the model's positions, before the first update and all at once."""
     lengths = lengths_of(examples)
     np.minimum(lengths, max_length, out=lengths)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")

@@ -1,8 +1,7 @@
 """Responses to a few fixed prompts, written to the run's samples.jsonl at every evaluation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from alignment.algorithms.policies import Policy
 from alignment.data.examples import Example
@@ -27,37 +26,36 @@ class SamplesConfig(Settings):
     temperature: NonNegativeFloat = 1.0
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    """Prompts to respond to: their token ids and texts."""
-
-    ids: list[list[int]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-
 def response_writer(
     config: SamplesConfig, policy: Policy, engine: Engine, examples: Sequence[Example], run: Run
 ) -> Callable[[int], None]:
-    """A function that writes responses of the model in training after an update, given its number.
+    """Return a function that writes responses of the model in training after an update, given its number; collective.
 
-    It is a collective operation: every rank must call it.
-
-    Args:
-        config: how many, and how they are sampled.
-        policy: for its tokenizer.
-        engine: of the same model.
-        examples: demonstrations; a prompt is all that comes before the last response.
-        run: where they are written.
+    A prompt is all that comes before the last response of an example.
 
     Raises:
         UserError: a prompt and its response do not fit the model's positions.
     """
+    model, tokenizer = engine.backend.unwrapped, policy.tokenizer
     chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
-    prompts = _Prompts([prompt_of(example) for example in chosen])
-    prompts.texts.extend(policy.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts.ids)
-    lengths = [(example.row_id, len(ids)) for example, ids in zip(chosen, prompts.ids, strict=True)]
-    check_lengths(engine.backend.unwrapped, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
-    return partial(_write_samples, config, policy, engine=engine, prompts=prompts, run=run)
+    prompts = [prompt_of(example) for example in chosen]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+    lengths = [(example.row_id, len(ids)) for example, ids in zip(chosen, prompts, strict=True)]
+    check_lengths(model, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
+
+    def write(step: int) -> None:
+        from alignment.generation import SamplingConfig, decode_responses, response_text  # only a run with samples
+
+        sampling, was_training = SamplingConfig(config.max_new_tokens, config.temperature), model.training
+        model.eval()
+        with engine.backend.full_parameters():  # whole on every rank, so that rank 0 can sample by itself
+            if run.is_main:
+                found = decode_responses(policy.model, prompts, sampling, sorted(stop_token_ids(tokenizer)))
+                for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True):
+                    run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended))
+        model.train(was_training)
+
+    return write
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -66,21 +64,3 @@ def prompt_of(example: Example) -> list[int]:
     end = next((index + 1 for index in reversed(range(len(mask))) if mask[index]), len(mask))
     start = next((index + 1 for index in reversed(range(end)) if not mask[index]), 0)
     return list(example.ids[: max(start, 1)])
-
-
-def _write_samples(
-    config: SamplesConfig, policy: Policy, step: int, *, engine: Engine, prompts: _Prompts, run: Run
-) -> None:
-    from alignment.generation import SamplingConfig, decode_responses, response_text  # a run without samples needs none
-
-    model, tokenizer = engine.backend.unwrapped, policy.tokenizer
-    was_training = model.training
-    model.eval()
-    with engine.backend.full_parameters():  # whole on every rank, so that rank 0 can sample by itself
-        if run.is_main:
-            sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-            responses = decode_responses(policy.model, prompts.ids, sampling, sorted(stop_token_ids(tokenizer)))
-            rows = zip(prompts.texts, responses.token_ids, responses.ended, strict=True)
-            for prompt, tokens, ended in rows:
-                run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended))
-    model.train(was_training)

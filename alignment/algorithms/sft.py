@@ -9,8 +9,7 @@ from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
 from alignment.algorithms.language import language_loss_fn
-from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import load_policy, save_policy
+from alignment.algorithms.policies import Role, load_policy, note_memory, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.algorithms.samples import SamplesConfig, response_writer
 from alignment.data.batches import collate, collate_whole

@@ -24,7 +24,7 @@ from alignment.data.text.special_tokens import (
 from alignment.data.text.truncation import text_budget, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.losses.classification import IGNORED
+from alignment.losses.language import IGNORED
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
 FinetuneTask = Literal[

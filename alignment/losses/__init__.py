@@ -1,14 +1,7 @@
 """Pure functions: tensors in, unreduced tensors out. The losses of classification heads, sums over labels, are in
-`alignment.losses.classification`.
+`alignment.losses.language`.
 """
 
-from alignment.losses.advantages import (
-    dr_grpo_advantages,
-    grpo_advantages,
-    remax_advantages,
-    rewards_to_go,
-    rloo_advantages,
-)  # fmt: skip
 from alignment.losses.language import (
     TokenLoss,
     chunked_token_log_probs,
@@ -25,9 +18,14 @@ from alignment.losses.policy import (
     clipped_policy_loss,
     clipped_tokens,
     clipped_value_loss,
+    dr_grpo_advantages,
     gae,
+    grpo_advantages,
     importance_weights,
     kl_estimates,
+    remax_advantages,
+    rewards_to_go,
+    rloo_advantages,
     sequence_log_ratios,
     shape_rewards,
     whiten,

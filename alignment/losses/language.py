@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, entropies and distillation, from logits or from hidden states and a head in chunks."""
+"""Log-probabilities of tokens, entropies and distillation, from logits or hidden states and a head; classification."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -41,17 +41,6 @@ class TokenLoss:
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss must be 0 (off) or above, got {self.z_loss}; 1e-4 is usual")
-
-    @property
-    def plain(self) -> bool:
-        """True where the loss is the negative log-likelihood itself."""
-        return not (self.label_smoothing or self.z_loss)
 
 
 class TokenOutputs(NamedTuple):
@@ -370,3 +359,59 @@ class _TokenLosses(torch.autograd.Function):
             log_probs.exp().mul_(of_probs.unsqueeze(1)).scatter_add_(1, tokens.unsqueeze(1), of_token.unsqueeze(1))
         )
         return (gradient.sub_((eps / vocabulary * to_losses).unsqueeze(1)) if eps else gradient), None, None
+
+
+# Classification heads: each loss is summed over the labels that count, for a global batch divides by the labels of all parts
+
+IGNORED = -100  # label of a position that does not count
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the labels, summed over those that count.
+
+    loss = sum_i -log softmax(logits_i)[label_i]   over the i with label_i != IGNORED
+
+    Args:
+        logits: one row per label, [L, C]; -inf rules a class out.
+        labels: class ids in [0, C), or `IGNORED`, [L].
+
+    Returns:
+        Scalar, nats.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class).
+    """
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def span_loss(logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Mean of the cross-entropies of an answer's first and last token, summed over windows.
+
+    loss = sum_b (-log softmax_t(logits_b[:, 0])[start_b] - log softmax_t(logits_b[:, 1])[end_b]) / 2
+
+    Args:
+        logits: of each token to be the first, [..., 0], and the last, [..., 1], of the answer, [B, T, 2]; -inf at
+            padding.
+        starts: position of the answer's first token in [0, T), [B].
+        ends: position of its last token, itself included, [B].
+
+    Returns:
+        Scalar, nats.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2; the half is that of google-research/bert, run_squad.py.
+    """
+    return 0.5 * label_loss(torch.cat(logits.unbind(-1)), torch.cat([starts, ends]))
+
+
+def next_sentence_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of whether sentence B follows sentence A, summed over pairs.
+
+    Args:
+        logits: of "B follows A", [:, 0], and "B comes from another text", [:, 1], [B, 2].
+        labels: 0 or 1, [B].
+
+    Returns:
+        Scalar, nats.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1, task #2.
+    """
+    return label_loss(logits, labels)

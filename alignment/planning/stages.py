@@ -135,9 +135,8 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
         networks = {"policy": policy}
         if config.holds_reference:
             networks = _with_reference(config, policy, 1 + other, near)
-        texts = None if config.sft is None else (config.sft.max_length, config.sft_batch_size)
         documents = DOCUMENTS.get(config.rows, 1)
-        return Workload(networks, config.rows, documents, texts=texts, asked=_asked(config, networks), dropout=False)
+        return Workload(networks, config.rows, documents, asked=_asked(config, networks), dropout=False)
     judges = {f"reward model{f' {i}' if i else ''}": find_start(x, near) for i, x in enumerate(config.judging_models)}
     scoring = {role: Network(judge, "scalar", forwards=1) for role, judge in judges.items()}
     if isinstance(config, OnlineDPOConfig):

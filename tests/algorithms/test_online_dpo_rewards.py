@@ -7,17 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo.online_dpo import make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.setup import build_online_state, read_online_data
+from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_learn
 from alignment.algorithms.ppo import rollout
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import collect, draw_samples
+from alignment.algorithms.ppo.setup import read_data
 from alignment.algorithms.ppo.state import DrawnResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
-from alignment.planning.layout import Device, Layout
-from alignment.planning.plan import make_plan
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.examples import prompt_example
@@ -44,7 +42,7 @@ def settings(stage, make_stage, tmp_path):
 def built(config):
     """State and first prompts of a config, built as a run builds them."""
     with Run(config.output, {}, stage="online_dpo") as directory:
-        data = read_online_data(config, directory)
+        data = read_data(config, directory)
         return build_online_state(config, data, directory), data.prompts.rows_at(0)
 
 
@@ -152,7 +150,7 @@ def test_bad_settings_are_refused(changes, problem):
 
 
 def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
-    from alignment.algorithms.online_dpo import setup
+    from alignment.algorithms.ppo import setup
 
     monkeypatch.setattr(setup, "load_policy", lambda *_, **__: pytest.fail("a network was loaded"))
     answer = RewardSpec(answer=AnswerSpec("exact", column="solution"))
@@ -254,14 +252,3 @@ def test_a_run_on_several_rewards_logs_each_and_writes_samples(settings, stage, 
     lineage = json.loads((tmp_path / "run" / "lineage.json").read_text("utf-8"))
     assert any(note.startswith("memory: reward model again") for note in lineage["notes"])
     assert all(map(torch.isfinite, (tensor.sum() for tensor in load_file(saved / "model.safetensors").values())))
-
-
-def test_a_plan_holds_every_reward_model(settings, stage):
-    def weights(rewards):
-        config = settings("plan", rewards=rewards)[1]
-        return make_plan(config, Layout("single", 1), Device(False, None, "cpu", 1.0)).peaks[0].parts
-
-    model = str(stage("reward") / "model")
-    parts = weights([RewardSpec(model), RewardSpec(model, name="again")])
-    assert parts["weights of reward model 1"] == parts["weights of reward model"] > 0
-    assert not [name for name in weights([RewardSpec(regex="a")]) if "reward model" in name]

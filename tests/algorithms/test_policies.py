@@ -10,7 +10,7 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.language import language_loss_fn
-from alignment.algorithms.ppo.metrics import log_samples
+from alignment.algorithms.ppo.metrics import sample_columns, texts_of
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
 from alignment.algorithms.pretrain import pretrain
@@ -71,11 +71,8 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
         mask=frame.bool(), log_probs=frame, sampled_log_probs=frame, reference_log_probs=frame, values=frame,
         scores=torch.tensor([0.5, -1.0, 9.0]), ended=torch.tensor([True, False, False]),
     )  # fmt: skip
-    kept = []
-    run = SimpleNamespace(sample=lambda step, **fields: kept.append((step, fields)))
-    log_samples(run, 7, tokenizer, rollout)
-    assert [step for step, _ in kept] == [7, 7] and [fields["score"] for _, fields in kept] == [0.5, -1.0]
-    assert all(fields["prompt"] == fields["response"] == "the spa" for _, fields in kept)
+    assert texts_of(rollout, tokenizer, 2) == (["the spa"] * 2, ["the spa"] * 2)
+    assert sample_columns(rollout)["score"] == [0.5, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.metrics import LOGGED_KEYS
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
 from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
@@ -227,10 +226,6 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(ppo, read_metrics, tmp
     assert len({line["kl_coef"] for line in lines}) == 4
 
 
-def test_a_fixed_coefficient_stays(stage, read_metrics):
-    assert {line["kl_coef"] for line in read_metrics(stage("ppo"))} == {0.05}
-
-
 # --- the four networks ----------------------------------------------------------------------------------------------
 
 
@@ -434,16 +429,21 @@ def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo,
         )
         assert line["count_words"] == sum(count_words(prompts, responses)) / 2
         assert line["gold_score"] == pytest.approx(sum(gold_score(prompts, responses)) / 2)
-        assert set(line) - {"count_words", "gold_score"} <= LOGGED_KEYS  # names that no function may take
 
 
-@pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"], [f"{__name__}:kl"]])
+@pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"]])
 def test_metrics_that_cannot_be_found_or_told_apart_are_refused_before_a_model_is_loaded(ppo, names):
     _, config = ppo(metrics=names)
     with pytest.raises(UserError, match="metrics: "):
         build_state(replace(config, policy="nowhere"), None)
     with pytest.raises(ValueError, match=r"metrics \['gold'\] are unknown; known: hotel_gold"):
         replace(config, metrics=["gold"])
+
+
+def test_a_metric_named_like_one_of_the_run_ends_it(ppo):
+    run, config = ppo(metrics=[f"{__name__}:kl"])
+    with pytest.raises(UserError, match="are the run's own"):
+        run(config)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.policies import Role
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.advantages import correction_weights
 from alignment.algorithms.ppo.metrics import (
@@ -124,7 +124,7 @@ def test_samples_are_written_with_their_numbers():
     parts = {"length": torch.tensor([0.5, math.nan, 1.0])}
     columns = sample_columns(made(score_parts=parts), count=2)
     assert json.loads(json.dumps(columns)) == {
-        "score/length": [0.5, None], "kl": [-1.0, -2.0], "tokens": [4, 1], "ended": [False, True],
+        "score": [3.0, 1.0], "score/length": [0.5, None], "kl": [-1.0, -2.0], "tokens": [4, 1], "ended": [False, True],
     }  # fmt: skip
 
 

@@ -1,30 +1,20 @@
 """Runs on rankings and on labels, demonstrations beside preferences, and the reference's numbers on disk."""
 
 import dataclasses
-import hashlib
 import json
 import math
+import zipfile
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.dpo.global_inputs import PreferenceUpdates, demonstrations
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.runs import to_dict
-from alignment.data.batches import collate_pairs
-from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.prepare import prepare
-from alignment.errors import UserError
-from alignment.loading import load_tokenizer
-from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.training import Engine, OptimConfig, TrainingConfig
+from alignment.data.config import DataConfig
+from alignment.training import OptimConfig, TrainingConfig
 from tests.distributed.processes import run_ranks
-from tests.stopping import run_stopped
 
 ANSWERS = (" The pool opens in July.", " I am not sure.", " No.", " Go away!")
 QUICK = OptimConfig(learning_rate=1e-2, schedule="constant")
@@ -144,114 +134,6 @@ def test_kto_reads_a_pair_as_two_labels(world, stage, make_stage, tmp_path, read
 # Demonstrations beside the preferences
 
 
-def first_drawn(config: DPOConfig, texts, engine: Engine) -> list:
-    """The micro-batches of the first update's demonstrations."""
-    found = demonstrations(config, texts, engine)
-    assert found is not None
-    return found(0).micro_batches
-
-
-def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demonstrations(world, stage):
-    policy = str(stage("sft") / "model")
-    tokenizer = load_tokenizer(policy, None)
-    gradients = {}
-    for name in ("both", "preferences", "demonstrations"):
-        torch.manual_seed(0)
-        model, reference = load_language_model(policy).eval(), load_language_model(str(stage("dpo") / "model")).eval()
-        sft = DataConfig(train=world["demonstrations"], max_length=256) if name == "both" else None
-        training = TrainingConfig(batch_size=4, max_steps=1)
-        optim = OptimConfig(
-            name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0
-        )
-        config = DPOConfig(
-            policy, DataConfig(train=world["comparisons"], max_length=256), "o", sft=sft, sft_batch_size=3,
-            sft_coef=0.7 if sft else None, training=training, optim=optim,
-        )  # fmt: skip
-        engine = Engine(model, optim, training, total_steps=1)
-        rows = prepare(config.data, "comparisons", tokenizer)[0][:4]
-        data = sft or DataConfig(train=world["demonstrations"], max_length=256)
-        texts = prepare(data, "demonstrations", tokenizer)[0]
-        both = dataclasses.replace(config, sft=data, sft_coef=0.7)
-        drawn = first_drawn(both, texts, engine)
-        assert sum(len(batch.lengths) for batch in drawn) == 3
-        before = {key: value.detach().clone() for key, value in model.named_parameters()}
-        if name == "demonstrations":
-            (language_loss_fn(model)(drawn[0]).total / drawn[0].weight).backward()
-            gradients[name] = {key: value.grad for key, value in model.named_parameters()}
-            continue
-        updates = PreferenceUpdates(
-            engine, config, dpo_loss_fn(engine.model, torch.no_grad()(reference), config), reference,
-            collate=lambda rows: collate_pairs(rows, 10_000), demonstrations=demonstrations(config, texts, engine),
-        )  # fmt: skip
-        metrics = updates.update(0, rows)
-        assert ("sft_loss" in metrics) == (name == "both")
-        gradients[name] = {key: before[key] - value.detach() for key, value in model.named_parameters()}
-    for key, both in gradients["both"].items():
-        assert_close(both, gradients["preferences"][key] + 0.7 * gradients["demonstrations"][key], atol=2e-5, rtol=1e-3)
-    assert max(value.abs().max() for value in gradients["demonstrations"].values()) > 0.01
-
-
-def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
-    policy = str(stage("sft") / "model")
-    texts: list[str | SourceConfig] = [
-        SourceConfig(world["demonstrations"], name=name, weight=weight) for name, weight in (("a", 1.0), ("b", 9.0))
-    ]
-    data = DataConfig(train=texts, mixing="weights", max_length=256)
-    config = DPOConfig(policy, DataConfig(train="t"), "o", sft=data, sft_coef=1.0, sft_batch_size=200)
-    rows = prepare(data, "demonstrations", load_tokenizer(policy, None))[0]
-    engine = Engine(load_language_model(policy), config.optim, config.training, total_steps=1)
-    drawn = first_drawn(config, rows, engine)
-    assert (
-        5 <= sum(int((batch.sources == 0).sum()) for batch in drawn) <= 40
-    )  # a tenth of 200; half of them without a mixture
-
-
-def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, make_stage, tmp_path):
-    data = DataConfig(train=world["comparisons"], max_length=256)
-    sft = DataConfig(
-        train=write(tmp_path / "long.jsonl", [{"prompt": "Guest:", "response": " more" * 150}]), max_length=2000
-    )
-    run, config = make_stage("dpo", str(stage("sft") / "model"), tmp_path / "run", data=data, sft=sft, sft_coef=1.0)
-    with pytest.raises(UserError, match="320"):
-        run(config)
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "bco"])
-def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
-    loss, world, stage, make_stage, tmp_path, read_metrics
-):
-    """Its second stream of rows goes on, and so does BCO's mean over the updates before."""
-
-    def make(output):
-        sft = DataConfig(train=world["demonstrations"], max_length=256)
-        training = TrainingConfig(batch_size=8, epochs=2)
-        policy, settings = str(stage("sft") / "model"), {"loss": loss, "beta": 2.0, "sft_coef": 0.5}
-        return make_stage("dpo", policy, output, sft=sft, sft_batch_size=5, training=training, **settings)
-
-    run, config = make(tmp_path / "whole")
-    whole = load_file(run(config) / "model.safetensors")
-    run, config = make(tmp_path / "parts")
-    assert run_stopped(run, config, 2) == 143
-    assert_close(load_file(run(config) / "model.safetensors"), whole, rtol=0, atol=0)
-    lines = [[line["sft_loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
-    assert lines[0] == lines[1] and len(lines[0]) == 6
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"sft": DataConfig(train="t")}, "no weight"),
-        ({"sft": DataConfig(train="t", evaluation="e"), "sft_coef": 1.0}, "sft.evaluation is not read"),
-    ],
-)
-def test_demonstrations_without_an_effect_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        DPOConfig("p", DataConfig(train="t"), "o", **settings)
-
-
-# The reference's log-probabilities on disk
-
-
 @pytest.fixture
 def cached(stage, make_stage, tmp_path):
     """A run of one update that keeps the reference's numbers, its config, and their file in tmp_path/log_probs."""
@@ -264,31 +146,21 @@ def cached(stage, make_stage, tmp_path):
     return run, config, file
 
 
-def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(cached, tmp_path):
-    run, config, file = cached
-    with open(file, "rb") as opened:
-        values = np.load(opened)
-    with open(file, "wb") as opened:
-        np.save(opened, values + np.float32(0.01))
-        opened.write(hashlib.sha256((values + np.float32(0.01)).tobytes()).digest())
-    with pytest.raises(UserError, match=r"gives other log-probabilities: .* on disk, .* now.*Delete the file"):
-        run(dataclasses.replace(config, output=str(tmp_path / "wrong")))
-
-
-@pytest.mark.parametrize("form", ["short", "no header", "a header of 10^12 numbers", "a directory"])
+@pytest.mark.parametrize("form", ["short", "a flipped bit", "no header", "a header of 10^12 numbers", "a directory"])
 def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, read_metrics, capsys):
     run, config, file = cached
     content = file.read_bytes()
     match form:
         case "short":
             file.write_bytes(content[:-4])
+        case "a flipped bit":
+            file.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
         case "no header":
             file.write_bytes(b"x")
         case "a header of 10^12 numbers":
-            with open(file, "wb") as opened:
-                np.lib.format.write_array_header_1_0(
-                    opened, {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
-                )
+            with zipfile.ZipFile(file, "w") as opened, opened.open("values.npy", "w") as member:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
+                np.lib.format.write_array_header_1_0(member, header)
         case "a directory":
             file.unlink()
             (file / "inside").mkdir(parents=True)

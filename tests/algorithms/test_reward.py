@@ -9,12 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
-from alignment.algorithms.reward import RewardConfig, reward_loss_fn
+from alignment.algorithms.reward import reward_loss_fn
 from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.loading import load_tokenizer
-from alignment.losses.preference import bradley_terry_loss, preference_metrics
+from alignment.losses.preference import bradley_terry_loss
 from alignment.models.outputs import ValueOutput
 from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
@@ -108,13 +108,3 @@ def test_margins_of_the_rows_reach_the_loss(make_stage, checkpoints, tmp_path, r
         bradley_terry_loss(torch.zeros(1), torch.zeros(1), torch.tensor([5.0])).item(), abs=1.0
     )
     assert losses[1] > losses[0] + 3
-
-
-def test_ties_count_half():
-    metrics = preference_metrics(torch.tensor([1.0, 0.0, -2.0]))
-    assert (metrics["accuracy"], metrics["ties"]) == (1.5, 1.0)
-
-
-def test_a_negative_centering_is_refused():
-    with pytest.raises(ValueError, match="center_coef"):
-        RewardConfig(policy="p", data=DataConfig(train="t"), output="o", center_coef=-1.0)

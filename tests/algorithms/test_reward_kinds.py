@@ -70,20 +70,17 @@ def data_of(make, tmp_path, count=96):
 
 @pytest.mark.parametrize("loss", ["ranking", "plackett_luce", "rao_kupper"])
 def test_a_known_reward_is_recovered_from_rankings(loss, checkpoints, make_stage, tmp_path, read_metrics):
-    settings = {"learn_theta": True} if loss == "rao_kupper" else {}
     run, config = make_stage(
         "reward",
         checkpoints["llama"],
         tmp_path / "run",
         data=data_of(rankings, tmp_path),
         loss=loss,
-        **settings,
         **QUICK,
     )
     reward = load_reward_model(str(run(config)))
     last = read_metrics(tmp_path / "run")[-1]
     assert last["held_out_accuracy"] > 0.85 and last["held_out_top1"] > 0.6 and last["held_out_margin"] > 0
-    assert (last.get("theta", 2.0) != 2.0) == (loss == "rao_kupper")
     rng = random.Random(7)
     texts = [response(rng) for _ in range(60)]
     scores = reward.score([("How is the bus?", text) for text, _ in texts])
@@ -400,7 +397,9 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     policy = encoder("bert")
     Path(policy, "model.safetensors").write_bytes(b"not read")
     run, config = make_stage("reward", policy, tmp_path / "a", loss="steps")
-    with pytest.raises(UserError, match="this model is an encoder, every token of which sees all steps"):
+    with pytest.raises(
+        UserError, match="this model is an encoder, and a reward model of this loss starts from a decoder"
+    ):
         run(config)
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a b", "rejected": "c d"}]
     data = DataConfig(train=write(tmp_path / "chat.jsonl", rows))
@@ -414,7 +413,6 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     [
         ({"theta": 1.0}, "theta must be above 1"),
         ({"theta": 3.0}, "theta goes with loss=rao_kupper; loss=bradley_terry has none"),
-        ({"learn_theta": True}, "learn_theta goes with loss=rao_kupper"),
         ({"ensemble": EnsembleConfig(kind="adapters")}, "needs `adapter`"),
         ({"loss": "steps", "center_coef": 0.1}, "center_coef holds scores of whole responses"),
     ],

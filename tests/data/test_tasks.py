@@ -26,7 +26,7 @@ from alignment.data.tasks import (
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
-from alignment.losses.classification import IGNORED
+from alignment.losses.language import IGNORED
 
 TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"
 KINDS = {"wordpiece": 120, "bpe": 330, "unigram": 60, "characters": None, "bytes": None}

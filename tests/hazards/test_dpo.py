@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, global_inputs
 from alignment.algorithms.dpo.global_inputs import GlobalInputs, PreferenceUpdates, RewardShift
-from alignment.algorithms.dpo.kin import cost_of_pairs
+from alignment.algorithms.dpo.kin import cost_of_kin
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
@@ -90,7 +90,7 @@ def test_bcos_shift_is_the_mean_over_all_updates_so_far():
         found.append(shift.mean)
     assert found == pytest.approx([1.0, 2.0])
     responses = ResponseLogProbs(second[0, :2], second[0, 2:], torch.ones(2))
-    cost = cost_of_pairs(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
+    cost = cost_of_kin(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
     wanted = torch.nn.functional.softplus(torch.tensor([0.6 - 1.8, 1.2 - 0.6])).sum(0, keepdim=True)
     assert_close(cost, wanted)
 

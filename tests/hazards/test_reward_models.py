@@ -22,7 +22,7 @@ from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
 from alignment.reward_model import load_frozen_reward_model, load_reward_model
-from alignment.reward_model.calibration import CALIBRATION, fit_calibration
+from alignment.reward_model.calibration import fit_calibration
 from alignment.reward_model.canaries import CANARIES, TEXTS
 from alignment.training.terms import shard_rows
 from tests.examples import pair_example
@@ -180,30 +180,6 @@ def test_h25_ppo_scales_such_scores_no_second_time(normalized, make_stage, stage
     run(config)
     normalizer = states[0].normalizer
     assert normalizer.fitted and (normalizer.scale, normalizer.shift) == (1.0, 0.0)
-
-
-def test_h25_responses_of_the_starting_policy_can_be_the_reference(make_stage, checkpoints, world, tmp_path):
-    settings = NormalizeConfig(responses="sampled", prompts=world["prompts"], samples=8, max_new_tokens=8)
-    run, config = make_stage("reward", checkpoints["llama"], tmp_path / "run", normalize=settings)
-    saved = json.loads((run(config) / CALIBRATION).read_text())
-    assert saved["samples"] == 8 and "own responses" in saved["of"]
-
-
-@pytest.mark.parametrize(("lines", "message"), [(0, "0 rows"), (1, "1 reference sample")])
-def test_h25_bad_prompts_are_told_before_any_weights_are_read(
-    lines, message, make_stage, checkpoints, world, tmp_path, monkeypatch
-):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "\n".join(Path(world["prompts"]).read_text(encoding="utf-8").splitlines()[:lines]), encoding="utf-8"
-    )
-    monkeypatch.setattr(
-        "alignment.algorithms.reward.load_reward_start", lambda *_, **__: pytest.fail("weights are read")
-    )
-    normalize = NormalizeConfig(responses="sampled", prompts=str(prompts))
-    run, config = make_stage("reward", checkpoints["llama"], tmp_path / "run", normalize=normalize)
-    with pytest.raises(UserError, match=message):
-        run(config)
 
 
 def test_h25_a_new_head_has_the_stated_deviation(write_checkpoint, tmp_path):

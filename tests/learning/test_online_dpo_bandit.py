@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig, sample_and_learn
-from alignment.algorithms.online_dpo.setup import OnlineDPOState, updates_of
+from alignment.algorithms.online_dpo.online_dpo import OnlineDPOState, updates_of
 from alignment.algorithms.policies import Policy, Reference
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model

@@ -1,11 +1,11 @@
-"""Hand-worked numbers of losses/classification.py."""
+"""Hand-worked numbers of losses/language.py."""
 
 import math
 
 import pytest
 import torch
 
-from alignment.losses.classification import IGNORED, label_loss, next_sentence_loss, span_loss
+from alignment.losses.language import IGNORED, label_loss, next_sentence_loss, span_loss
 
 
 def logits(*probabilities: list[float]) -> torch.Tensor:

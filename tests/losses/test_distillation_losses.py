@@ -28,11 +28,6 @@ def test_temperature_two_softens_both_and_weighs_four_times():
     assert_close(loss, torch.tensor([0.523248]), atol=1e-5, rtol=0)
 
 
-def test_agreement_costs_nothing_and_a_shift_changes_nothing():
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    assert_close(distillation_loss(x + 3.0, x, temperature=2.0), torch.zeros(4), atol=1e-5, rtol=0)
-
-
 def test_gradient_is_temperature_times_the_difference_of_the_softened_distributions():
     student = logits(0.5, 0.5).requires_grad_()
     distillation_loss(student, logits(0.9, 0.1), temperature=2.0).sum().backward()
@@ -46,12 +41,6 @@ def test_a_token_the_teacher_rules_out_counts_nothing_and_spoils_no_gradient():
     assert_close(loss, torch.tensor([0.130812]), atol=1e-6, rtol=0)
     loss.sum().backward()
     assert student.grad is not None and torch.isfinite(student.grad).all()
-
-
-def test_bfloat16_is_summed_in_float32():
-    assert distillation_loss(torch.zeros(1, 9).bfloat16(), torch.ones(1, 9).bfloat16(), temperature=1.0).dtype == (
-        torch.float32
-    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])

@@ -139,13 +139,6 @@ def test_a_step_costs_its_cross_entropy():
     assert sums == {"accuracy": 1.5, "ties": 1.0, "right": 2.0}
 
 
-def test_a_step_costs_what_two_classes_cost_in_a_token_classifier():
-    """The cross-entropy over (wrong, right) logits is the binary one of their difference."""
-    logits, labels = torch.randn(7, 2), torch.randint(0, 2, (7,))
-    two = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    assert_close(step_loss(logits[:, 1] - logits[:, 0], labels.bool()), two)
-
-
 # DPO on rankings
 
 POLICY = torch.tensor([-10.0, -12.0, -11.0])

@@ -13,7 +13,7 @@ from alignment.errors import spelling_hint
 from alignment.losses.preference import Divergence, OffsetScale
 from alignment.losses.preference_table import ALIASES, LOSSES, PARAMETERS, LossSpec, Rows
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Settings, refusal
+from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings, refusal
 from alignment.training import OptimConfig, TrainingConfig
 
 
@@ -155,13 +155,8 @@ class PreferenceConfig(Settings):
 
     @property
     def sft_weight(self) -> float:
-        """Weight of the term that imitates responses."""
+        """Weight of the term that imitates the chosen responses."""
         return max(loss.spec.sft_coef for loss in self.losses) if self.sft_coef is None else self.sft_coef
-
-    @property
-    def chosen_weight(self) -> float:
-        """Weight of that term on the chosen responses."""
-        return self.sft_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +170,12 @@ class DPOConfig(PreferenceConfig):
         reference_cache: folder of the cached log-probabilities; None: in the output directory.
         desirable_weight: of kto and apo_zero_unpaired: weight of the rows with desirable responses; None: 1.
         undesirable_weight: of the others; None: 1.
-        sft: demonstrations that the term of `sft_coef` imitates in place of the chosen responses; mixed and weighed by
-            its own keys.
-        sft_batch_size: demonstrations per update over all ranks.
     """
 
     reference_log_probs: Literal["compute", "cache"] = "compute"
     reference_cache: str | None = None
     desirable_weight: NonNegativeFloat | None = None
     undesirable_weight: NonNegativeFloat | None = None
-    sft: DataConfig | None = None
-    sft_batch_size: PositiveInt = 16
 
     RULES = (
         Rule(
@@ -220,22 +210,6 @@ class DPOConfig(PreferenceConfig):
             lambda c: c.data.streaming and c.needs("margins"),
             "must be false with odpo, which looks for a margin in all rows beforehand",
         ),
-        Rule(
-            "sft",
-            lambda c: c.sft is not None and c.sft_weight == 0,
-            "demonstrations would have no weight; set sft_coef, or leave them out",
-        ),
-        Rule(
-            "sft.evaluation",
-            lambda c: c.sft is not None and c.sft.evaluates,
-            "is not read, nor evaluation_share: demonstrations are trained on only; leave it out, and hold preferences out in "
-            "data.evaluation",
-        ),
-        Rule(
-            "sft.streaming",
-            lambda c: c.sft is not None and c.sft.streaming,
-            "must be false: demonstrations are prepared before the run",
-        ),
     )
 
     def needs(self, what: str) -> bool:
@@ -251,11 +225,6 @@ class DPOConfig(PreferenceConfig):
     def holds_reference(self) -> bool:
         """True where the reference's weights are in memory during the updates, unless it is an adapter switched off."""
         return self.refers and not self.cached
-
-    @property
-    def chosen_weight(self) -> float:
-        """Weight of the chosen responses' log-likelihood: 0 where demonstrations take their place."""
-        return self.sft_weight if self.sft is None else 0.0
 
 
 def loss_weights(config: PreferenceConfig) -> dict[str, float]:

@@ -12,16 +12,13 @@ from alignment.algorithms.dpo.global_inputs import (
     GlobalInputs,
     PreferenceLossFn,
     PreferenceUpdates,
-    demonstrations,
     with_sft,
 )
 from alignment.algorithms.dpo.kin import PREPARATIONS, collate_of, cost_of_kin
-from alignment.algorithms.dpo.reference_cache import cached_reference
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
 from alignment.algorithms.language import LogProbModel
-from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import load_policy, note_dropout_off, reference_of, save_policy
-from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_examples, read_split, sources_of
+from alignment.algorithms.policies import Role, load_policy, note_dropout_off, note_memory, reference_of, save_policy
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
 from alignment.data.tokenizers.tokenizer import bos_id
 from alignment.loading import load_tokenizer
@@ -45,18 +42,19 @@ def run(config: DPOConfig) -> Path:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         train, held_out = read_split(config, config.rows, tokenizer, run, preparation=PREPARATIONS.get(config.rows))
-        texts = [] if config.sft is None else read_examples(config.sft, "demonstrations", tokenizer, run)
         require_margins(config.losses, train, held_out)
 
         bases = SharedWeights(config.weights, shared=shares_weights())
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, bases=bases)
-        for examples, data in ((train, config.data), (held_out, config.data), (texts, config.sft or config.data)):
-            check_rows(policy.model, examples, data.max_length)
+        for examples in (train, held_out):
+            check_rows(policy.model, examples, config.data.max_length)
         note_dropout_off(policy, run)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
 
         reference, roles = None, [Role("policy", engine.backend.unwrapped, engine)]
         if config.cached:
+            from alignment.algorithms.dpo.reference_cache import cached_reference
+
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
             roles.append(Role("reference", None, remark="its log-probabilities, computed beforehand"))
         elif config.refers:
@@ -68,7 +66,7 @@ def run(config: DPOConfig) -> Path:
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
         updates = PreferenceUpdates(
             engine, config, loss_fn, reference, partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
-            bos=bos_id(tokenizer), demonstrations=demonstrations(config, texts, engine),
+            bos=bos_id(tokenizer),
         )  # fmt: skip
         fit(
             engine, stream, collate, loss_fn, training=config.training, run=run,
@@ -105,6 +103,6 @@ def dpo_loss_fn(
         watched = metrics_of(responses, batch, losses[0], inputs.kl)
         total = sources.loss_sum(torch.stack(costs).sum(0), batch, watched.sums, accuracy=watched.accuracy)
         total = replace(total, means=total.means | watched.means)
-        return with_sft(total, responses, batch, inputs, coef=config.chosen_weight) if config.chosen_weight else total
+        return with_sft(total, responses, batch, inputs, coef=config.sft_weight) if config.sft_weight else total
 
     return loss_fn

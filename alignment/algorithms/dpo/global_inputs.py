@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig
+from alignment.algorithms.dpo.config import PreferenceConfig
 from alignment.algorithms.dpo.responses import (
     ResponseLogProbs,
     logged_metrics,
     preferred_responses,
     response_log_probs,
 )
-from alignment.algorithms.language import LogProbModel, language_loss_fn
-from alignment.algorithms.runs import sources_of
-from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
+from alignment.algorithms.language import LogProbModel
+from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch
 from alignment.data.examples import Example, TokenizedRow
-from alignment.data.stream import stream_of
 from alignment.data.text.truncation import truncate
 from alignment.data.tokenize import last_span
 from alignment.losses.preference import BatchOrder
@@ -53,13 +51,13 @@ class GlobalInputs:
     first: int = 0
     mean_tokens: Tensor | None = None
 
-    def order(self, batch: PairBatch, *, paired: bool) -> BatchOrder | None:
+    def order(self, batch: PreferenceBatch, *, paired: bool) -> BatchOrder | None:
         """AOT's values of all pairs; None: the batch is alone.
 
         Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of the
         chosen and of the rejected responses.
         """
-        if self.pairs is None or batch.pair_positions is None:
+        if self.pairs is None or not isinstance(batch, PairBatch) or batch.pair_positions is None:
             return None
         policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
         if paired:
@@ -111,7 +109,6 @@ class PreferenceUpdates:
         reference: gives log-probabilities that no batch holds; None where no loss needs them.
         collate: rows -> micro-batches.
         bos: the token at the beginning of every row; None where there is none.
-        demonstrations: number of the update -> the objective's second term.
         shift: BCO's, over the updates so far; an evaluation leaves it as it is.
     """
 
@@ -121,7 +118,6 @@ class PreferenceUpdates:
     reference: LogProbModel | None
     collate: Collate
     bos: int | None = None
-    demonstrations: Callable[[int], Term] | None = None
     shift: RewardShift = field(default_factory=RewardShift)
 
     def state(self) -> dict[str, float] | None:
@@ -137,10 +133,9 @@ class PreferenceUpdates:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
         batches = self._shard(rows)
         inputs = self.inputs(batches, rows, shared=True)
-        terms = [Term(with_positions(batches, inputs), partial(self.loss_fn, inputs=inputs))]
-        if self.demonstrations is not None:
-            terms.append(self.demonstrations(step))
-        return logged_metrics(self.engine.update(*terms))
+        return logged_metrics(
+            self.engine.update(Term(with_positions(batches, inputs), partial(self.loss_fn, inputs=inputs)))
+        )
 
     def evaluation(self, rows: Sequence[Example]) -> Callable[[], dict[str, float]] | None:
         """A function that returns mean loss and metrics over held-out rows, taken as one global batch; None without rows.
@@ -160,13 +155,7 @@ class PreferenceUpdates:
 
     @torch.no_grad()
     def inputs(self, batches: Sequence[Batch], rows: Sequence[Example], *, shared: bool) -> GlobalInputs:
-        """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks.
-
-        Args:
-            batches: of this rank.
-            rows: of the global batch.
-            shared: True where every rank has a part of the batches; otherwise each has all of them.
-        """
+        """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks."""
         needed, kl, shift = {loss.spec.needs for loss in self.config.losses}, 0.0, 0.0
         pairs, first = self._pairs(batches, shared) if needed & {"shift", "order"} else (None, 0)
         if pairs is not None and "shift" in needed:
@@ -175,7 +164,7 @@ class PreferenceUpdates:
             shift = self.shift.mean if self.shift.pairs else mean_log_ratio(pairs)
         if "kl" in needed:
             kl = self._reference_point([row for row in rows if "desirable" in row.values], shared)
-        mean_tokens = self._mean_tokens(batches, shared) if self.config.chosen_weight else None
+        mean_tokens = self._mean_tokens(batches, shared) if self.config.sft_weight else None
         return GlobalInputs(kl, shift, pairs, first, mean_tokens)
 
     def _reference_point(self, rows: Sequence[Example], shared: bool) -> Tensor:
@@ -287,19 +276,3 @@ def with_sft(
     mean_tokens = tokens / batch.weight if inputs.mean_tokens is None else inputs.mean_tokens
     total = loss.total + coef * (nll / mean_tokens.clamp(min=1e-9))
     return LossSum(total, loss.metrics, loss.means | {"sft_loss": (nll.detach(), tokens)})
-
-
-def demonstrations(config: DPOConfig, texts: Sequence[Example], engine: Engine) -> Callable[[int], Term] | None:
-    """Number of an update -> the term of its demonstrations, drawn and weighed as `config.sft` says; None without them."""
-    if config.sft is None:
-        return None
-    sources, training, group = sources_of(config.sft), config.training, engine.process_group
-    stream = stream_of(config.sft, texts, batch_size=config.sft_batch_size, seed=training.seed + 1)
-    to_batches = partial(sources.weighted(collate), micro_batch_tokens=training.tokens_per_forward)
-    loss_fn = language_loss_fn(engine.model, sources)
-
-    def term(step: int) -> Term:
-        batches = shard_rows(stream.rows_at(step), to_batches, group.rank, group.size)
-        return Term(batches, loss_fn, config.sft_weight, "sft")
-
-    return term

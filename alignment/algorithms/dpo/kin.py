@@ -45,19 +45,19 @@ def cost_of_kin(
     loss: WeightedLoss, responses: ResponseLogProbs, batch: PreferenceBatch, inputs: GlobalInputs
 ) -> Tensor:
     """Cost of each row of a batch, [B]."""
-    if isinstance(batch, PairBatch):
-        return cost_of_pairs(loss, responses, batch, inputs)
-    if isinstance(batch, UnpairedBatch):
-        return cost_of_labels(loss, responses, batch, inputs)
-    return cost_of_rankings(loss, responses, batch)
-
-
-def cost_of_pairs(loss: WeightedLoss, responses: ResponseLogProbs, batch: PairBatch, inputs: GlobalInputs) -> Tensor:
-    """Cost of each pair, [B]."""
+    if loss.spec.rows == "labels":
+        assert isinstance(batch, UnpairedBatch) and responses.reference is not None
+        kl = inputs.kl if loss.name == "kto" else 0.0  # APO-zero's reference point is 0
+        return preference.kto_loss(responses.policy, responses.reference, batch.desirable, kl, **loss.parameters)
+    if loss.spec.rows == "rankings":
+        assert isinstance(batch, RankedBatch)
+        log_ratios, mask = padded_groups(responses.log_ratios(loss), batch)  # [B, K]
+        ranks, _ = padded_groups(batch.ranks, batch)
+        return ranked_dpo_loss(log_ratios, ranks, mask=mask, beta=loss.beta)
     chosen, rejected = responses.log_ratios(loss).chunk(2)  # log p - log p_ref, [B]; log p where there is no reference
     match loss.name:
         case "odpo":
-            assert batch.margins is not None
+            assert isinstance(batch, PairBatch) and batch.margins is not None
             return preference.odpo_loss(chosen, rejected, batch.margins, **loss.parameters)
         case "rdpo":
             chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
@@ -65,31 +65,12 @@ def cost_of_pairs(loss: WeightedLoss, responses: ResponseLogProbs, batch: PairBa
         case "bco":
             return preference.bco_loss(chosen, rejected, beta=loss.beta, shift=loss.beta * inputs.shift)
         case "aot":
-            policy, reference = responses.margins()
-            return preference.aot_paired_loss(
-                policy, reference, order=inputs.order(batch, paired=True), **loss.parameters
-            )
+            order = inputs.order(batch, paired=True)
+            return preference.aot_paired_loss(*responses.margins(), order=order, **loss.parameters)
         case "aot_unpaired":
-            return preference.aot_unpaired_loss(
-                chosen, rejected, order=inputs.order(batch, paired=False), **loss.parameters
-            )
+            order = inputs.order(batch, paired=False)
+            return preference.aot_unpaired_loss(chosen, rejected, order=order, **loss.parameters)
         case "orpo":
             return loss.beta * preference.orpo_loss(chosen, rejected)
         case _:  # all others take the two log-ratios and their parameters
             return loss.spec.function(chosen, rejected, **loss.parameters)
-
-
-def cost_of_labels(
-    loss: WeightedLoss, responses: ResponseLogProbs, batch: UnpairedBatch, inputs: GlobalInputs
-) -> Tensor:
-    """Cost of each response that is labeled desirable or not, [B]; APO-zero's reference point is 0."""
-    assert responses.reference is not None
-    kl = inputs.kl if loss.name == "kto" else 0.0
-    return preference.kto_loss(responses.policy, responses.reference, batch.desirable, kl, **loss.parameters)
-
-
-def cost_of_rankings(loss: WeightedLoss, responses: ResponseLogProbs, batch: RankedBatch) -> Tensor:
-    """Cost of each prompt's ranking, [B]."""
-    log_ratios, mask = padded_groups(responses.log_ratios(loss), batch)  # [B, K]
-    ranks, _ = padded_groups(batch.ranks, batch)
-    return ranked_dpo_loss(log_ratios, ranks, mask=mask, beta=loss.beta)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,10 +57,11 @@ class ResponseLogProbs:
             return f_divergence_scores(self.policy - self.reference, loss.divergence, loss.alpha) / tokens
         return self.policy / tokens - self.reference / tokens
 
-    def margins(self) -> list[Tensor]:
+    def margins(self) -> tuple[Tensor, Tensor]:
         """Log-probability of the chosen minus that of the rejected response under policy and reference, [D / 2] each."""
         assert self.reference is not None
-        return [chosen - rejected for chosen, rejected in (self.policy.chunk(2), self.reference.chunk(2))]
+        (chosen, rejected), (reference_chosen, reference_rejected) = self.policy.chunk(2), self.reference.chunk(2)
+        return chosen - rejected, reference_chosen - reference_rejected
 
     def rewards(self, loss: WeightedLoss) -> Tensor:
         """Implicit rewards of the responses, without gradient, [D]; without a reference beta * log-probability."""
@@ -85,11 +87,7 @@ def preferred_responses(batch: PreferenceBatch) -> Tensor:
 
 
 def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> None:
-    """Refuse pairs without the margin that odpo makes its offset of, all at once.
-
-    Raises:
-        UserError: naming the rows.
-    """
+    """Refuse pairs without the margin that odpo makes its offset of, all at once."""
     for loss in losses:
         if loss.spec.needs == "margins":
             lowest = 0.0 if loss.parameters["offset_scale"] == "log" else -math.inf
@@ -119,12 +117,7 @@ class WatchedMetrics(NamedTuple):
 def metrics_of(
     responses: ResponseLogProbs, batch: PreferenceBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
 ) -> WatchedMetrics:
-    """Metrics of a batch of any kind.
-
-    Args:
-        loss: the one whose implicit rewards are meant.
-        kl: KTO's reference point.
-    """
+    """Metrics of a batch of any kind."""
     if isinstance(batch, PairBatch):
         return pair_metrics(responses, loss)
     if isinstance(batch, UnpairedBatch):
@@ -133,11 +126,7 @@ def metrics_of(
 
 
 def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
-    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference.
-
-    Args:
-        responses: 2B, the chosen ones first.
-    """
+    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference."""
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
@@ -218,9 +207,9 @@ def logged_metrics(metrics: Mapping[str, float], prefix: str = "") -> dict[str, 
     update, and `margin_length_share`, the share of the mean margin that the regression of margin on length difference
     gives to the mean length difference. Unpaired rows get a `margin`, chosen minus rejected mean reward.
     """
-    logged = dict(metrics)
-    squared, length_squared, product = (logged.pop(f"{prefix}{name}", None) for name in MOMENTS)
-    if squared is not None and length_squared is not None and product is not None:
+    logged = {name: value for name, value in metrics.items() if name.removeprefix(prefix) not in MOMENTS}
+    if f"{prefix}{MOMENTS[0]}" in metrics:
+        squared, length_squared, product = (metrics[f"{prefix}{name}"] for name in MOMENTS)
         margin, length = logged[f"{prefix}margin"], logged[f"{prefix}length_difference"]
         covariance = product - margin * length
         margin_variance, length_variance = squared - margin**2, length_squared - length**2
@@ -243,51 +232,41 @@ def note_end(run: Run) -> None:
             run.note(line)
 
 
-def notes_of(lines: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Notes on a finished run of DPO's family, from the lines of its metrics.jsonl."""
+def notes_of(lines: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Notes on a finished run of DPO's family, from the lines of its metrics.jsonl.
+
+    Source: displacement: Razin et al. 2024, arXiv:2410.08847; Pal et al. 2024, arXiv:2402.13228.
+    """
     if len(lines) < 5:
         return
-    last = lines[-max(3, len(lines) // 10) :]
-    yield from _displacement(lines, last)
-    correlation, share = _mean(last, "margin_length_correlation"), _mean(last, "margin_length_share")
-    if correlation is not None and abs(correlation) > CORRELATION:
-        side = "longer" if correlation > 0 else "shorter"
+    count = max(3, len(lines) // 10)
+    now, first = _means(lines[-count:]), _means(lines[:count])
+    falls = {}  # nats; without a reference since the first updates, whose rows are others
+    for side in ("chosen", "rejected"):
+        change = now.get(f"{side}_log_prob_change")
+        start, end = (means.get(f"{side}_log_prob", math.nan) for means in (first, now))
+        falls[side] = start - end if change is None else -change
+    if falls["rejected"] > 0 and falls["chosen"] > max(FALL_NATS, FALL_SHARE * abs(first.get("chosen_log_prob", 0.0))):
         yield (
-            f"length: the {side} response of a pair has the larger implicit reward (correlation of margin and length "
-            f"difference {correlation:.2f} over the last {len(last)} updates), so the policy may learn length rather than "
-            "quality; loss=rdpo with length_penalty, or a loss on means over tokens (simpo, sigmoid_norm), holds it back"
-        )
-    elif share is not None and share > LENGTH_SHARE:
-        yield (
-            f"length: {share:.0%} of the mean margin over the last {len(last)} updates follows from the chosen responses' "
-            "being longer or shorter; loss=rdpo with length_penalty holds this back"
-        )
-
-
-def _displacement(lines: Sequence[Mapping[str, object]], last: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """A note where the chosen responses have become less likely, with the rejected ones.
-
-    Source: Razin et al. 2024, arXiv:2410.08847; Pal et al. 2024, arXiv:2402.13228.
-    """
-    chosen, rejected = (_mean(last, f"{side}_log_prob_change") for side in ("chosen", "rejected"))
-    start, since = _mean(lines[:1], "chosen_log_prob"), "the reference"
-    if chosen is None or rejected is None:  # without a reference: other rows, so means over several updates
-        first, since = lines[: len(last)], "the first updates"
-        start, rejected_start = (_mean(first, f"{side}_log_prob") for side in ("chosen", "rejected"))
-        end, rejected_end = (_mean(last, f"{side}_log_prob") for side in ("chosen", "rejected"))
-        if start is None or end is None or rejected_start is None or rejected_end is None:
-            return
-        chosen, rejected = end - start, rejected_end - rejected_start
-    if start is not None and chosen < -max(FALL_NATS, FALL_SHARE * abs(start)) and rejected < 0:
-        yield (
-            f"displacement: the chosen responses have become less likely, by {-chosen:.1f} nats each, and the rejected ones "
-            f"by {-rejected:.1f} (mean over the last {len(last)} updates, against {since}): their probability goes to "
+            f"displacement: the chosen responses have become less likely, by {falls['chosen']:.1f} nats each, and the "
+            f"rejected ones by {falls['rejected']:.1f} (mean over the last {count} updates): their probability goes to "
             "responses that are in no pair. sft_coef=1 holds the chosen ones up; a lower optim.learning_rate, a higher "
             "beta, or leaving out pairs of nearly equal responses help too"
         )
+    correlation, share = now.get("margin_length_correlation", 0.0), now.get("margin_length_share", 0.0)
+    if abs(correlation) > CORRELATION or share > LENGTH_SHARE:
+        yield (
+            f"length: the correlation of margin and length difference is {correlation:.2f} over the last {count} updates, and "
+            f"{share:.0%} of the mean margin follows from lengths, so the policy may learn length rather than quality; "
+            "loss=rdpo with length_penalty, or a loss on means over tokens (simpo, sigmoid_norm), holds it back"
+        )
 
 
-def _mean(lines: Sequence[Mapping[str, object]], key: str) -> float | None:
-    """Mean of a metric over the lines that have it as a finite number; None where none has."""
-    values = [float(x) for line in lines if isinstance(x := line.get(key), int | float) and math.isfinite(x)]
-    return sum(values) / len(values) if values else None
+def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the lines that have it as a finite number."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                values[name].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -29,8 +29,7 @@ from alignment.data.tasks import (
 )
 from alignment.errors import UserError, raise_all
 from alignment.loading import best_device, find_directory, load_tokenizer
-from alignment.losses.classification import IGNORED, label_loss, span_loss
-from alignment.losses.language import mean_language_loss
+from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.safetensors_files import read_config

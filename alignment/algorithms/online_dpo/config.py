@@ -1,14 +1,14 @@
 """Settings of online DPO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Interval
 
 from alignment.algorithms.dpo.config import PreferenceConfig
-from alignment.algorithms.ppo.config import SamplingSettings, refuse_row_weights
+from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.losses.preference_table import LOSSES
-from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
+from alignment.rewards.specs import check_rewards, reward_models_of
 from alignment.settings import NonNegativeFloat, Rule, refusal
 
 
@@ -18,8 +18,7 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
 
     `training.max_steps` or `training.epochs` count iterations over the prompts. The loss is one of pairs, or several with
     their weights; odpo's margins are differences of scores. The loss takes log-probabilities at temperature 1, whatever the
-    temperature of the samples. Networks that are adapters of one base hold its weights once, where FSDP2 or ZeRO do not
-    shard each network by itself.
+    temperature of the samples.
 
     Attributes:
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
@@ -27,19 +26,14 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
             reward of the hotel data set, for its prompts only), or module:function, which is given prompts, responses
             shown first and responses shown second, and gives for each the verdict for the one shown first: 1, 0.5, 0, or
             None where it cannot say. Each two responses to a prompt are shown to it in both orders.
-        reward_model: directory of the judging reward model: the short form of `rewards` with this one entry.
-        rewards: reasons why a response is the better one, as a list of entries as in PPO: the sum of
-            weight * clip(normalize(part)). Each part is logged as `score/NAME`, and the share of responses without a
-            number as `unscored_share/NAME`. A single entry that does not say `normalize` is not normalized. A response
-            without a score is in no pair: a judge failed on it, or no reward applies to it.
+        rewards: see `SamplingSettings`; a single entry that does not say `normalize` is not normalized, and a response
+            without a score is in no pair.
         responses_per_prompt: responses sampled to each prompt, at least 2; the best and the worst become a pair.
         tie_margin: largest difference of two scores that is a tie; a prompt whose best and worst response tie gives no
             pair. With a judge of pairs, scores are shares of comparisons won.
     """
 
     judge: str = "reward_model"
-    reward_model: str | None = None
-    rewards: list[RewardSpec] = field(default_factory=list)
     responses_per_prompt: Annotated[int, Interval(ge=2)] = 2
     tie_margin: NonNegativeFloat = 0.0
 
@@ -70,7 +64,6 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
             "{found} learns from other rows than the pairs that online DPO makes; take one of "
             + ", ".join(name for name, spec in LOSSES.items() if spec.rows == "comparisons"),
         ),
-        Rule("data", lambda c: refusal(refuse_row_weights, {"data": c.data}, "online_dpo").removeprefix("data: ")),
         Rule(
             "data.evaluation",
             lambda c: c.data.evaluates,

@@ -21,11 +21,7 @@ PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[
 
 
 def require_hotel_prompts(prompts: Sequence[Example]) -> None:
-    """Refuse prompts that the gold reward cannot score.
-
-    Raises:
-        UserError: naming the first.
-    """
+    """Refuse prompts that the gold reward cannot score."""
     others = [prompt.row_id for prompt in prompts if not is_prompt(prompt.prompt)]
     if others:
         raise UserError(
@@ -45,11 +41,7 @@ def gold_scorer(tokenizer: Tokenizer) -> Scorer:
 
 
 def load_pair_judge(name: str) -> PairJudge:
-    """The function that `judge: module:function` names.
-
-    Raises:
-        UserError: module or function are missing.
-    """
+    """The function that `judge: module:function` names."""
     module, _, function = name.partition(":")
     try:
         return getattr(import_own(module), function)
@@ -63,11 +55,6 @@ def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: in
     """Scores that are shares of comparisons won: each two responses to a prompt are judged in both orders.
 
     A prompt of which some comparison was not judged has no scores (not a number). Equal texts tie without being judged.
-
-    Args:
-        judge: called once with all comparisons.
-        tokenizer: of the responses.
-        responses_per_prompt: K; those to a prompt stand side by side.
     """
 
     def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
@@ -96,16 +83,7 @@ def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: in
 def judged(
     judge: PairJudge, prompts: Sequence[Prompt], texts: Sequence[str], shown: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float | None]:
-    """The judge's verdict on each comparison, for the response shown first.
-
-    Args:
-        judge: asked once, and not at all without comparisons.
-        prompts, texts: one prompt and one response per row.
-        shown: rows of the responses shown first and second.
-
-    Raises:
-        UserError: the judge gave another number of verdicts, or one that is none.
-    """
+    """The judge's verdict on each comparison, for the response shown first."""
     if not shown:
         return {}
     ones, others = [one for one, _ in shown], [other for _, other in shown]

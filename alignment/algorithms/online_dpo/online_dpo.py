@@ -5,25 +5,57 @@ Left out: no value model, no responses of other models, no losses of single resp
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
+from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
+from alignment.algorithms.policies import Reference, Role, reference_of
 from alignment.algorithms.ppo.loop import learn_from_rollouts
-from alignment.algorithms.ppo.metrics import sample_metrics
+from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
-from alignment.algorithms.runs import open_run
+from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
+from alignment.algorithms.ppo.state import SamplingState, Saved
+from alignment.algorithms.runs import open_run, sources_of
+from alignment.data.batches import collate_pairs
 from alignment.data.examples import Example, join_examples
+from alignment.data.text.chat import stop_token_ids
 from alignment.errors import UserError
+from alignment.models.shared_prompts import prompt_sharing
+from alignment.models.shared_weights import SharedWeights
+from alignment.ragged import Sharing
 from alignment.rewards.combine import MOST_UNSCORED
 from alignment.rewards.functions import function_files
-from alignment.training.distributed import ProcessGroup
+from alignment.rewards.specs import as_given_alone
+from alignment.training import Engine, Run
+from alignment.training.distributed import ProcessGroup, shares_weights
+
+
+@dataclass
+class OnlineDPOState(SamplingState):
+    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side.
+
+    Attributes:
+        updates: learns from pairs.
+    """
+
+    _: KW_ONLY
+    updates: PreferenceUpdates
+
+    def saved(self) -> dict[str, object]:
+        return super().saved() | {"updates": self.updates.state()}
+
+    def restore(self, saved: Saved) -> None:
+        super().restore(saved)
+        self.updates.restore(saved.get("updates"))
 
 
 def run(config: OnlineDPOConfig) -> Path:
@@ -40,7 +72,7 @@ def run(config: OnlineDPOConfig) -> Path:
     parents = [config.policy, *config.judging_models, config.reference]
     with open_run(config, "online_dpo", parents, files=function_files(config.rewards, config.judge)) as run:
         if not run.finished:
-            data = read_online_data(config, run)
+            data = read_data(config, run)
             state = build_online_state(config, data, run)
             learn_from_rollouts(run, config, data, state, sample_and_learn)
             note_end(run)
@@ -50,31 +82,58 @@ def run(config: OnlineDPOConfig) -> Path:
 def sample_and_learn(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
-    """One iteration: sample, score, make pairs, learn from them.
-
-    Args:
-        state: networks; changed in place.
-        prompts: of all ranks; each rank responds to its share.
-        step: number of the iteration, from 0; fixes what is sampled and the order of the pairs.
-
-    Returns:
-        Metrics over all ranks, and this rank's samples.
-    """
+    """One iteration: sample, score, make pairs, learn from them."""
     rollout = collect(state, config, prompts, step)  # K responses to each prompt, their scores and reference log-probs
     pairs, metrics = make_pairs(rollout, config, state.process_group)
     return metrics | sample_metrics(rollout, state) | update_policy(state.updates, config, pairs, step), rollout
 
 
+def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> OnlineDPOState:
+    """Load policy, reference and judge, and make the engine that trains."""
+    metrics, prompts, tokenizer = load_metrics(config.metrics), data.prompts.rows, data.tokenizer
+    if config.judge == "gold":
+        require_hotel_prompts(prompts)
+    judge = load_pair_judge(config.judge) if ":" in config.judge else None
+    source = source_of(config, rewards=as_given_alone(config.rewards))
+    texts, bases = source.prepare(prompts), SharedWeights(config.weights, shared=shares_weights())
+    start = load_start(config, data, bases)
+    policy = policy_engine(start, config, data.iterations)
+    models = source.load(prompts, tokenizer, bases, policy.process_group.device)
+    if judge is not None:
+        score = pair_scorer(judge, tokenizer, config.responses_per_prompt)
+    elif config.judge == "gold":
+        score = gold_scorer(tokenizer)
+    else:
+        score = source.score_function(tokenizer, texts, models, policy.process_group.sum)
+    reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None
+    networks = [policy.backend.unwrapped, reference and reference.model]
+    sharing = prompt_sharing(networks, wanted=config.training.share_prompts, note=run.note)
+    roles = [Role("policy", policy.backend.unwrapped, policy), *source.roles(models)]
+    return OnlineDPOState(
+        policy,
+        reference=reference,
+        score=score,
+        updates=updates_of(config, policy, reference, sharing),
+        stop_ids=sorted(stop_token_ids(tokenizer)),
+        start=start,
+        metrics=metrics,
+        roles=roles if reference is None else [*roles, reference.role],
+        share_prompts=sharing,
+        logged_samples=config.responses_per_prompt,
+    )
+
+
+def updates_of(
+    config: OnlineDPOConfig, policy: Engine, reference: Reference | None, sharing: Sharing
+) -> PreferenceUpdates:
+    """Updates of the policy on pairs, which ask the reference about each batch at temperature 1."""
+    loss_fn = dpo_loss_fn(policy.model, reference, config, sources_of(config.data))
+    collate = partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing)
+    return PreferenceUpdates(policy, config, loss_fn, reference, collate)
+
+
 def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best and the worst of K responses to each prompt; among equal ones the first.
-
-    Args:
-        scores: [B, K]; not a number: has no score, and is neither.
-        tie_margin: largest difference that is a tie.
-
-    Returns:
-        Best and worst, indices [B]; where they tie, and where fewer than two responses have a score, bool [B].
-    """
+    """The best and the worst of K responses to each prompt; among equal ones the first."""
     missing = scores.isnan()
     unjudged = (~missing).sum(1) < 2
     high, low = scores.masked_fill(missing, -math.inf), scores.masked_fill(missing, math.inf)
@@ -90,9 +149,6 @@ def make_pairs(
     Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
     shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
     shaped; a pair's margin is the difference of scores as they are compared.
-
-    Raises:
-        UserError: the rewards judged no prompt, or a judge of pairs could not judge more than `MOST_UNSCORED` of them.
     """
     count, compared = config.responses_per_prompt, compared_scores(rollout, config)
     best, worst, tied, unjudged = best_and_worst(compared.view(-1, count), config.tie_margin)

@@ -11,14 +11,17 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, greedy_baseline
 from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.examples import Example
-from alignment.losses.advantages import (
+from alignment.losses.policy import (
     dr_grpo_advantages,
+    gae,
     grpo_advantages,
+    importance_weights,
     remax_advantages,
     rewards_to_go,
     rloo_advantages,
+    shape_rewards,
+    whiten,
 )
-from alignment.losses.policy import gae, importance_weights, shape_rewards, whiten
 
 GROUP_ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 
@@ -46,7 +49,7 @@ def add_advantages(
         reduce: adds a tensor over all ranks, for whitening.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
-        `alignment.losses.advantages`.
+        `alignment.losses.policy`.
     """
     assert rollout.reference_log_probs is not None
     mask = rollout.learned_mask
@@ -95,11 +98,7 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
 
 
 def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Rollout:
-    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's.
-
-    Args:
-        prompts: of all ranks, as for `collect`.
-    """
+    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's."""
     if config.advantages != "remax":
         return rollout
     return replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))

@@ -1,6 +1,5 @@
 """Settings of PPO, and those that it shares with every stage that samples its own responses."""
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Literal
 
@@ -38,6 +37,19 @@ class SamplingSettings(Settings):
     """Settings of a stage that learns from its own samples.
 
     Attributes:
+        policy: the checkpoint to start from, usually the SFT policy.
+        data: prompts.
+        output: the run's directory.
+        reward_model: directory of the reward model: the short form of `rewards` with this one entry.
+        rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
+            weight * clip(normalize(part)), and each part is logged as `score/NAME`. Nothing is learned from a response
+            without a score: no reward gave a number, or a judge failed on it. Their share is `unscored_share`.
+        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
+        adapter: train adapters, without dropout; the reference is then the policy with its adapter off.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
+            tokenizer's own.
+        weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
+            are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
         missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1 where a
             reward model's scores are normalized, else the deviation of the iteration's scores over all responses. Equal
             scores have none, and nothing is taken off them.
@@ -60,6 +72,16 @@ class SamplingSettings(Settings):
             module:function. A mean is logged under its function's name.
     """
 
+    policy: str = field(kw_only=False)
+    data: DataConfig = field(kw_only=False)
+    output: str = field(kw_only=False)
+    reward_model: str | None = None
+    rewards: list[RewardSpec] = field(default_factory=list)
+    reference: str | None = None
+    adapter: AdapterSpec | None = None
+    chat_template: str | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
     missing_end_penalty: NonNegativeFloat = 1.0
     responses_per_prompt: PositiveInt = 1
     max_new_tokens: NewTokens = 64
@@ -75,6 +97,11 @@ class SamplingSettings(Settings):
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (
+        Rule(
+            "data",
+            lambda c: c.data.unread("loss_weight"),
+            "counts all rows alike, without {found[0]}; draw by weights: data.mixing",
+        ),
         Rule(
             "minibatches",
             lambda c: c.minibatches > c.training.batch_size,
@@ -295,28 +322,13 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     iterations over the prompts.
 
     Attributes:
-        policy: the checkpoint to start from, usually the SFT policy.
-        reward_model: directory of the reward model: the short form of `rewards` with this one entry. Its scores are shaped
-            by `normalize_scores`.
-        rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
-            weight * clip(normalize(part)), and each part is logged as `score/NAME`. `normalize_scores` is not read then.
-            A response has no score, and nothing is learned from it, where no reward gave a number, where a judge failed, and
-            where a reward that is not normalized gave none although it gave one for another response to the prompt; a
-            reward that applies to no response to a prompt, or is normalized, adds 0. Their share is `unscored_share`; above
-            one half, or what `max_failed_share` of a judge allows, the run ends.
+        data: prompts. Those of `data.evaluation` are held out for `held_out`.
+        rewards: see `SamplingSettings`; `normalize_scores` shapes the scores of `reward_model` alone. The run ends where
+            more than half of the responses, or than `max_failed_share` of a judge allows, have no score.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
         reward_std_coef: weight of the deviation in `lower`.
-        data: prompts. Those of `data.evaluation` are held out for `held_out`.
-        output: the run's directory.
-        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
-        adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
-            adapter off.
-        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
-            tokenizer's own.
-        weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
-            are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
         kl_coef: penalty on log p - log p_ref, per token, see `kl_in`; the starting value where `kl_target` is set.
         kl_target: steer the KL of a whole response towards this many nats; None keeps `kl_coef`.
         kl_horizon: responses over which the controller reacts.
@@ -339,18 +351,9 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             the reward; None: nobody.
     """
 
-    policy: str
     _: KW_ONLY
-    data: DataConfig
-    output: str
-    reward_model: str | None = None
-    rewards: list[RewardSpec] = field(default_factory=list)
     reward_combine: Combine = "mean"
     reward_std_coef: PositiveFloat = 1.0
-    reference: str | None = None
-    adapter: AdapterSpec | None = None
-    chat_template: str | None = None
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
     epochs: PositiveInt = 4
     kl_coef: NonNegativeFloat = 0.05
     kl_target: PositiveFloat | None = None
@@ -406,10 +409,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             lambda c: c.pretrain_coef > 0 and c.pretrain is None,
             "above 0 needs `pretrain`, the text; leave it out or set it to 0",
         ),
-        Rule("data", lambda c: refusal(refuse_row_weights, {"data": c.data}, "ppo").removeprefix("data: ")),
         Rule(
             "pretrain",
-            lambda c: refusal(refuse_row_weights, {"pretrain": c.pretrain}, "ppo").removeprefix("pretrain: "),
+            lambda c: c.pretrain is not None and c.pretrain.unread("loss_weight"),
+            "counts all rows alike, without {found[0]}; draw by weights: pretrain.mixing",
         ),
         Rule(
             "pretrain.evaluation",
@@ -460,20 +463,3 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def samples_differ(self) -> bool:
         return self.sampler_differs or self.rollouts_behind > 0
-
-
-def refuse_row_weights(data: Mapping[str, DataConfig | None], stage: str) -> None:
-    """Refuse settings of row weights, which a stage that learns from its own samples does not read.
-
-    Args:
-        data: data configs by their key.
-        stage: its name in messages.
-
-    Raises:
-        ValueError: in words.
-    """
-    for name, config in data.items():
-        if config is not None and (unread := config.unread("loss_weight")):
-            raise ValueError(
-                f"{name}: {stage} counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
-            )

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.algorithms.memory_notes import note_memory
-from alignment.algorithms.policies import note_dropout_off, save_policy
+from alignment.algorithms.policies import note_dropout_off, note_memory, save_policy
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
@@ -39,10 +38,6 @@ def learn_from_rollouts(
     """Take all iterations, from the newest checkpoint on: each is logged and saved, and the result is written at the end.
 
     The run ends early where its KL budget is spent, or where the evaluation on held-out prompts no longer improves.
-
-    Args:
-        iterate: (state, config, prompts of all ranks, number of the iteration) -> metrics of all ranks and this rank's
-            rollout.
     """
     training, held_out = config.training, state.held_out
     save = partial(save_policy, state.policy, state.start, run.output, max_shard_size=training.max_shard_size)
@@ -132,10 +127,6 @@ def evaluate_held_out(
     """Metrics of the policy on the held-out prompts after `step` iterations; the best weights so far are kept.
 
     Weights beyond the KL budget are not kept. A collective operation.
-
-    Returns:
-        `held_out_score`, `held_out_win_rate`, `held_out_kl`, `held_out_unscored_share`, `seconds_held_out` and what
-        `Result.add` says of the best.
     """
     began = time.perf_counter()
     found = judge_held_out(state, config, held_out)
@@ -146,11 +137,7 @@ def evaluate_held_out(
 
 
 def note_start(state: SamplingState, config: SamplingSettings, held_out: HeldOut, result: Result, run: Run) -> None:
-    """Evaluate the starting policy, which later evaluations are compared with, and which is the first best one.
-
-    Raises:
-        UserError: it lies beyond the KL budget already.
-    """
+    """Evaluate the starting policy, which later evaluations are compared with, and which is the first best one."""
     metrics = evaluate_held_out(state, config, held_out, result, step=0)
     if held_out.ended_by:
         raise UserError(

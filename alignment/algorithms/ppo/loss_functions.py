@@ -64,10 +64,6 @@ def policy_cost(
     """Cost of each response token, and its metrics, [M] each.
 
     cost = weight * (surrogate + kl_coef * KL) - entropy_coef * entropy
-
-    Args:
-        output: of the policy now, for the batch.
-        kl_coef: read with kl_in=loss.
     """
     assert output.entropy is not None
     change = output.log_probs - batch.log_probs

@@ -38,7 +38,7 @@ def run(config: PPOConfig) -> Path:
         UserError: bad data or checkpoints, before any training.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
-        details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
+        details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.policy`.
     """
     parents = [config.policy, *config.judging_models, config.reference]
     files = function_files(config.rewards)
@@ -142,10 +142,6 @@ def local_batches(
     """This rank's micro-batches of a minibatch.
 
     A rank with no row in this minibatch runs one of its other rows with weight 0, to join the collectives.
-
-    Args:
-        rollout: of this rank, which holds the responses to every process_group.size-th prompt of the iteration.
-        rows: numbers of the minibatch's rows within the iteration, over all ranks.
     """
     count = config.responses_per_prompt
     local_rows = [

@@ -149,12 +149,7 @@ def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[Ex
 def draw_samples(
     state: SamplingState, config: SamplingSettings, prompts: Sequence[Example], step: int
 ) -> DrawnResponses:
-    """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
-
-    Args:
-        prompts: of all ranks; this rank takes every process_group.size-th.
-        step: number of the iteration, from 0; with prompt and response it fixes what is sampled.
-    """
+    """Responses to each of this rank's prompts, `responses_per_prompt` side by side."""
     group, count = state.process_group, config.responses_per_prompt
     own = range(group.rank, len(prompts), group.size)
     rows = [prompts[i] for i in own for _ in range(count)]
@@ -172,13 +167,7 @@ def sample(
     numbers: Sequence[int],
     batch_size: int,
 ) -> Responses:
-    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
-
-    Args:
-        prompts: token ids.
-        numbers: global number of each row, which fixes what is sampled.
-        batch_size: responses sampled side by side.
-    """
+    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
     backend, group = state.policy.backend, state.process_group
     sampler = cast(GenerativeModel, backend.unwrapped)
     # With whole weights no rank waits for another one, however unequal their work is.
@@ -192,11 +181,7 @@ def sample(
 
 @torch.no_grad()
 def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Baseline:
-    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards.
-
-    Args:
-        prompts: of all ranks, as for `collect`.
-    """
+    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards."""
     group, count = state.process_group, config.responses_per_prompt
     local, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
     greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
@@ -220,9 +205,6 @@ def ask_networks(state: SamplingState, config: SamplingSettings, samples: DrawnR
 
     The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
     rounded differently, and the first ratio must be 1.
-
-    Returns:
-        A rollout without rewards or advantages.
     """
     device, responses, reference = state.process_group.device, samples.responses, state.reference
     clock, kl = PhaseClock(device), None
@@ -266,11 +248,7 @@ def ask_in_batches(
     *,
     limit: float = math.inf,
 ) -> dict[str, Tensor]:
-    """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R].
-
-    Args:
-        limit: most tokens of these rows, below what the config has.
-    """
+    """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R]."""
     limit = int(min(limit, config.training.tokens_per_forward))
     prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
     rectangles: dict[str, Tensor] = {}

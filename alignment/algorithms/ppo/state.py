@@ -7,16 +7,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import Policy, Reference
+from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.scoring import load_statistics, save_statistics
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.generation import Responses, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
-from alignment.rewards.combine import ScoreFunction, mean_and_deviation, no_deviation
+from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_deviation, no_deviation
 from alignment.training import Engine
 from alignment.training.distributed import ProcessGroup
 
@@ -34,7 +32,7 @@ class AdaptiveKL:
     error = clip(kl / target - 1, -0.2, 0.2);  coef <- coef * (1 + error * n / horizon)
 
     Attributes:
-        coef: penalty weight now; the whole state, to be saved and given back on resume.
+        coef: penalty weight now, the whole state.
         target: wanted KL per response, nats.
         horizon: responses over which the error is worked off.
 
@@ -46,20 +44,11 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self) -> None:
-        for name in ("coef", "target", "horizon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of the adaptive KL controller must be above 0, got {getattr(self, name)}")
+        if not min(self.coef, self.target, self.horizon) > 0:
+            raise ValueError(f"coef, target and horizon of the adaptive KL controller must be above 0, got {self}")
 
     def update(self, kl: float, n: int) -> float:
-        """Take in a measurement and return the new coefficient.
-
-        Args:
-            kl: mean KL per response, nats; may be slightly negative, as k1 is.
-            n: responses it was measured on, over all ranks.
-
-        Raises:
-            ValueError: kl is not finite.
-        """
+        """Take in the mean KL of n responses of all ranks, nats each, and return the new coefficient."""
         if not math.isfinite(kl):
             raise ValueError(f"the measured KL is {kl}; the penalty weight cannot follow it")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
@@ -95,24 +84,14 @@ class ScoreNormalizer:
     fitted: bool = False
 
     def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
-        """Set scale and shift by the first scores, [B] on each rank; later calls change nothing. Returns itself.
-
-        A score that is not a number is left out.
-
-        Args:
-            reduce: adds a tensor over all ranks.
-
-        Raises:
-            UserError: there is one score, or all are equal.
-        """
-        if self.fitted or not self.enabled:
-            return self
-        count, mean, deviation = mean_and_deviation(scores, reduce)
-        if deviation == 0:
-            raise UserError(
-                f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
-            )
-        self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
+        """Set scale and shift by the first scores, [B] on each rank, without those that are missing (not a number)."""
+        if self.enabled and not self.fitted:
+            count, mean, deviation = mean_and_deviation(scores, reduce)
+            if deviation == 0:
+                raise UserError(
+                    f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
+                )
+            self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
         return self
 
 
@@ -134,9 +113,6 @@ class DrawnResponses:
     responses: Responses
 
 
-SavedResponse = tuple[int, list[int], list[float], bool]  # number, token ids, log-probabilities, whether it ended
-
-
 @dataclass
 class SampledAhead:
     """Responses that are sampled one iteration before the policy learns from them.
@@ -149,26 +125,25 @@ class SampledAhead:
     prompts_of: Callable[[int], Sequence[Example]]
     waiting: DrawnResponses | None = None
 
-    def state(self, group: ProcessGroup) -> list[SavedResponse] | None:
-        """The waiting responses of all ranks in the order of their numbers, for `restore`; a collective operation."""
+    def state(self, group: ProcessGroup) -> list[tuple[int, list[int], list[float], bool]] | None:
+        """Number, tokens, log-probabilities and end of the waiting responses of all ranks; a collective operation."""
         if self.waiting is None:
             return None
         drawn = self.waiting.responses
         local = list(zip(self.waiting.numbers, drawn.token_ids, drawn.log_probs, drawn.ended, strict=True))
         return sorted((row for part in group.gather_objects(local) for row in part), key=lambda row: row[0])
 
-    def restore(self, saved: Sequence[SavedResponse] | None, step: int, group: ProcessGroup) -> None:
+    def restore(
+        self, saved: Sequence[tuple[int, list[int], list[float], bool]] | None, step: int, group: ProcessGroup
+    ) -> None:
         """Go on with iteration `step` from what `state` returned; the number of ranks may be another one."""
         self.waiting = None
         if saved is not None:
             prompts = self.prompts_of(step)
             count = len(saved) // len(prompts)  # responses to each prompt, side by side
             local = [row for row in range(len(saved)) if row // count % group.size == group.rank]
-            numbers, token_ids, log_probs, ended = (
-                list(column) for column in zip(*(saved[row] for row in local), strict=True)
-            )
-            responses = Responses(token_ids, log_probs, ended)
-            self.waiting = DrawnResponses([prompts[row // count] for row in local], numbers, responses)
+            numbers, *columns = (list(column) for column in zip(*(saved[row] for row in local), strict=True))
+            self.waiting = DrawnResponses([prompts[row // count] for row in local], numbers, Responses(*columns))
 
 
 # Held-out prompts and alarms
@@ -195,15 +170,7 @@ class HeldOut:
     ended_by: str = ""
 
     def take_in(self, scores: Sequence[float], kl: float, step: int) -> dict[str, float]:
-        """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent.
-
-        Args:
-            scores: of the responses to all prompts; not a number: there is none, and no mean counts the prompt.
-            kl: mean KL of a response from the reference, nats.
-
-        Raises:
-            UserError: no response has a score.
-        """
+        """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent."""
         self.start_scores = self.start_scores or list(scores)
         if self.kl_budget is not None and kl > self.kl_budget:
             self.ended_by = (
@@ -225,13 +192,7 @@ def share_won(scores: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass
 class Alarms:
-    """Metrics that alarms compare, and the alarms that were given; see `metrics.new_alarms`.
-
-    Attributes:
-        start: of the first iterations.
-        recent: of the newest, the last one last.
-        raised: alarms that have been given and not been quiet since.
-    """
+    """Metrics that alarms compare, of the first and the newest iterations, and the alarms not quiet since they were given."""
 
     start: list[dict[str, float]] = field(default_factory=list)
     recent: list[dict[str, float]] = field(default_factory=list)
@@ -257,9 +218,9 @@ class SamplingState:
         roles: the networks, for notes on their memory.
         share_prompts: True where a prompt with several responses is computed once for all of them.
         logged_samples: responses of each iteration that are written to samples.jsonl.
-        held_out: prompts that are scored during the run, and their judge; None: there are none.
+        held_out: prompts that are scored during the run, and their judge.
         alarms: of collapse, over the metrics of the run; None: the method has none.
-        ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
+        ahead: responses that are sampled one iteration ahead (`rollouts_behind`).
     """
 
     policy: Engine
@@ -295,7 +256,7 @@ class SamplingState:
 
     def saved(self) -> dict[str, object]:
         """The state for `restore`, JSON-like; a collective operation."""
-        saved: dict[str, object] = save_statistics(self.score)
+        saved: dict[str, object] = {"rewards": self.score.state()} if isinstance(self.score, Rewards) else {}
         if self.alarms is not None:
             saved["alarms"] = vars(self.alarms)
         if self.held_out is not None:
@@ -306,7 +267,8 @@ class SamplingState:
 
     def restore(self, saved: Saved) -> None:
         """Go on from what `saved` returned, and the `step` after which that was."""
-        load_statistics(self.score, saved.get("rewards"))
+        if isinstance(self.score, Rewards):
+            self.score.load(saved.get("rewards") or {})
         if self.alarms is not None:
             self.alarms = Alarms(**saved["alarms"])
         if self.held_out is not None:
@@ -343,16 +305,15 @@ class PPOState(SamplingState):
     def ask(self, batch: Ragged, config: SamplingSettings) -> dict[str, Tensor]:
         """Log-probabilities of policy and reference and, with a value model, the values before the tokens, [M] each."""
         assert self.reference is not None
-        temperature, values = config.temperature, {}
+        heads = {"values": True} if self.shared_value else {}
+        output = self.policy.model(batch=batch, temperature=config.temperature, **heads)
+        found = {"log_probs": output.log_probs}
         if self.shared_value:
-            output = self.policy.model(batch=batch, temperature=temperature, values=True)
-            values = {"values": output.values}
-        else:
-            output = self.policy.model(batch=batch, temperature=temperature)
-            if self.value is not None:
-                values = {"values": values_before_targets(self.value.model, batch)}
-        reference = self.reference(batch=batch, temperature=temperature).log_probs
-        return {"log_probs": output.log_probs, **values, "reference_log_probs": reference}
+            found["values"] = output.values
+        elif self.value is not None:
+            found["values"] = values_before_targets(self.value.model, batch)
+        reference = self.reference(batch=batch, temperature=config.temperature).log_probs
+        return found | {"reference_log_probs": reference}
 
     def saved(self) -> dict[str, object]:
         controllers = {"num_updates": self.num_updates, "kl_coef": self.kl.coef, "normalizer": vars(self.normalizer)}

@@ -18,8 +18,7 @@ from alignment.data.pretraining.masked import SentencePairBatch, collate_masked,
 from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefix_modeling, span_corruption
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.losses.classification import label_loss, next_sentence_loss
-from alignment.losses.language import distillation_loss, hidden_cosine_loss
+from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss, next_sentence_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
