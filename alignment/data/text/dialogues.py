@@ -32,6 +32,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 
 # Notes about rows that are used.
+VARIANT = "dialogue rendered by trl's training template, which keeps earlier turns; generation keeps the model's own"
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
@@ -126,7 +127,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
         raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
-    texts = render_dialogues(tokenizer, dialogues)
+    texts = render_dialogues(tokenizer, dialogues, training=True)
     plans = [attempt(_plan, tokenizer, chat, *each) for each in zip(rows, dialogues, texts, strict=True)]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
@@ -164,6 +165,7 @@ def _plan(
         raise UserError(NO_REPLY)
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
     whole, messages, notes = texts[0], dialogue.messages, []
+    notes += [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if _replies(message)]
     parts: list[Segment] = []
     position = 0
@@ -234,7 +236,7 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
     lead = _start_of_words(turn[:length], message)
-    if lead is None or (end is None and not goes_on):
+    if lead is None or (end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
     words, after = start + lead, start + length

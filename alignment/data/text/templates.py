@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
@@ -20,6 +22,8 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, enco
 from alignment.errors import UserError
 
 MAX_TEMPLATE_CHARACTERS = 200_000
+# Templates in trl's folder that rewrite earlier turns, and have a training variant that keeps them.
+REWRITING = ("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -44,6 +48,7 @@ class ChatFormat:
         call_end: the same after a tool call; None where it writes none, or renders no tool calls.
         header: the text that opens the assistant's turn.
         writes_around: True where it writes something between that header, the assistant's words and `end`.
+        training: template to render whole dialogues with: itself, or a published variant that keeps earlier turns.
         controls: texts of the control tokens, longest first.
     """
 
@@ -54,6 +59,7 @@ class ChatFormat:
     call_end: str | None = None
     header: str = ""
     writes_around: bool = False
+    training: str = ""
     controls: tuple[str, ...] = ()
 
     def messages(self, messages: Messages) -> list[dict[str, Any]]:
@@ -99,15 +105,18 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 @lru_cache(maxsize=32)
 def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
     variables = json.loads(special)
-    plain = ChatFormat(template, controls=controls)
+    training = _training_variants().get(template.strip(), template)
+    plain = ChatFormat(template, training=training, controls=controls)
     for chat in (plain, replace(plain, as_parts=True)):
         base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
         if PROBE in closed:
             break
     else:
         return plain
-    after = closed.partition(PROBE)[2].lstrip()
-    end = next((string for string in controls if after.startswith(string)), None)
+    whole = replace(chat, template=training)
+    [trained] = _probe_texts(whole, [HELLO, REPLY], ((2, False),), variables)
+    after = [text.partition(PROBE)[2].lstrip() for text in (closed, trained)]
+    end = next((string for text in after for string in controls if text.startswith(string)), None)
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
     chat = replace(
         chat,
@@ -115,9 +124,9 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
         header=opened[shared_length(opened, base) :],
         writes_around=body != PROBE and closed.startswith(opened),
     )
-    [called] = _probe_texts(chat, [HELLO, CALL], ((2, False),), variables)
+    [called] = _probe_texts(whole, [HELLO, CALL], ((2, False),), variables)
     if not called:
-        [called] = _probe_texts(replace(chat, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
+        [called] = _probe_texts(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
         chat = replace(chat, arguments_as_text=bool(called))
     written = called.rstrip() if PROBE in called else ""
     return replace(chat, call_end=next((string for string in controls if written.endswith(string)), None))
@@ -133,10 +142,26 @@ def _probe_texts(
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer
 
 
+@lru_cache(maxsize=1)
+def _training_variants() -> dict[str, str]:
+    """Text of each template of `REWRITING` -> its training variant; only files are read, not trl."""
+    spec = find_spec("trl")
+    folder = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "chat_templates"
+    variants = {folder / f"{name}.jinja": folder / f"{name}_training.jinja" for name in REWRITING}
+    return {
+        template.read_text(encoding="utf-8").strip(): variant.read_text(encoding="utf-8")
+        for template, variant in variants.items()
+        if variant.is_file()
+    }
+
+
 def shared_length(one: str, other: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
-    differing = (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differing, min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -204,12 +229,14 @@ def _texts(value: object) -> list[str]:
     return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
 
 
-def render_dialogues(tokenizer: Tokenizer, dialogues: Sequence[Dialogue]) -> list[list[str] | UserError]:
-    """The texts of each dialogue, or the reason why the template refuses it."""
+def render_dialogues(
+    tokenizer: Tokenizer, dialogues: Sequence[Dialogue], *, training: bool = False
+) -> list[list[str] | UserError]:
+    """The texts of each dialogue, or the reason why the template refuses it; `training`: by `ChatFormat.training`."""
     chat = chat_format(tokenizer)
     tasks = [RenderTask(chat.messages(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
-    answers = render_tasks(chat.template, tasks, variables)
+    answers = render_tasks(chat.training if training else chat.template, tasks, variables)
     return [
         UserError(
             f"{name_of(tokenizer)} refuses messages of roles {', '.join(message['role'] for message in each.messages)}: {answer}"

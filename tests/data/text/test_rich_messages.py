@@ -90,7 +90,7 @@ def test_a_template_without_tools_refuses_calls_and_definitions(qwen, messages, 
 
 CALLERS = {
     "deepseekv3", "diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5",
-    "gptoss", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "llama3_1", "llama3_2", "muse_glimmer",
+    "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "llama3_1", "llama3_2", "muse_glimmer",
     "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen2_5", "qwen3",
     "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl",
 }  # fmt: skip
