@@ -212,7 +212,7 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
         found += [(str(source.name), cast("list[Preference]", rows))] if rows else []
         tally, count = tally.merged_with(counts), count + len(rows)
     raise_all(problems)
-    print_tally("comparisons", tally, data.left_out("train"))
+    print_tally("comparisons", tally)
     return found, tally
 
 
