@@ -1,6 +1,6 @@
 """Settings of the data of a run: which sources, how they are mixed, and what happens to rows that do not fit.
 
-Rows are read in rows/read.py; mixtures are drawn in mixture.py.
+Rows are read in rows/read.py; mixtures are drawn in stream.py.
 """
 
 import re

@@ -10,7 +10,7 @@ mixture: about four bytes for each token of its rows and a hundred for each row,
 read, and the first `FIRST_ROWS` of each source, by which rows are checked and shown before the run.
 
 Every rank reads and tokenizes all rows and trains on its share of each batch, so that batches do not depend on the number of
-ranks. Draws from several sources by weights are those of mixture.py.
+ranks. Draws from several sources by weights are those of stream.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """The parts of an update: terms, their micro-batches, and sums of losses and metrics, also of each data source by itself.
 
 Which rows come from which source is known to the batch (`counted_sources`); how often a source is drawn is decided in
-data/mixture.py.
+data/stream.py.
 """
 
 import math
