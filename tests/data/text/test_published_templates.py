@@ -22,7 +22,6 @@ REPLIES = ["first answer", "second answer", "third answer"]
 # What a template writes between the header that generation ends with and the reply, where it writes anything.
 LEADS = {
     "glm4moe": "\n<think></think>\n",
-    "glm4moe": "\n<think></think>\n",
     "gptoss": "<|channel|>final<|message|>",
     "idefics3": " ",
     "llava_next": " ",
