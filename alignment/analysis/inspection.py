@@ -27,7 +27,7 @@ from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 
@@ -125,7 +125,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
 
 
 def target_ids(
-    model: GenerativeModel,
+    model: Model,
     tokenizer: Tokenizer,
     documents: Sequence[list[int]],
     targets: Sequence[str],

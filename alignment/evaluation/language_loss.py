@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records
 from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.settings import Settings
@@ -44,7 +44,7 @@ class LanguageLoss:
 
 
 @torch.no_grad()
-def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
+def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
     """Loss of a language model over ragged batches, averaged over target tokens.
 
     Args:
@@ -109,7 +109,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 
 @torch.no_grad()
 def add_log_probs(
-    model: GenerativeModel, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
+    model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
 ) -> Tensor:
     """`totals` plus the log-probability of each document's masked tokens, in place.
 
@@ -148,7 +148,7 @@ class PairLogProbs:
     accuracy: float
 
 
-def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
+def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
 
     Raises:

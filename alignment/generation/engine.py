@@ -38,7 +38,7 @@ from alignment.generation.filling import Prompt, PromptFiller
 from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.requests import DecodingRequest, IncrementalText, RunningRequest, TokenEvent
 from alignment.generation.sampling import DrawnTokens, RowSampler
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
 FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefilled into them
@@ -54,7 +54,7 @@ class DecodingEngine:
 
     def __init__(
         self,
-        model: GenerativeModel,
+        model: Model,
         *,
         max_rows: int = 64,
         start_token: int | None = None,

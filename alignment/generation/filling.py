@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alignment.models.external.cache import ExternalCache
 from alignment.models.layers.kv_cache import Cache, CachedDocument
-from alignment.models.protocols import DecodingCache, ExtendingModel, GenerativeModel
+from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
 
 LEAST_SHARED = 16  # tokens: loading fewer saves less than one more forward costs
@@ -121,17 +122,17 @@ class PromptFiller:
         forwards: number of times that prompts were run through it.
     """
 
-    def __init__(self, model: GenerativeModel, device: torch.device, start_token: int | None, kept_tokens: int = 0):
+    def __init__(self, model: Model, device: torch.device, start_token: int | None, kept_tokens: int = 0):
         self._model, self._device, self._start_token = model, device, start_token
         self._kept: dict[Prompt, KeptPrompt] = {}  # prompts that wait again
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
         self._prompts: list[Prompt] = []  # in the rows; empty where the document is no longer continued
         self._virtual_tokens = 0
-        self.cache: DecodingCache | None = None
+        self.cache: Cache | ExternalCache | None = None
         self.continuous = start_token is None and isinstance(model.new_cache(0, 1), Cache)
         self.computed_tokens = self.forwards = 0
         self._documents: KeptDocuments | None = None
-        if kept_tokens and self.continuous and isinstance(model, ExtendingModel):
+        if kept_tokens and self.continuous and hasattr(model, "extend"):
             self._documents, self._extending = KeptDocuments(kept_tokens), model
 
     def fill(
@@ -152,12 +153,12 @@ class PromptFiller:
         if self.continuous:
             return self._fill_rows(prompts, slots, self._with_room(rows, room), waiting)
         distinct = list(dict.fromkeys(prompts))
-        self.cache = self._model.new_cache(len(distinct), room)
-        logits = self._prefill(distinct, self.cache)
+        self.cache = cache = self._model.new_cache(len(distinct), room)
+        logits = self._prefill(distinct, cache)
         if len(distinct) == len(prompts):
             return logits
         index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self._device)
-        self.cache.reorder(index)
+        cache.reorder(index)
         return logits[index]
 
     def advance(self) -> None:
@@ -288,7 +289,7 @@ class PromptFiller:
         limit = self._extending.longest_extended
         return limit is None or len(document) + self._virtual_tokens <= limit
 
-    def _prefill(self, prompts: Sequence[Prompt], cache: DecodingCache, rows: Tensor | None = None) -> Tensor:
+    def _prefill(self, prompts: Sequence[Prompt], cache: Cache | ExternalCache, rows: Tensor | None = None) -> Tensor:
         read = Ragged.build(prompts)
         self._count(read)
         if self._start_token is not None:

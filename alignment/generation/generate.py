@@ -11,8 +11,7 @@ from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop, text_before_stop
 from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
-from alignment.models.model import check_lengths
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model, check_lengths
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Generation:
 
 
 def generate(
-    model: GenerativeModel,
+    model: Model,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
@@ -81,7 +80,7 @@ def generate(
 
 
 def _generate(
-    model: GenerativeModel,
+    model: Model,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,

@@ -6,7 +6,7 @@ from typing import Any
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError, raise_all
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.models.safetensors_files import HFConfig
 
 
@@ -30,7 +30,7 @@ def start_token_id(config: HFConfig) -> int | None:
     return start
 
 
-def start_token_of(model: GenerativeModel) -> int | None:
+def start_token_of(model: Model) -> int | None:
     """The token that begins a model's responses: that of its spec, else that of its config; None for a decoder.
 
     Raises:

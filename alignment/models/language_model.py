@@ -111,7 +111,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         return self.head(select_rows(self.trunk.extend(batch, cache, rows), batch.last))
 
     @property
-    def longest_extended(self) -> int | None:
+    def longest_extended(self) -> int | None:  # type: ignore[override]
         """Most tokens of a document that `extend` computes as `prefill` does, virtual ones included; None: no limit."""
         return longest_continued(self.spec.layers)
 

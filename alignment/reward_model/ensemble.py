@@ -4,6 +4,7 @@ An ensemble of heads needs no class of its own: the rows of one head on one trun
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalScalarModel
 from alignment.models.outputs import ValueOutput, value_output
-from alignment.models.protocols import LanguageModelSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged
 
@@ -39,7 +39,7 @@ class AdapterEnsemble(nn.Module):
         return [member for member in self.members if isinstance(member, ScalarModel | ExternalScalarModel)]
 
     @property
-    def spec(self) -> LanguageModelSpec:
+    def spec(self) -> Any:
         """Sizes of the base."""
         return self.models[0].spec
 
