@@ -32,7 +32,7 @@ from alignment.files import write_json, write_text
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import Combine
@@ -224,7 +224,7 @@ def load_rewards(config: BestOfNConfig, prompts: Rows, tokenizer: Tokenizer) -> 
 
 @torch.no_grad()
 def sample_and_score(
-    config: BestOfNConfig, policy: GenerativeModel, tokenizer: Tokenizer, prompts: Rows, rewards: Rewards
+    config: BestOfNConfig, policy: Model, tokenizer: Tokenizer, prompts: Rows, rewards: Rewards
 ) -> ScoredResponses:
     """Responses to all prompts with their scores; response k to prompt i has row number i * n + k, as in PPO."""
     n, stop_ids = config.responses_per_prompt, sorted(stop_token_ids(tokenizer))

@@ -26,7 +26,7 @@ from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.models.classifiers import SequenceClassifier
-from alignment.models.protocols import ScoringModel
+from alignment.models.model import Model
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.settings import NonNegativeFloat, Rule, Settings, refusal
@@ -143,7 +143,7 @@ def run(config: RewardConfig) -> Path:
         return run.output / "model"
 
 
-def reward_loss_fn(model: ScoringModel, center_coef: float) -> LossFn:
+def reward_loss_fn(model: Model, center_coef: float) -> LossFn:
     """Loss function of a reward model on pairs: Bradley-Terry, summed over them, plus `center_penalty`."""
     return objective_loss_fn(model, OBJECTIVES["bradley_terry"], center_coef=center_coef)
 

@@ -40,7 +40,7 @@ from alignment.losses.ranking import (
     step_metrics,
 )
 from alignment.models.families import FAMILIES, is_external_type
-from alignment.models.protocols import ScoringModel
+from alignment.models.model import Model
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged, RaggedBatch, Sharing
 from alignment.reward_model.model import document_scores
@@ -194,7 +194,7 @@ OBJECTIVES: dict[RewardLoss, Objective] = {
 
 
 def objective_loss_fn(
-    model: ScoringModel,
+    model: Model,
     objective: Objective,
     *,
     center_coef: float = 0.0,

@@ -25,7 +25,6 @@ from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
 from alignment.loading import find_directory
 from alignment.models.model import check_row_lengths
-from alignment.models.protocols import Module
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
 from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
@@ -179,7 +178,7 @@ def read_examples(
     return examples
 
 
-def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
+def check_rows(model: nn.Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once."""
     lengths = lengths_of(examples)
     np.minimum(lengths, max_length, out=lengths)
@@ -224,7 +223,7 @@ def _streamed(model: nn.Module, config: RunConfig, examples: Sequence[Row], run:
 
     if not isinstance(examples, StreamedRows):
         raise UserError(NO_STREAMING)
-    check = partial(check_rows, cast(Module, model), max_length=config.data.max_length)
+    check = partial(check_rows, model, max_length=config.data.max_length)
     training = config.training
     return StreamedOrder(examples, batch_size=training.batch_size, seed=training.seed, check=check, note=run.note)
 

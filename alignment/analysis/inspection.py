@@ -26,7 +26,7 @@ from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 
@@ -124,7 +124,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
 
 
 def target_ids(
-    model: GenerativeModel, tokenizer: Tokenizer, documents: Sequence[list[int]], targets: Sequence[str], start: int
+    model: Model, tokenizer: Tokenizer, documents: Sequence[list[int]], targets: Sequence[str], start: int
 ) -> list[list[int]]:
     """Token ids that the decoder reads for each source, its start token first."""
     if not targets:

@@ -17,8 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records
 from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.model import evaluation_mode
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model, evaluation_mode
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.settings import Settings
@@ -40,7 +39,7 @@ class LanguageLoss:
 
 
 @torch.no_grad()
-def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
+def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
     """Loss of a language model over ragged batches, averaged over target tokens.
 
     Args:
@@ -100,7 +99,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 
 @torch.no_grad()
 def add_log_probs(
-    model: GenerativeModel, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
+    model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
 ) -> Tensor:
     """`totals` [n], nats, plus the log-probability of each document's masked tokens, in place; the model is in eval mode."""
     device = next(model.parameters()).device
@@ -132,7 +131,7 @@ class PairLogProbs:
     accuracy: float
 
 
-def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
+def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU."""
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")

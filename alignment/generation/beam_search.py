@@ -17,7 +17,9 @@ from torch import Tensor
 from alignment.generation.decode import Responses
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
 from alignment.generation.sampling import TokenHistory, discourage_repetition
-from alignment.models.protocols import DecodingCache, GenerativeModel
+from alignment.models.external.cache import ExternalCache
+from alignment.models.layers.kv_cache import Cache
+from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeInt, PositiveFloat, Settings
 
@@ -50,7 +52,7 @@ class BeamConfig(Settings):
 
 @torch.no_grad()
 def beam_search(
-    model: GenerativeModel,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     config: BeamConfig,
     stop_ids: Sequence[int],
@@ -131,7 +133,7 @@ class _Beams(NamedTuple):
 
 
 def _search_group(
-    model: GenerativeModel,
+    model: Model,
     prompts: list[Sequence[int]],
     config: BeamConfig,
     stop_ids: Sequence[int],
@@ -193,8 +195,8 @@ def _search_group(
 
 
 def _prefill(
-    model: GenerativeModel, prompts: list[Sequence[int]], steps: int, start_token: int | None
-) -> tuple[DecodingCache, Tensor, TokenHistory]:
+    model: Model, prompts: list[Sequence[int]], steps: int, start_token: int | None
+) -> tuple[Cache | ExternalCache, Tensor, TokenHistory]:
     """Run the prompts through the model: its cache, logits of each response's first token, [B, V], and the tokens so far."""
     device = next(model.parameters()).device
     continued = prompts if start_token is None else [[start_token]] * len(prompts)

@@ -13,7 +13,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest, SamplingConfig, check_failed
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Responses:
 
 @torch.no_grad()
 def decode_responses(
-    model: GenerativeModel,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     config: SamplingConfig,
     stop_ids: Sequence[int],

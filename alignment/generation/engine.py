@@ -28,7 +28,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.filling import Prompt, PromptFiller
 from alignment.generation.requests import DecodingRequest, IncrementalText, RunningRequest, TokenEvent
 from alignment.generation.sampling import DrawnTokens, RowSampler, TokenHistory
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
 FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefilled into them
@@ -44,7 +44,7 @@ class DecodingEngine:
 
     def __init__(
         self,
-        model: GenerativeModel,
+        model: Model,
         *,
         max_rows: int = 64,
         start_token: int | None = None,

@@ -5,8 +5,9 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
+from alignment.models.external.cache import ExternalCache
 from alignment.models.layers.kv_cache import Cache, CachedDocument
-from alignment.models.protocols import DecodingCache, GenerativeModel
+from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
 
 Prompt = tuple[int, ...]
@@ -22,14 +23,14 @@ class PromptFiller:
         forwards: number of times that prompts were run through it.
     """
 
-    def __init__(self, model: GenerativeModel, device: torch.device, start_token: int | None):
+    def __init__(self, model: Model, device: torch.device, start_token: int | None):
         self._model, self._device, self._start_token = model, device, start_token
         self._waiting: dict[
             Prompt, tuple[CachedDocument, Tensor]
         ] = {}  # of prompts that come again, with logits [1, V]
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
         self._virtual_tokens = 0
-        self.cache: DecodingCache | None = None
+        self.cache: Cache | ExternalCache | None = None
         self.continuous = start_token is None and isinstance(model.new_cache(0, 1), Cache)
         self.computed_tokens = self.forwards = 0
 
@@ -123,7 +124,7 @@ class PromptFiller:
         index = [order[prompt] for prompt in prompts]
         return logits if index == list(range(len(logits))) else logits[torch.tensor(index, device=self._device)]
 
-    def _prefill(self, prompts: Sequence[Prompt], cache: DecodingCache, rows: Tensor | None = None) -> Tensor:
+    def _prefill(self, prompts: Sequence[Prompt], cache: Cache | ExternalCache, rows: Tensor | None = None) -> Tensor:
         read = Ragged.build(prompts)
         self.computed_tokens += len(read.tokens)
         self.forwards += 1

@@ -11,8 +11,7 @@ from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop
-from alignment.models.model import check_lengths
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model, check_lengths
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Generation:
 
 
 def generate(
-    model: GenerativeModel,
+    model: Model,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
@@ -81,7 +80,7 @@ def generate(
 
 
 def _generate(
-    model: GenerativeModel,
+    model: Model,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,
@@ -147,7 +146,7 @@ def decoding_config(
 # Prompts and responses of a decoder or an encoder-decoder
 
 
-def start_token_of(model: GenerativeModel) -> int | None:
+def start_token_of(model: Model) -> int | None:
     """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder.
 
     Raises:

@@ -10,7 +10,7 @@ Where to read, in order; each step needs only those before it.
    contexts for one forward.
 3. `transformer` is the trunk: embed, blocks, norm. `activation_checkpointing` recomputes blocks in the backward pass.
 4. `heads` stand on a trunk. `model` has the `forward` of all models; those in `language_model`, `encoder_decoder` and
-   `classifiers` say what they compute from a batch. `outputs` are what they return, `protocols` what callers ask of them.
+   `classifiers` say what they compute from a batch. `outputs` are what they return.
 5. `build` makes a model of a config, `init_weights` initializes it, `new_weights` adds what a checkpoint does not have.
 6. `families` turns Hugging Face configs into specs and lists weight names; `llama` is the shortest. `huggingface` reads and
    writes checkpoints strictly; `external` wraps transformers' own class where there is no family.

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from alignment.models.heads import ClassificationHead, Pooling, float32_logits, score_outputs
 from alignment.models.layers.padded_layout import select_rows
-from alignment.models.model import Padded, padded_values
+from alignment.models.model import Model, Padded, padded_values
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
-from alignment.models.protocols import ScoringModel
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
@@ -41,7 +40,7 @@ class ScalarModel(NativeModel[TransformerSpec]):
         return float32_logits(self.head, self.hidden_states(self.trunk, batch, select=select))  # [N, k]
 
 
-def values_before_targets(model: ScoringModel, batch: Ragged) -> Tensor:
+def values_before_targets(model: Model, batch: Ragged) -> Tensor:
     """A value model's estimate before each target token, [M]; the last layer computes no others where it can.
 
     Args:

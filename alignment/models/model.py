@@ -72,7 +72,12 @@ class Model(nn.Module):
     Attributes:
         config: the Hugging Face config.json it was built from and is saved with.
         task: name of its head, as in `build_model`.
+        spec: the architecture; at least `vocabulary` and `max_positions`.
         outputs: (batch, ...) -> the outputs of a batch.
+        new_cache: (rows, capacity) -> an empty cache for documents of up to `capacity` tokens; of models that generate,
+            as are the next two.
+        prefill: (batch, cache) -> logits [B, V] after each document's last token; the documents now fill the cache.
+        decode: (tokens [B], cache) -> logits [B, V] after one more token for every cache row.
         source: "native", or "transformers" where it runs as transformers' own class.
         generation_config: content of generation_config.json, if the model generates and the file is there.
         prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
@@ -82,7 +87,11 @@ class Model(nn.Module):
     """
 
     source: str
+    spec: Any
     outputs: Callable[..., Any]
+    new_cache: Callable[..., Any]
+    prefill: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
     generation_config: dict[str, Any] | None = None
 
     def __init__(self, config: HFConfig, task: str):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel, SequenceClassifier
 from alignment.models.external.models import ExternalScalarModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
-from alignment.models.protocols import LanguageModelSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model.calibration import Calibration
@@ -42,7 +41,7 @@ class AdapterEnsemble(nn.Module):
         return [member for member in self.members if isinstance(member, ScalarModel | ExternalScalarModel)]
 
     @property
-    def spec(self) -> LanguageModelSpec:
+    def spec(self) -> Any:
         """Sizes of the base."""
         return self.models[0].spec
 

@@ -53,12 +53,6 @@ def test_dropout_asked_for_acts_in_training_only(key, batch):
     assert not torch.equal(model(batch=batch).log_probs, model(batch=batch).log_probs)
 
 
-def test_tied_head_is_the_embedding():
-    tied, untied = build_language_model(WIDE), build_language_model({**WIDE, "tie_word_embeddings": False})
-    assert tied.head.weight is tied.trunk.embed.weight
-    assert untied.head.weight is not untied.trunk.embed.weight
-
-
 def test_every_linear_layer_is_called_as_a_module(model, batch):
     called = set()
     for name, module in model.named_modules():

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.encoder_decoder import last_positions, shifted
+from alignment.models.encoder_decoder import last_positions
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.attention import AttentionContext, CrossAttention
 from alignment.models.layers.kv_cache import CrossAttentionCache
@@ -236,11 +236,6 @@ def test_dropout_acts_in_training_and_where_t5_has_it():
     model.train()
     states = model.encoder(batch)
     assert 0.35 < (states == 0).float().mean() < 0.65  # after the last norm as well
-
-
-def test_shifted_documents_begin_with_the_start_token():
-    batch = shifted(Ragged.build([[4, 5, 6], [7], [8, 9]]), 0)
-    assert batch.tokens.tolist() == [0, 4, 5, 0, 0, 8]
 
 
 def test_last_positions_are_those_of_each_documents_last_end_token():

@@ -202,11 +202,6 @@ def spec_of(model_type: str, **changes: Any) -> Any:
     return family_of(config).spec_from_config(config)
 
 
-def test_the_first_rows_of_robertas_places_are_never_used():
-    spec = spec_of("roberta", max_position_embeddings=66)
-    assert (spec.max_positions, spec.positions.first) == (64, 2)  # padding is token 1, so places begin at row 2
-
-
 def test_alberts_layers_share_the_blocks_of_their_group():
     spec = spec_of("albert", num_hidden_layers=6, num_hidden_groups=2)
     assert (len(spec.blocks), spec.order) == (2, (0, 0, 0, 1, 1, 1))

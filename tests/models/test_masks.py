@@ -7,7 +7,6 @@ from alignment.models.layers.padded_layout import (
     pad,
     pad_layout,
     pad_layouts,
-    padding_mask,
     select_rows,
     unpad,
     visible,
@@ -31,10 +30,6 @@ def test_two_sets_packed_together_share_their_rows():
         assert [starts[x] for x in a[:, 0].tolist()] == b[:, 0].tolist()
 
 
-def test_padding_mask_covers_the_filled_slots():
-    assert padding_mask(torch.tensor([1, 3]), 3)[:, 0, 0].tolist() == [[True, False, False], [True, True, True]]
-
-
 def test_equal_lengths_are_one_rectangle_without_copies():
     layout = pad_layout([5, 5, 5], heads=2)
     x = torch.randn(15, 4)
@@ -46,10 +41,6 @@ def test_short_documents_get_a_rectangle_of_their_own_where_that_saves_work():
     # 20 short ones at 4 heads: widening them from 16 to 112 columns costs 20 * 4 * (112^2 - 16^2), far above a call
     layout = pad_layout([110, *[10] * 20], heads=4)
     assert layout.groups == ((1, 112), (20, 16))
-
-
-def test_a_few_tokens_saved_do_not_open_a_rectangle():
-    assert len(pad_layout([60, 50, 40, 30], heads=2).groups) == 1
 
 
 def test_gather_undoes_spread_for_any_lengths():

@@ -53,13 +53,6 @@ def test_each_norm_rounds_as_its_reference(name, dtype):
         assert torch.equal(ours.to(dtype)(x.to(dtype)), theirs.to(dtype)(x.to(dtype)))
 
 
-def test_the_rounding_orders_differ_in_bfloat16():
-    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    early, wide = (norm(64, 1e-6).bfloat16() for norm in (RMSNorm, Float32RMSNorm))
-    early.weight.data = wide.weight.data = torch.linspace(0.3, 1.7, 64).bfloat16()
-    assert not torch.equal(early(x), wide(x))
-
-
 class Part(nn.Module):
     """An attention or feed-forward that adds a constant to 3 x, so that every order of norms gives another number."""
 

@@ -33,11 +33,6 @@ DECODERS: dict[str, tuple[dict[str, Any], int]] = {
         "max_position_embeddings": 2048, "num_attention_heads": 8, "num_hidden_layers": 6, "rotary_emb_base": 10000,
         "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True, "vocab_size": 50304,
     }, 70_426_624),
-    "gpt-neox-20b": ({
-        "model_type": "gpt_neox", "attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast",
-        "hidden_dropout_prob": 0, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64,
-        "num_hidden_layers": 44, "rotary_emb_base": 10000, "rotary_pct": 0.25, "vocab_size": 50432,
-    }, 20_554_567_680),
     "opt-125m": ({
         "model_type": "opt", "_remove_final_layer_norm": False, "activation_dropout": 0.0,
         "activation_function": "relu", "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": True,
@@ -45,10 +40,6 @@ DECODERS: dict[str, tuple[dict[str, Any], int]] = {
         "max_position_embeddings": 2048, "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1,
         "prefix": "</s>", "vocab_size": 50272, "word_embed_proj_dim": 768,
     }, 125_239_296),
-    "opt-350m": ({
-        "model_type": "opt", "do_layer_norm_before": False, "ffn_dim": 4096, "hidden_size": 1024,
-        "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50272, "word_embed_proj_dim": 512,
-    }, 331_196_416),
     "bloom-560m": ({
         "model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "hidden_dropout": 0.0, "hidden_size": 1024,
@@ -62,15 +53,6 @@ DECODERS: dict[str, tuple[dict[str, Any], int]] = {
         "hidden_size": 4544, "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71,
         "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024,
     }, 6_921_720_704),
-    "falcon-40b": ({
-        "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 8192, "new_decoder_architecture": True,
-        "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": True,
-        "vocab_size": 65024,
-    }, 41_303_293_952),
-    "falcon-rw-1b": ({
-        "model_type": "falcon", "alibi": True, "bias": True, "hidden_size": 2048, "multi_query": False,
-        "num_attention_heads": 32, "num_hidden_layers": 24, "parallel_attn": False, "vocab_size": 50304,
-    }, 1_311_625_216),
     "phi-3-mini-128k": ({
         "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072,
         "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 32,
@@ -79,14 +61,6 @@ DECODERS: dict[str, tuple[dict[str, Any], int]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": False, "vocab_size": 32064,
     }, 3_821_079_552),
-    "phi-4-mini": ({
-        "model_type": "phi3", "attention_bias": False, "full_attn_mod": 1, "hidden_size": 3072,
-        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
-        "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.5] * 48},
-        "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
-    }, 3_836_021_760),
     "mixtral-8x7b": ({
         "model_type": "mixtral", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
@@ -111,12 +85,6 @@ LLAMA_LIKE = {
         "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
         "tie_word_embeddings": False, "vocab_size": 32000,
-    },
-    "Mistral Nemo": {
-        **COMMON, "architectures": ["MistralForCausalLM"], "head_dim": 128, "hidden_size": 5120,
-        "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
-        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
     },
     "Qwen 2.5 0.5B": {
         **COMMON, "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
@@ -172,7 +140,7 @@ LLAMA_LIKE = {
 }  # fmt: skip
 # Parameters as the models' own pages count them, embeddings included.
 BILLIONS = {
-    "Mistral 7B v0.1": 7.24, "Mistral Nemo": 12.25, "Qwen 2.5 0.5B": 0.49, "Qwen 3 0.6B": 0.60, "Gemma 2B": 2.51,
+    "Mistral 7B v0.1": 7.24, "Qwen 2.5 0.5B": 0.49, "Qwen 3 0.6B": 0.60, "Gemma 2B": 2.51,
     "Gemma 2 9B": 9.24, "Gemma 3 1B": 1.00, "OLMo 2 7B": 7.30, "SmolLM 3 3B": 3.08,
 }  # fmt: skip
 
@@ -244,11 +212,6 @@ FLAN = {
     **T5_SMALL, "d_model": 768, "num_heads": 12, "num_layers": 12, "num_decoder_layers": 12,
     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "use_cache": True,
 }  # fmt: skip
-BYT5 = {
-    **T5_SMALL, "d_model": 1472, "d_ff": 3584, "num_heads": 6, "num_layers": 12, "num_decoder_layers": 4,
-    "feed_forward_proj": "gated-gelu", "gradient_checkpointing": False, "tie_word_embeddings": False,
-    "tokenizer_class": "ByT5Tokenizer", "vocab_size": 384,
-}  # fmt: skip
 MT5_SMALL = {
     "architectures": ["MT5ForConditionalGeneration"], "d_ff": 1024, "d_kv": 64, "d_model": 512,
     "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1, "feed_forward_proj": "gated-gelu",
@@ -269,18 +232,11 @@ BART_BASE = {
     "normalize_embedding": True, "num_beams": 4, "num_hidden_layers": 6, "pad_token_id": 1, "scale_embedding": False,
     "task_specific_params": {}, "use_cache": True, "vocab_size": 50265,
 }  # fmt: skip
-BART_LARGE = {
-    **BART_BASE, "d_model": 1024, "decoder_attention_heads": 16, "decoder_ffn_dim": 4096, "decoder_layers": 12,
-    "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "encoder_layers": 12, "num_hidden_layers": 12,
-    "static_position_embeddings": False, "extra_pos_embeddings": 2, "output_past": False, "_num_labels": 3,
-}  # fmt: skip
 SEQ2SEQ = {  # as their model cards and papers count them
     "t5-small": (T5_SMALL, 60_506_624),
     "flan-t5-base": (FLAN, 247_577_856),
-    "byt5-small": (BYT5, 299_637_760),
     "mt5-small": (MT5_SMALL, 300_176_768),
     "bart-base": (BART_BASE, 139_420_416),
-    "bart-large": (BART_LARGE, 406_291_456),
 }
 EXACT = {
     **{name: ({**OLD_HUB, **config}, count) for name, (config, count) in DECODERS.items()},

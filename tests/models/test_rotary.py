@@ -197,11 +197,6 @@ def test_partial_rotation_leaves_the_rest_of_a_head_alone():
     assert torch.equal(grad[..., 4:], torch.ones(1, 2, 6))
 
 
-def test_default_frequencies_are_powers_of_theta():
-    # K = 4, theta = 10000: 1 and 10000^(-1/2)
-    assert_close(rotary_frequencies(RotarySpec(10000.0, 4)), torch.tensor([1.0, 0.01]))
-
-
 def test_linear_scaling_divides_every_frequency():
     assert_close(rotary_frequencies(RotarySpec(10000.0, 4, LinearScaling(4.0))), torch.tensor([0.25, 0.0025]))
 
@@ -247,27 +242,6 @@ def test_a_table_made_in_inference_mode_serves_training():
     x = torch.randn(1, 1, 8, requires_grad=True)
     rotate(x, module(torch.tensor([3]), 4, no_sizes)).sum().backward()
     assert x.grad is not None
-
-
-@pytest.mark.parametrize("scaling", [None, LinearScaling(2.0), LLAMA3])
-def test_frequencies_equal_transformers(scaling):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = {
-        None: {"rope_type": "default"},
-        LinearScaling(2.0): {"rope_type": "linear", "factor": 2.0},
-        LLAMA3: {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }[scaling]
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters={**rope, "rope_theta": 5e5})
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert_close(rotary_frequencies(RotarySpec(5e5, 128, scaling)), theirs, rtol=1e-6, atol=0)
 
 
 LLAMA_3 = {

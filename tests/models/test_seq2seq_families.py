@@ -95,14 +95,6 @@ def test_a_t5_head_of_its_own_is_kept_whatever_the_config_says(tmp_path, tied):
     assert torch.equal(logits_of(again), logits_of(theirs))
 
 
-def test_an_mt5_head_of_its_own_is_kept(tmp_path):
-    written(tmp_path, "mt5")
-    own = torch.randn(61, 24)
-    edit(tmp_path, lambda tensors: {**tensors, "lm_head.weight": own})
-    theirs = transformers.MT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
-    assert_close(logits_of(load_pretrained(tmp_path)), logits_of(theirs), atol=1e-4, rtol=0)
-
-
 def test_an_untied_t5_without_its_head_is_refused(tmp_path):
     written(tmp_path, "t5")
     edit(tmp_path, lambda tensors: tensors, tie_word_embeddings=False)

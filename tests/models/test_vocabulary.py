@@ -215,15 +215,13 @@ def test_with_an_adapter_tokens_are_added_by_export_and_trained_by_its_token_row
         run(config)
 
 
-def test_a_start_of_another_architecture_gets_no_tokens(make_stage, tmp_path):
-    for config, advice in (
-        ({"model_type": "bert"}, "encoder"),
-        ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, "own decoder"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        run, config = make_stage("sft", str(tmp_path), tmp_path / "run", add_tokens=TOOLS)
-        with pytest.raises(UserError, match=advice):
-            run(config)
+@pytest.mark.parametrize(("kind", "advice"), [("bert", "is an encoder"), ("mpt", "own decoder")])
+def test_a_start_of_another_architecture_gets_no_tokens(kind, advice, checkpoints, make_stage, tmp_path):
+    source = shutil.copytree(checkpoints["llama"], tmp_path / "start")
+    (source / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["MptForCausalLM"]}))
+    run, config = make_stage("sft", str(source), tmp_path / "run", add_tokens=TOOLS)
+    with pytest.raises(UserError, match=advice):
+        run(config)
 
 
 def test_plan_reads_rows_with_the_new_tokens(calls, checkpoints, tmp_path, capsys):

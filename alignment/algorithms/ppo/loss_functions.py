@@ -16,13 +16,13 @@ from alignment.losses.policy import (
     sequence_log_ratios,
 )
 from alignment.models.classifiers import values_before_targets
+from alignment.models.model import Model
 from alignment.models.outputs import LanguageOutput
-from alignment.models.protocols import GenerativeModel, ScoringModel
 from alignment.training import LossFn, LossSum
 
 
 def policy_loss_fn(
-    policy: nn.Module | GenerativeModel, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
+    policy: nn.Module | Model, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
 ) -> LossFn:
     """Loss function of the policy: the clipped surrogate, with KL penalty and entropy bonus where the config has them.
 
@@ -48,7 +48,7 @@ def policy_loss_fn(
     return loss_fn
 
 
-def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
+def value_loss_fn(value_model: Model, config: PPOConfig) -> LossFn:
     """Loss function of the value model: the clipped squared error, summed over response tokens."""
 
     def loss_fn(batch: RolloutBatch) -> LossSum:

@@ -16,7 +16,7 @@ from alignment.algorithms.ppo.state import DrawnResponses, PPOState, SamplingSta
 from alignment.data.examples import Example
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
-from alignment.models.protocols import GenerativeModel
+from alignment.models.model import Model
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.speed import PhaseClock
@@ -169,7 +169,7 @@ def sample(
 ) -> Responses:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
     backend, group = state.policy.backend, state.process_group
-    sampler = cast(GenerativeModel, backend.unwrapped)
+    sampler = cast(Model, backend.unwrapped)
     # With whole weights no rank waits for another one, however unequal their work is.
     sharded = state.rollout_weights == "sharded"
     with backend.sharded_decoding() if sharded else backend.full_parameters():
@@ -275,7 +275,7 @@ def exact_token_kl(
 
     It takes a forward of policy and reference with the logits of few rows in memory.
     """
-    vocabulary = cast(GenerativeModel, state.policy.backend.unwrapped).spec.vocabulary
+    vocabulary = cast(Model, state.policy.backend.unwrapped).spec.vocabulary
     chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // vocabulary)
 
     def ask(batch: Ragged) -> dict[str, Tensor]:

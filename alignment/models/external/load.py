@@ -7,7 +7,7 @@ transformers ignores keys that it does not know.
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from math import prod
 from pathlib import Path
@@ -171,16 +171,6 @@ def save_external(
         for path in written:
             os.replace(path, directory / path.name)
     write_generation_config(model, directory)
-
-
-def named_as_transformers(model: ExternalModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a state dict under the names that transformers writes; a tied tensor comes once."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = {name.removeprefix("inner."): tensor for name, tensor in state.items() if name.startswith("inner.")}
-    first_names = {tensor.data_ptr(): name for name, tensor in reversed(own.items())}
-    kept = {name: tensor for name, tensor in own.items() if first_names[tensor.data_ptr()] == name}
-    yield from revert_weight_conversion(model.inner, kept).items()
 
 
 def external_architecture(directory: Path) -> Architecture:

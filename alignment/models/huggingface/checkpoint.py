@@ -4,7 +4,7 @@ Loading is strict: every tensor of the file is used, every parameter is found an
 anything else is an error that names it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from alignment.errors import UserError, raise_all
 from alignment.files import byte_count, write_json
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
-from alignment.models.external.load import load_external, named_as_transformers, save_external
+from alignment.models.external.load import load_external, save_external
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
@@ -33,6 +33,7 @@ from alignment.models.huggingface.weight_map import (
 )
 from alignment.models.huggingface.weight_names import drop_tied_copy, in_trunk, present_names, without_heads
 from alignment.models.init_weights import initialize_layer
+from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import (
     CONFIG,
@@ -165,7 +166,7 @@ def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, StoredTen
 
 
 def save_model(
-    model: NativeModel | ExternalModel,
+    model: Model,
     directory: str | Path,
     *,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
@@ -200,7 +201,7 @@ def save_model(
     write_json(directory / CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
 
 
-def saved_names(model: NativeModel | ExternalModel) -> list[str]:
+def saved_names(model: Model) -> list[str]:
     """State dict names of the tensors that `save_model` writes; parts of one file tensor follow each other."""
     if isinstance(model, ExternalModel):
         return list(model.state_dict())
@@ -209,19 +210,6 @@ def saved_names(model: NativeModel | ExternalModel) -> list[str]:
         if name not in aliases:
             by_file_name.setdefault(location.name, []).append(name)
     return [name for names in by_file_name.values() for name in names]
-
-
-def named_as_saved(model: NativeModel | ExternalModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A model's whole weights, on their device, under the names of the file that `save_model` would write.
-
-    Args:
-        model: of which an adapter's own weights are left out.
-        state: the state dict, any adapter merged into it.
-    """
-    if isinstance(model, ExternalModel):
-        return named_as_transformers(model, state)
-    locations = hf_locations(model)
-    return stream_to_hf(((name, state[name]) for name in saved_names(model)), locations)
 
 
 def _checked(
@@ -244,7 +232,7 @@ def _check_names(missing: Iterable[str], extra: Iterable[str]) -> None:
         )
 
 
-def hf_locations(model: NativeModel) -> dict[str, HFLocation]:
+def hf_locations(model: Model) -> dict[str, HFLocation]:
     """The location of each parameter of the architecture in a Hugging Face file, by our name.
 
     The parameters of an attached adapter are not listed.
@@ -341,7 +329,7 @@ def _check_tensors(
     raise_all(problems)
 
 
-def _config_to_save(model: NativeModel) -> HFConfig:
+def _config_to_save(model: Model) -> HFConfig:
     """config.json of a saved model: its config with the class and sizes of the weights, their type left open."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}

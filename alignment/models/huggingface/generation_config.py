@@ -7,8 +7,7 @@ from torch import nn
 
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
-from alignment.models.external.models import ExternalModel
-from alignment.models.native_model import NativeModel
+from alignment.models.model import Model
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -38,7 +37,7 @@ def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
     return getattr(model, "generation_config", None)
 
 
-def set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_id: int | None) -> None:
+def set_end_tokens(model: Model, end_ids: list[int], pad_id: int | None) -> None:
     """Set the end tokens and the padding token in both configs of a model; a model that does not generate is unchanged.
 
     Args:
