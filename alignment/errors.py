@@ -64,5 +64,5 @@ def without_secrets(value: Any) -> Any:
 
 
 def is_hidden(key: Iterable[object]) -> bool:
-    """Whether the value of a key must not be shown."""
+    """True where the value of a key must not be shown."""
     return any(isinstance(part, str) and SECRET.match(part) for part in key)

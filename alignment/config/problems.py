@@ -183,7 +183,7 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
 
 
 def _expected(cls: type, located: _Located) -> str:
-    """What the value must be, or the message of the config's own check."""
+    """Description of a right value, or the message of the config's own check."""
     key, members, error = located
     kind, context, name = error["type"], error.get("ctx", {}), str(key[-1]) if key else ""
     if kind == "unexpected_keyword_argument":
@@ -214,7 +214,7 @@ def _key_here(cls: type, name: str) -> str:
 
 
 def has_key(cls: type, key: Key) -> bool:
-    """Whether a config class has a key."""
+    """True where a config class has a key."""
     return any(key[-1] == field.name for section in _sections(cls, key[:-1]) for field in dataclasses.fields(section))
 
 
@@ -233,5 +233,5 @@ def _sections(kind: Hashable, key: Key) -> list[Any]:
 
 
 def is_number(value: object) -> TypeGuard[bool | int | float]:
-    """Whether a value is a number or a truth value, which quotes would make text."""
+    """True for a number or a truth value, which quotes would make text."""
     return isinstance(value, (bool, int, float))

@@ -1,4 +1,4 @@
-"""What a config may hold, from its dataclasses and their docstrings: its JSON schema, its keys, and the help on them."""
+"""JSON schema of a config, its keys and the help on them, from its dataclasses and their docstrings."""
 
 import inspect
 import json

@@ -122,10 +122,10 @@ def _show(ids: list[int], mask: list[bool], tokenizer: Tokenizer) -> str:
     runs = [(counts, list(indices)) for counts, indices in groupby(range(len(ids)), key=mask.__getitem__)]
     spans = ["|".join(_token_text(ids[index], tokenizer) for index in run if index >= first) for _, run in runs]
     shown = " ".join(f"[{span}]" if counts else span for (counts, _), span in zip(runs, spans, strict=True) if span)
-    places = ", ".join(f"{'counts' if counts else 'context'} {run[0]}-{run[-1]}" for counts, run in runs)
+    ranges = ", ".join(f"{'counts' if counts else 'context'} {run[0]}-{run[-1]}" for counts, run in runs)
     before = f"... {first} tokens before ...\n  " if first else ""
     return (
-        f"  {before}{shown}\n  ids {' '.join(map(str, ids[first:]))}\n  {len(ids)} tokens, {sum(mask)} count: {places}"
+        f"  {before}{shown}\n  ids {' '.join(map(str, ids[first:]))}\n  {len(ids)} tokens, {sum(mask)} count: {ranges}"
     )
 
 

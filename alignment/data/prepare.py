@@ -106,7 +106,7 @@ class Prepared:
         return self
 
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
-        """What a table keeps of them: name of the source, tally, findings of the data doctor."""
+        """Content of the manifest: name of the source, tally, findings of the data doctor."""
         tally = self.read.followed_by(self.tokenized)
         limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
         found = [] if self.checks is None else self.checks.findings(tally, **limits)
@@ -189,7 +189,11 @@ def _prepare_source(
     cache = cache_directory(config.cache)
     name = f"{preparation.kind}: {preparation.name}"
     key = table_key(source, config, tokenizer, name=name, max_rows=max_rows)
-    entry = get_entry(cache, key, lambda directory: _make(preparation, source, config, tokenizer, max_rows, directory))
+
+    def make(directory: Path) -> dict[str, Any]:
+        return _make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory)
+
+    entry = get_entry(cache, key, make)
     return Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
 
 
@@ -198,6 +202,7 @@ def _make(
     source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
+    *,
     max_rows: int | None,
     directory: Path,
 ) -> dict[str, Any]:

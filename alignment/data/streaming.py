@@ -50,15 +50,15 @@ class File(NamedTuple):
 
 
 @dataclass
-class Place:
-    """A place in the stream of some files.
+class StreamState:
+    """State of the stream of some files.
 
     Attributes:
         epoch: passes over all files before it.
         window: its number in the epoch.
         file: number of the window's first file in the order of the epoch.
         position: of the window's first row in this file.
-        taken: examples of the window before this place.
+        taken: examples of the window before the next one.
         before: tally of the windows before.
         last: epoch of the last example; -1 before the first.
         noted: lost rows at the last note of them.
@@ -80,13 +80,13 @@ class Window(RowSequence[Any]):
     Attributes:
         rows: in the order of the files.
         order: in which they are drawn.
-        end: place behind it.
+        end: state after it.
         name: of the first file or data set in it, '' where it has no row.
         tally: of its rows.
         findings: of the data doctor, as a table has them.
     """
 
-    def __init__(self, rows: JoinedTables, order: np.ndarray, end: Place, manifest: dict[str, Any]):
+    def __init__(self, rows: JoinedTables, order: np.ndarray, end: StreamState, manifest: dict[str, Any]):
         self.rows, self.order, self.end = rows, order, end
         self.name, self.findings = manifest["source"], manifest["findings"]
         self.tally = Tally(**manifest["tally"])
@@ -113,14 +113,15 @@ class Cursor:
         files: Sequence[File],
         config: DataConfig,
         seed: int | None,
+        *,
         name: str = "data.train",
         check: Callable[[Sequence[Any]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
         self.files, self.config, self.seed, self.name, self.check, self.note = files, config, seed, name, check, note
-        self.place = Place()
+        self.state = StreamState()
         self._window: Window | None = None
-        self._open: tuple[Place, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
+        self._open: tuple[StreamState, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
 
     def take(self) -> tuple[Any, int]:
         """The next example, and its epoch.
@@ -128,48 +129,48 @@ class Cursor:
         Raises:
             UserError: as `read`; too many rows are lost; a whole epoch has no example.
         """
-        while self.place.taken >= len(window := self.window()):
-            counts, epoch = self.place.before.merged_with(window.tally), self.place.epoch
+        while self.state.taken >= len(window := self.window()):
+            counts, epoch = self.state.before.merged_with(window.tally), self.state.epoch
             if window.end.epoch > epoch:
-                if self.place.last < epoch:
+                if self.state.last < epoch:
                     raise UserError(f"{self.name}: no row of a whole epoch can be used")
                 self._describe(f"epoch {epoch + 1} has ended", counts)
-            self.place = replace(window.end, before=counts, last=self.place.last, noted=self.place.noted)
+            self.state = replace(window.end, before=counts, last=self.state.last, noted=self.state.noted)
             self._window = None
-        self.place.taken += 1
-        self.place.last = self.place.epoch
-        return window[self.place.taken - 1], self.place.epoch
+        self.state.taken += 1
+        self.state.last = self.state.epoch
+        return window[self.state.taken - 1], self.state.epoch
 
     def window(self) -> Window:
         """The window that is drawn from, read where it is not in memory."""
         if self._window is None:
             self._window = self.read()
             self.check(self._window)
-            counts = self.place.before.merged_with(self._window.tally)
+            counts = self.state.before.merged_with(self._window.tally)
             if counts.rows:
                 require_enough(counts, self.config, "train")
-            if counts.lost >= 2 * max(1, self.place.noted):  # seldom, however many rows are lost
-                self.place.noted = counts.lost
+            if counts.lost >= 2 * max(1, self.state.noted):  # seldom, however many rows are lost
+                self.state.noted = counts.lost
                 self._describe(f"the first {counts.rows} rows", counts)
         return self._window
 
     def _describe(self, when: str, counts: Tally) -> None:
         self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
 
-    def restore(self, place: dict[str, Any]) -> None:
-        """Go on at a place, as `asdict` wrote it."""
-        self.place, self._window = Place(**{**place, "before": Tally(**place["before"])}), None
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state, as `asdict` wrote it."""
+        self.state, self._window = StreamState(**{**state, "before": Tally(**state["before"])}), None
 
     def read(self) -> Window:
-        """The window at the present place.
+        """The window of the present state.
 
         Raises:
             UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
         """
-        place, found, name, parts = self.place, Prepared(), "", list[Table]()
-        order = permutation(len(self.files), self.seed, FILE_SALT, place.epoch)
-        left, position, end = self.config.shuffle_buffer, None, Place(place.epoch + 1)
-        for number, rows in self._rows_from(place, order):
+        state, found, name, parts = self.state, Prepared(), "", list[Table]()
+        order = permutation(len(self.files), self.seed, FILE_SALT, state.epoch)
+        left, position, end = self.config.shuffle_buffer, None, StreamState(state.epoch + 1)
+        for number, rows in self._rows_from(state, order):
             opened, job, source = self.files[order[number]]
             while left and (chunk := tuple(islice(rows, min(BATCH_ROWS, left)))):
                 done = prepare_chunk(job, Chunk(rows=chunk))
@@ -179,20 +180,20 @@ class Cursor:
                     parts.append(Table(done.encoded, {}, source=source))
                 position = chunk[-1].end
             if not left:
-                end = Place(place.epoch, place.window + 1, number, position)
+                end = StreamState(state.epoch, state.window + 1, number, position)
                 self._open = (end, rows)
                 break
         raise_bad_rows(found.problems)
         joined = JoinedTables(parts)
-        drawn = permutation(len(joined), self.seed, WINDOW_SALT, place.epoch, place.window)
+        drawn = permutation(len(joined), self.seed, WINDOW_SALT, state.epoch, state.window)
         return Window(joined, drawn, end, found.manifest(self.config, name))
 
-    def _rows_from(self, place: Place, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
-        """The files from a place on: number in the order of the epoch, and the rows that are yet to be read."""
-        start, position, following = (place.epoch, place.window), place.position, self._open
+    def _rows_from(self, state: StreamState, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
+        """The files from a state on: number in the order of the epoch, and the rows that are yet to be read."""
+        start, position, following = (state.epoch, state.window), state.position, self._open
         rest = following[1] if following and (following[0].epoch, following[0].window) == start else None
         self._open = None
-        for number in range(place.file, len(order)):
+        for number in range(state.file, len(order)):
             yield number, rest or self.files[order[number]].opened.read(position)
             rest = position = None
 
@@ -284,7 +285,8 @@ class StreamedOrder(Generic[Row]):
             seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(files, config, own, name, check, note) for files, own, name in zip(groups, seeds, names, strict=True)
+            Cursor(files, config, own, name=name, check=check, note=note)
+            for files, own, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
@@ -319,7 +321,7 @@ class StreamedOrder(Generic[Row]):
 
     def state(self) -> OrderState:
         """State for `restore`, which then gives the next batch."""
-        cursors = [asdict(cursor.place) for cursor in self._cursors]
+        cursors = [asdict(cursor.state) for cursor in self._cursors]
         return {"files": self.key, "step": self._last[0] + 1, "cursors": cursors}
 
     def restore(self, state: OrderState | None) -> None:
