@@ -377,7 +377,7 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
         raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
     asked, prompts = read_request(kind, await json_body(request))
     check_name(asked.model, served)
-    encoded = await while_connected(request, encode_prompts(served, prompts))
+    encoded = await while_connected(request, encode_all(served, prompts))
     answer = Answer(thread, served.requests(asked, encoded))
     writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
     if asked.stream:
@@ -391,7 +391,7 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
     return json_response(writer.whole(answer.choices))
 
 
-async def encode_prompts(served: ServedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
+async def encode_all(served: ServedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
     return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
 
