@@ -100,8 +100,9 @@ class Checkpoint:
         """The directory of the weights."""
         if not self.is_adapter:
             return self.directory
+        base, revision = read_base(self.directory), read_revision(self.directory)
         try:
-            return find_directory(read_base(self.directory), read_revision(self.directory))
+            return find_directory(base, revision)
         except UserError as error:
             raise UserError(
                 f"{self.directory}: the adapter's base model is missing ({error}); put it back, or write where it is as "

@@ -8,7 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Stub(ThreadingHTTPServer):
-    """A service whose answers are a function of the request: (status, headers, body), or seconds to hang."""
+    """A service whose answers are a function of the request: (status, headers, body); a list is sent piece by piece.
+
+    A list instead of the three is the whole answer, status line and headers included.
+    """
 
     daemon_threads = True
 
@@ -27,11 +30,13 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append((body, dict(self.headers)))
             self.server.times.append(time.monotonic())
             count = len(self.server.requests)
-        status, headers, text = self.server.answer(body, count)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
+        text = self.server.answer(body, count)
+        if not isinstance(text, list):
+            status, headers, text = text
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
         try:
             for part in text if isinstance(text, list) else [text]:
                 self.wfile.write(part.encode())

@@ -204,7 +204,10 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
     spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
-    wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
+    try:
+        wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
     _train_head(model)
     if (head := _head_name(model)) is not None and is_scalar_adapter(directory):
         score = next((name for name in tensors if name.endswith("score.weight")), "")

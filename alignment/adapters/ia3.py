@@ -106,7 +106,7 @@ class IA3Kind(InjectedKind):
 
     def from_file(self, model: nn.Module, spec: IA3Spec, tensors: State, directory: Path) -> dict[str, Tensor | None]:
         if not (directory / SPEC).is_file():
-            spec = _layers_of_file(tensors, file_layers(model), directory)
+            spec = _layers_of_file(tensors, file_layers(model))
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
         self.attach(model, spec)
         adapted, found = self.layers(model), dict[str, Tensor | None]()
@@ -159,7 +159,7 @@ def _full_names(kinds: Mapping[str, bool]) -> IA3Spec:
     return IA3Spec(layers=full[False], feedforward=full[True])
 
 
-def _layers_of_file(tensors: State, in_file: list[FileLayer], directory: Path) -> IA3Spec:
+def _layers_of_file(tensors: State, in_file: list[FileLayer]) -> IA3Spec:
     """The settings with exactly the layers of a file that another program wrote."""
     kinds: dict[str, bool] = {}
     for each in in_file:
@@ -167,5 +167,5 @@ def _layers_of_file(tensors: State, in_file: list[FileLayer], directory: Path) -
         if factors is not None:
             kinds |= dict.fromkeys(each.layers, factors.ndim == 2 and factors.shape[0] == 1)
     if not kinds:
-        raise UserError(f"{directory}/{WEIGHTS}: has factors of none of the linear layers of its base model")
+        raise UserError(f"{WEIGHTS} has factors of none of the linear layers of its base model")
     return _full_names(kinds)

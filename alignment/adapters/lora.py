@@ -355,7 +355,7 @@ class LoRAKind(InjectedKind):
     ) -> dict[str, Tensor | None]:
         ours = (directory / SPEC).is_file()
         if not ours:
-            spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)
+            spec = _with_layers_of_file(spec, tensors, file_layers(model))
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
         attach_lora(model, spec)
         found: dict[str, Tensor | None] = {}
@@ -419,7 +419,7 @@ def _cut(
     return found
 
 
-def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer], directory: Path) -> LowRankSpec:
+def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer]) -> LowRankSpec:
     """The settings with exactly the layers, ranks and scales of a file that another program wrote."""
     ranks, alphas = {}, {}
     for layer in in_file:
@@ -428,12 +428,12 @@ def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLa
             matches = (
                 alpha
                 for key, alpha in spec.alpha_pattern.items()
-                if search_names(rf"^(.*\.)?({key})$", [layer.file_name], f"{directory}: alpha_pattern {key!r}")
+                if search_names(rf"^(.*\.)?({key})$", [layer.file_name], f"alpha_pattern {key!r}")
             )
             ranks |= dict.fromkeys(layer.layers, len(down))
             alphas |= dict.fromkeys(layer.layers, next(matches, spec.alpha))
     if not ranks:
-        raise UserError(f"{directory}/{WEIGHTS}: updates none of the linear layers of its base model")
+        raise UserError(f"{WEIGHTS} updates none of the linear layers of its base model")
     return replace(
         spec,
         layers="|".join(sorted(map(escaped, ranks))),

@@ -171,7 +171,7 @@ class PrefixKind(VirtualTokensKind):
         slots = vectors.shape[-1] // width
         if submodules != 2 or vectors.shape[-1] != slots * width or slots < layers:
             raise UserError(
-                f"{directory}: a prefix for the decoder of an encoder-decoder has num_transformer_submodules 2 and at least "
+                f"a prefix for the decoder of an encoder-decoder has num_transformer_submodules 2 and at least "
                 f"{layers} slots of {width} numbers, and this one has num_transformer_submodules {submodules} and "
                 f"{vectors.shape[-1]} numbers; train it again with peft's task_type SEQ_2_SEQ_LM"
             )

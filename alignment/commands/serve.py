@@ -2,9 +2,9 @@
 
 import ipaddress
 import os
+import queue
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from alignment.adapters import load_adapter
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import read_prompts, start_token_of
@@ -87,9 +88,12 @@ def serve_model(
 @contextmanager
 def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]]:
     """The model for the routes, and the thread that runs it."""
-    # A tokenizer must not be used by two threads at once: one encodes prompts, one names tokens in answers, one decodes.
-    tokenizer, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(3))
-    encoding = threading.Lock()
+    # A tokenizer must not be used by two threads at once: two encode prompts, so that a long one does not hold up the
+    # others, one names tokens in answers, one decodes.
+    tokenizer, other, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(4))
+    encoders: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
+    encoders.put(tokenizer)
+    encoders.put(other)
     model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     if config.adapter is not None:
         model = load_adapter(model, find_directory(config.adapter)).eval()
@@ -103,8 +107,11 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
         )
 
     def encode(prompt: str | Messages) -> list[int]:
-        with encoding:
-            return read_prompts(tokenizer, [prompt], start)[0]
+        encoder = encoders.get()
+        try:
+            return read_prompts(encoder, [prompt], start)[0]
+        finally:
+            encoders.put(encoder)
 
     served = ServedModel(
         config.name or config.model,

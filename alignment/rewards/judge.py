@@ -12,8 +12,10 @@ import math
 import os
 import random
 import re
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -111,7 +113,7 @@ def post_json(service: JudgeSpec, body: bytes) -> object:
 
 def _post_once(service: JudgeSpec, body: bytes) -> object:
     """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
-    parts, deadline, received = urlsplit(service.url), time.monotonic() + service.timeout_seconds, b""
+    parts, deadline = urlsplit(service.url), time.monotonic() + service.timeout_seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if service.key_variable is not None:
@@ -119,13 +121,11 @@ def _post_once(service: JudgeSpec, body: bytes) -> object:
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
-            connection.request("POST", target, body, headers)
-            connection.sock.settimeout(max(1e-3, deadline - time.monotonic()))
-            answer = connection.getresponse()
-            while len(received) <= MAX_ANSWER_BYTES and (chunk := answer.read1(MAX_ANSWER_BYTES)):
-                received += chunk
-                if time.monotonic() > deadline:
-                    raise TimeoutError
+            connection.connect()
+            with _shut_at(deadline, connection.sock):
+                connection.request("POST", target, body, headers)
+                answer = connection.getresponse()
+                received = answer.read(MAX_ANSWER_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise RequestFailed(type(error).__name__, 0.0) from error
     except ValueError:  # of a header, whose value the error shows
@@ -141,6 +141,24 @@ def _post_once(service: JudgeSpec, body: bytes) -> object:
         return json.loads(received)
     except (ValueError, RecursionError) as error:
         raise RequestFailed("the answer is no JSON", 0.0) from error
+
+
+@contextlib.contextmanager
+def _shut_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """A block that ends at the deadline, with TimeoutError; a socket's own time-out begins anew with each byte."""
+
+    def shut() -> None:
+        with contextlib.suppress(OSError):  # the other side has closed it already
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if time.monotonic() >= deadline:
+            raise TimeoutError from None
 
 
 def _key(variable: str) -> str:

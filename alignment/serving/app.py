@@ -8,6 +8,7 @@ import json
 import queue
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+STUCK_SECONDS = 60.0  # a step that takes longer: nobody is answered before its end
+MOST_CHARACTERS = 4 * 2**20  # of a prompt
+CHARACTERS_PER_TOKEN = 16  # four times those of English text: a prompt with more on average is not worth encoding
 T = TypeVar("T")
 Receiver = Callable[[TokenEvent | BadRequest], object]  # called in the model's thread, so it must not block
 
@@ -61,6 +65,7 @@ class ModelThread:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._receivers: dict[int, Receiver] = {}  # by the request's number in the engine
         self._closing, self._lock = False, threading.Lock()  # nothing is ordered after `_closing` is set under the lock
+        self._began: float | None = None  # the present step or order; None between two
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
@@ -80,6 +85,17 @@ class ModelThread:
     def running(self) -> int:
         """Requests that have not finished, of those that the thread has taken."""
         return len(self._receivers)
+
+    @property
+    def queued(self) -> int:
+        """Groups of requests, and cancellations, that the thread takes after its present step."""
+        return self._orders.qsize()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the present step, or the taking of a request, has lasted so far; 0 between two."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, requests: Sequence[DecodingRequest], receivers: Sequence[Receiver]) -> Callable[[], None]:
         """Hand requests over; the function returned forgets those that have not finished.
@@ -106,14 +122,19 @@ class ModelThread:
             while not self._closing:
                 with suppress(queue.Empty):
                     while not self._closing:
-                        self._orders.get(block=not self._engine.unfinished)()
+                        self._timed(self._orders.get(block=not self._engine.unfinished))
                 if not self._closing and self._engine.unfinished:
-                    self._step()
+                    self._timed(self._step)
         finally:
             self._close()
             self._fail_all("the server stops")
             while not self._orders.empty():
                 self._orders.get()()
+
+    def _timed(self, part: Callable[[], None]) -> None:
+        self._began = time.monotonic()
+        part()
+        self._began = None
 
     def _step(self) -> None:
         try:
@@ -194,7 +215,8 @@ class ServedModel:
         """Token ids of a prompt.
 
         Raises:
-            BadRequest: an id that is none, or a prompt that the tokenizer or the chat template refuses.
+            BadRequest: an id that is none, a prompt that the tokenizer or the chat template refuses, or one so long that
+                it is not encoded.
         """
         if is_ids(prompt):
             ids = cast("list[int]", prompt)
@@ -202,6 +224,14 @@ class ServedModel:
                 raise BadRequest(f"prompt: {wrong[0]} is no token id; they are 0 to {self.vocabulary - 1}", "prompt")
             return ids
         param = "prompt" if isinstance(prompt, str) else "messages"
+        size = len(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
+        if size > (most := min(CHARACTERS_PER_TOKEN * self.positions, MOST_CHARACTERS)):
+            raise BadRequest(
+                f"{param}: {size} characters, of which at most {most} are read: the model has {self.positions} "
+                "positions; shorten the prompt",
+                param,
+                code="context_length_exceeded",
+            )
         try:
             ids = self.encode(cast("str | Messages", prompt))
         except UserError as error:
@@ -299,9 +329,14 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
     description: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "alignment"}
 
     async def health(request: "Request") -> "ASGIApp":
+        seconds = thread.step_seconds
         if not thread.alive:
             raise BadRequest("the model's thread has ended", status=503)
-        return json_response({"status": "ok", "running": thread.running})
+        if seconds > STUCK_SECONDS:
+            message = f"the model's step takes {seconds:.0f} s so far; nobody is answered before its end"
+            raise BadRequest(message, status=503)
+        found = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
+        return json_response({"status": "ok", **found})
 
     async def models(request: "Request") -> "ASGIApp":
         return json_response({"object": "list", "data": [description]})
@@ -342,7 +377,7 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
         raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
     asked, prompts = read_request(kind, await json_body(request))
     check_name(asked.model, served)
-    encoded = [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
+    encoded = await while_connected(request, encode_all(served, prompts))
     answer = Answer(thread, served.requests(asked, encoded))
     writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
     if asked.stream:
@@ -354,6 +389,11 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
     finally:
         answer.close()
     return json_response(writer.whole(answer.choices))
+
+
+async def encode_all(served: ServedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
+    return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
 
 
 def check_name(name: str | None, served: ServedModel) -> None:

@@ -78,8 +78,8 @@ def test_wrong_rows_are_named_all_at_once(sft, tmp_path, rows, parts):
     ("stage", "base"),
     [
         ("sft", "policy: BASE\ndata: {train: good.jsonl, evaluation: [none.jsonl]}"),
-        ("reward", "policy: BASE\ndata: {train: good.jsonl}\nnormalize: {responses: sampled, prompts: none.jsonl}"),
-        ("dpo", "policy: BASE\ndata: {train: good.jsonl}\nsft_coef: 1.0\nsft: {train: folder, split: none}"),
+        ("reward", "policy: BASE\ndata: {train: [good.jsonl, none.jsonl]}"),
+        ("dpo", "policy: BASE\ndata: {train: folder, split: none}"),
         ("ppo", "policy: BASE\nreward_model: BASE\ndata: {train: [{source: none.jsonl}]}"),
         ("online-dpo", "policy: BASE\nreward_model: BASE\ndata: {train: none.jsonl}"),
         ("pretrain", "policy: BASE\ndata: {train: none/*.jsonl}"),

@@ -65,6 +65,8 @@ def test_the_shared_cases():
         ("```\nx\n```\n```\ny\n```\n", "y\n"),
         ("```pythonic\nx\n```\n", "```pythonic\nx\n```\n"),
         ("```python\nx\n```\n```python\ncut off", "x\n"),
+        ("cut\n```python\nx = 1", "cut\n```python\nx = 1"),
+        ("no fence", "no fence"),
     ],
 )
 def test_the_code_of_a_response(text, code):

@@ -63,7 +63,8 @@ def test_what_may_succeed_is_tried_again_and_what_is_no_score_is_none(serve, ans
 def test_a_server_that_hangs_or_sends_a_byte_now_and_then_is_given_up(serve):
     hang = serve(lambda body, count: time.sleep(3) or good(1))
     slow = serve(lambda body, count: (200, {}, list('{"score": 1}')))
-    for url, longest in ((hang.url, 2), (slow.url, 3), ("http://127.0.0.1:9/score", 1)):
+    headers = serve(lambda body, count: list('HTTP/1.0 200 OK\r\nServer: stub\r\n\r\n{"score": 1}'))
+    for url, longest in ((hang.url, 2), (slow.url, 2), (headers.url, 2), ("http://127.0.0.1:9/score", 1)):
         began = time.monotonic()
         assert judge_reward(JudgeSpec(url, **QUICK | {"retries": 1}))(samples("a")) == [None]
         assert time.monotonic() - began < longest

@@ -397,6 +397,9 @@ class FailingEngine:
         self.requests.append(len(self.requests) + 1)
         return self.requests[-1]
 
+    def cancel(self, number: int) -> None:
+        self.requests.remove(number)
+
     def step(self) -> list[TokenEvent]:
         if self.failures:
             raise RuntimeError(self.failures.pop())
@@ -416,16 +419,31 @@ def test_a_failed_step_fails_the_requests_it_had_and_the_next_are_answered():
     assert not thread.alive
 
 
+def test_a_request_that_cannot_be_added_fails_alone():
+    arrived = []
+    with ModelThread(lambda: FailingEngine([])) as thread:
+        thread.submit([DecodingRequest([1, 2, 3]), DecodingRequest([1, 2])], [arrived.append] * 2)
+        wait_until(lambda: len(arrived) == 2, "both are answered")
+        assert thread.alive
+    failed, answered = arrived
+    assert isinstance(failed, BadRequest) and failed.status == 500 and answered.finish == "stop"
+
+
 def stub_model(encode) -> ServedModel:
     return ServedModel("stub", None, encode, (), vocabulary=100, positions=64)
 
 
-def test_a_client_that_goes_away_within_its_body_is_no_error_of_the_server():
-    messages = [{"type": "http.request", "body": b'{"prompt": "Ho', "more_body": True}, {"type": "http.disconnect"}]
+async def ask(app, body: bytes, gone: asyncio.Event | None = None) -> int | None:
+    """Status of a completion; None: none was sent. The client goes away when `gone` says so, or within its body."""
+    messages = [{"type": "http.request", "body": body, "more_body": gone is None}]
     sent = []
 
     async def receive():
-        return messages.pop(0)
+        if messages:
+            return messages.pop(0)
+        if gone is not None:
+            await gone.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message) -> None:
         sent.append(message)
@@ -435,9 +453,106 @@ def test_a_client_that_goes_away_within_its_body_is_no_error_of_the_server():
         "type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b"",
         "root_path": "", "scheme": "http", "http_version": "1.1", "client": None, "server": None,
     }  # fmt: skip
+    await app(scope, receive, send)
+    return next((message["status"] for message in sent if "status" in message), None)
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_error_of_the_server():
     with ModelThread(lambda: FailingEngine([])) as thread:
-        asyncio.run(build_app(stub_model(lambda prompt: [1, 2]), thread)(scope, receive, send))
-    assert {message["status"] for message in sent if "status" in message} <= {499}
+        app = build_app(stub_model(lambda prompt: [1, 2]), thread)
+        assert asyncio.run(ask(app, b'{"prompt": "Ho')) in (None, 499)
+
+
+def test_prompts_are_encoded_as_long_as_their_client_is_there():
+    """Fifty of 100 take a second; the client goes away after the second one."""
+    encoded = []
+
+    async def go_away():
+        gone, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def encode(prompt):
+            encoded.append(prompt)
+            time.sleep(0.02)
+            if len(encoded) == 2:
+                loop.call_soon_threadsafe(gone.set)
+            return [1, 2]
+
+        body = json.dumps({"prompt": [f"prompt {number}" for number in range(100)]}).encode()
+        return await ask(build_app(stub_model(encode), thread), body, gone)
+
+    with ModelThread(lambda: FailingEngine([])) as thread:
+        assert asyncio.run(go_away()) in (None, 499)
+        assert 2 <= len(encoded) < 50 and not thread.running
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded():
+    """64 positions: 16 characters a token are 1,024."""
+    encoded = []
+    served = stub_model(lambda prompt: encoded.append(prompt) or [1, 2])
+    with ModelThread(lambda: FailingEngine([])) as thread, running_server(build_app(served, thread)) as url:
+        for kind, asked in (
+            ("completions", {"prompt": ["b", "a" * 1025, "c"]}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a" * 1025}]}),
+        ):
+            status, text = call(f"{url}/v1/{kind}", asked)
+            error = json.loads(text)["error"]
+            assert (status, error["code"], "1024" in error["message"]) == (400, "context_length_exceeded", True)
+        assert encoded == ["b"]
+        assert call(f"{url}/v1/completions", {"prompt": "a" * 1024})[0] == 200
+
+
+def test_a_prompt_that_takes_long_to_encode_does_not_hold_up_the_others(directory, monkeypatch):
+    read, begun, end = serving.read_prompts, threading.Event(), threading.Event()
+
+    def slow(tokenizer, prompts, start):
+        if prompts == ["large"]:
+            begun.set()
+            assert end.wait(20)
+        return read(tokenizer, prompts, start)
+
+    monkeypatch.setattr(serving, "read_prompts", slow)
+    with (
+        serving.load_served(serving.ServeConfig(str(directory))) as (served, thread),
+        running_server(build_app(served, thread)) as url,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        large = pool.submit(call, f"{url}/v1/completions", {"prompt": "large"})
+        assert begun.wait(5)
+        small = pool.submit(call, f"{url}/v1/completions", {"prompt": "small"})
+        try:
+            assert small.result(5)[0] == 200 and not large.done()
+        finally:
+            end.set()
+        assert large.result(5)[0] == 200
+
+
+class StuckEngine(FailingEngine):
+    """An engine whose step does not end before `end` is set."""
+
+    def __init__(self):
+        super().__init__([])
+        self.end = threading.Event()
+
+    def step(self) -> list[TokenEvent]:
+        self.end.wait(20)
+        return super().step()
+
+
+def test_health_is_unavailable_while_a_step_does_not_end(monkeypatch):
+    monkeypatch.setattr("alignment.serving.app.STUCK_SECONDS", 0.3)
+    engine, arrived = StuckEngine(), []
+    with ModelThread(lambda: engine) as thread, running_server(build_app(stub_model(None), thread)) as url:
+        assert call(f"{url}/health")[0] == 200
+        thread.submit([DecodingRequest([1, 2])], [arrived.append])
+        try:
+            wait_until(lambda: call(f"{url}/health")[0] == 503, "the step takes 20 s")
+            thread.submit([DecodingRequest([1, 2])], [arrived.append])
+            assert (thread.running, thread.queued) == (1, 1)
+        finally:
+            engine.end.set()
+        wait_until(lambda: len(arrived) == 2, "the step has ended")
+        idle = {"status": "ok", "running": 0, "queued": 0, "step_seconds": 0.0}
+        wait_until(lambda: json.loads(call(f"{url}/health")[1]) == idle, "nothing is left")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
