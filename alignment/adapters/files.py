@@ -1,7 +1,10 @@
 """A directory of an adapter of any kind: its base, its settings and its members."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.files import check_directory, read_json_object, write_json
@@ -101,3 +104,10 @@ def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
         return build(kind, SourcedYaml({key: value for key, value in values.items() if key != BASE}, {(): where}))
     except UserError as error:
         raise UserError(f"{error}; write the adapter again") from error
+
+
+def check_size(asked: float, tensors: Sequence[Tensor]) -> None:
+    """Refuse a rank or a number of virtual tokens that the file's tensors do not have, before any is allocated."""
+    held = max(map(len, tensors), default=0)
+    if asked > held:
+        raise UserError(f"its settings ask for {asked:g} (rank, virtual tokens), and {WEIGHTS} holds {held}")

@@ -32,7 +32,7 @@ from alignment.adapters.extras import (
     token_rows,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, check_size
 from alignment.adapters.layer_names import (
     BEFORE,
     FileLayer,
@@ -357,6 +357,8 @@ class LoRAKind(InjectedKind):
         if not ours:
             spec = _with_layers_of_file(spec, tensors, file_layers(model))
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
+        downs = [tensor for name, tensor in tensors.items() if "lora_A" in name and tensor.dim()]
+        check_size(max([spec.rank, *spec.rank_pattern.values()]), downs)
         attach_lora(model, spec)
         found: dict[str, Tensor | None] = {}
         for layer, heights in self.file_parts(model):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.adapters.extras import Change, State
-from alignment.adapters.files import CONFIG, build_spec
+from alignment.adapters.files import CONFIG, build_spec, check_size
 from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -111,8 +111,9 @@ class VirtualTokensKind:
         self, model: AnyModel, spec: PrefixSpec | PromptSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
         """Attach virtual tokens, take their tensor from a file's and return it by our name; None: missing."""
-        self.attach(model, spec)
         vectors = tensors.pop("prompt_embeddings", None)
+        check_size(spec.tokens, [] if vectors is None or not vectors.dim() else [vectors])
+        self.attach(model, spec)
         found = None if vectors is None else self.of_file(model, vectors, directory)
         return {f"{self.attribute}.embedding.weight": found}
 
