@@ -104,10 +104,14 @@ class Result:
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
-        """Go on from the state of a checkpoint; None: there was none."""
+        """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
         if self.best is None or state is None:
             return
         self.best.restore(state["best"])
+        if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
+            self._run.note(
+                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
+            )
         if self.exhausted:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
@@ -148,10 +152,10 @@ class Result:
         ended = self._engine.step if ended is None else ended
         problems, which = [], f"step {ended}"
         if self.best is not None:
-            group, path = self._engine.process_group, self._root / f"step-{self.best.step:06d}"
-            problems = group.broadcast_object(_problems(self.best, path) if group.is_main else [])
+            group = self._engine.process_group
+            problems = group.broadcast_object(self._problems(self.best) if group.is_main else [])
             if not problems:
-                self._engine.load(path)
+                self._engine.load(self._path(self.best))
                 which = f"step {self.best.step}, the best by {self.best.metric} ({self.best.value:.6g})"
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
@@ -160,10 +164,12 @@ class Result:
             self._save()
         raise_all(f"{line}; the best weights are lost, and model/ holds those of step {ended}" for line in problems)
 
+    def _path(self, best: BestEvaluation) -> Path:
+        return self._root / f"step-{best.step:06d}"
 
-def _problems(best: BestEvaluation, path: Path) -> list[str]:
-    """Why the best weights cannot be loaded."""
-    if best.value is None:
-        return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
-    damage, missing = verify(path)
-    return damage + [f"{path / name} is missing" for name in missing]
+    def _problems(self, best: BestEvaluation) -> list[str]:
+        """The reasons why the best weights cannot be loaded."""
+        if best.value is None:
+            return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
+        damage, missing = verify(self._path(best))
+        return damage + [f"{self._path(best) / name} is missing" for name in missing]
