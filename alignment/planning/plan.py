@@ -255,7 +255,7 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
 
 
 def mean_over_sources(data: DataConfig, values: Sequence[np.ndarray]) -> float:
-    """The mean of one value per row, [rows of the source], over the rows that a run draws from the sources."""
+    """The mean of one value per row, [rows of the source], over the rows that a run sees."""
     sizes = list(map(len, values))
     shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
     return float(sum(share * each.mean() for share, each in zip(shares, values, strict=True)))
