@@ -11,7 +11,7 @@ from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
-from alignment.planning.plan import Data, Plan, make_plan, read_training_rows
+from alignment.planning.plan import CHARACTERS, Data, Plan, make_plan, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
@@ -115,15 +115,18 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     length, device = plan.length, plan.device
     seconds = plan.seconds(mfu)
     if length.steps is None or length.operations is None or length.tokens is None or seconds is None:
-        yield "rows: not known, since data or tokenizer are not here; set training.max_steps for the length of the run"
+        yield "rows: not known, since the data is not here; set training.max_steps for the length of the run"
         return
     rows = "rows: not known" if length.rows is None else f"{length.rows:,} rows"
-    most = "" if length.counted else "at most "
-    yield f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, {most}{length.tokens:.4g} tokens"
+    most = {"tokens": "", "characters": "about ", "max_length": "at most "}[length.counted]
+    why = f" ({CHARACTERS} characters a token: the tokenizer is not here)" if length.counted == "characters" else ""
+    yield f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, {most}{length.tokens:.4g} tokens{why}"
     yield f"{length.operations:.3g} operations (6 per trained weight and token, 4 per frozen one, 2 without gradients)"
     units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
     unit, size = next((each for each in units if seconds >= 2 * each[1]), units[-1])
-    sampling = "; responses are taken to be as long as they may" if length.decoding_bytes else ""
+    sampling = ""
+    if length.decoding_bytes:
+        most, sampling = "at most ", "; responses are taken to be as long as they may"
     rate = f"{plan.layout.gpus} x {device.tflops:.3g} TFLOP/s ({device.name})"
     yield f"{most}{seconds / size:.1f} {unit} at {mfu:.0%} of {rate}{sampling}"
     if device.assumed:

@@ -1,6 +1,6 @@
 """Symptoms of a training run that went wrong, judged by its logs (`alignment doctor --run DIR`): one table.
 
-A threshold that PPO's alarms have during the run too is in training/collapse.py; the others stand here with their reason.
+A threshold that PPO's alarms have during the run too is in training/loop.py; the others stand here with their reason.
 """
 
 import textwrap

@@ -4,10 +4,12 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 from torch import nn
 
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
@@ -18,6 +20,8 @@ from alignment.config.yaml_source import read_yaml
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.prepare import prepare, prepare_with
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Demonstration, Prompt, Record, Steps, Text, replies_of
 from alignment.data.stream import epoch_rows, mixing_shares, tables_of
 from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
@@ -35,6 +39,7 @@ from alignment.training.distributed import init_distributed, launched_rank
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
 CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
+CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
 
 SMALLER = (
@@ -50,12 +55,14 @@ class Data:
     """The training rows, as far as they are known.
 
     Attributes:
-        rows: rows of one epoch; None where the data or the tokenizer is not there.
-        examples: tokenized.
+        rows: rows of one epoch; None where the data is not there.
+        examples: tokenized; None where the tokenizer is not there either.
+        characters: of a row, on average, its prompt once for each response; None where rows are tokenized.
     """
 
     rows: int | None = None
     examples: Sequence[Any] | None = None
+    characters: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ class RunLength:
     """The length of a run; None for what depends on rows that are not known.
 
     Attributes:
-        counted: the tokens are those of the data, not the most that `data.max_length` allows.
+        counted: the tokens are those of the data, its characters where the tokenizer is not there, or the most that
+            `data.max_length` allows.
         decoding_bytes: weights that one device reads to sample, at most: each token of a batch of responses reads all.
     """
 
@@ -71,7 +79,7 @@ class RunLength:
     steps: int | None = None
     tokens: float | None = None
     operations: float | None = None
-    counted: bool = False
+    counted: Literal["tokens", "characters", "max_length"] = "max_length"
     decoding_bytes: float = 0.0
 
 
@@ -217,14 +225,22 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
 
 
 def read_training_rows(config: StageConfig, stage: Workload) -> Data:
-    """The training rows of a config, where files and tokenizer are on this disk."""
+    """The training rows of a config, where their files are on this disk; tokenized where the tokenizer is too."""
     name = getattr(config, "tokenizer", None) or config.policy
     files = [Path(source.source) for source in config.data.sources("train")]
-    here = name and Path(name).is_dir() and all(file.is_file() for file in files)
-    if stage.kind is None or config.data.streaming or not here:
+    if stage.kind is None or config.data.streaming or not all(file.is_file() for file in files):
         return Data()
     new = {key: getattr(config, key, ()) for key in ("add_tokens", "add_special_tokens")}
-    tokenizer = load_tokenizer(str(name), getattr(config, "chat_template", None), **new)
+    tokenizer = None
+    if name and Path(name).is_dir():
+        with suppress(UserError):  # a base without the files of a tokenizer
+            tokenizer = load_tokenizer(str(name), getattr(config, "chat_template", None), **new)
+    if tokenizer is None:
+        data, sources = config.data, config.data.sources("train")
+        groups = [sources] if data.mixing == "concatenate" else [[source] for source in sources]
+        read = [read_rows(group, stage.kind, max_rows=data.max_rows, on_bad_row="skip")[0] for group in groups]
+        characters = mean_over_sources(data, [np.array(list(map(characters_of, rows))) for rows in read])
+        return Data(epoch_rows(data, list(map(len, read))), characters=characters)
     if isinstance(config, RewardConfig):
         preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
         examples, _ = prepare_with(preparation, config.data, tokenizer, part="train")
@@ -235,10 +251,31 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
 
 def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
     """Tokens of a row, on average over the rows that a run sees."""
-    totals = [totals_of(table) for table in tables_of(examples)]
-    sizes = list(map(len, totals))
+    return mean_over_sources(data, [totals_of(table) for table in tables_of(examples)])
+
+
+def mean_over_sources(data: DataConfig, values: Sequence[np.ndarray]) -> float:
+    """The mean of one value per row, [rows of the source], over the rows that a run sees."""
+    sizes = list(map(len, values))
     shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
-    return float(sum(share * each.mean() for share, each in zip(shares, totals, strict=True)))
+    return float(sum(share * each.mean() for share, each in zip(shares, values, strict=True)))
+
+
+def characters_of(record: Record) -> int:
+    """Characters of a record; its prompt counts once for each of its responses."""
+    if isinstance(record, Text):
+        return len(record.text)
+    if isinstance(record, Demonstration) and record.messages is not None:
+        return _length(record.messages)
+    replies = replies_of(record)
+    prompts = 1 if isinstance(record, Prompt | Steps) else len(replies)
+    return sum(map(len, replies)) + prompts * _length(record.prompt)
+
+
+def _length(value: object) -> int:
+    if isinstance(value, Mapping | list):
+        return sum(map(_length, value.values() if isinstance(value, Mapping) else value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def run_length(
@@ -255,7 +292,12 @@ def run_length(
         return RunLength(None)
     steps = training.steps(data.rows or 0)
     of_row = 1 if stage.responses else stage.documents  # documents that the data holds of a row
-    mean: float = mean_tokens(config.data, data.examples) if data.examples else config.data.max_length * of_row
+    counted: Literal["tokens", "characters", "max_length"] = "max_length"
+    mean: float = config.data.max_length * of_row
+    if data.examples:
+        mean, counted = mean_tokens(config.data, data.examples), "tokens"
+    elif data.characters is not None:
+        mean, counted = min(data.characters / CHARACTERS, mean), "characters"
     if stage.responses:
         mean = (mean + getattr(config, "max_new_tokens", 0)) * stage.responses
     length = max(1, round(mean / (stage.responses or of_row)))
@@ -270,7 +312,7 @@ def run_length(
         passes = steps * math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
         types = computing_types(networks["policy"], training.precision)
         decoding = float(passes * whole_bytes(types, lambda _: True))
-    return RunLength(data.rows, steps, tokens, tokens * operations, bool(data.examples), decoding)
+    return RunLength(data.rows, steps, tokens, tokens * operations, counted, decoding)
 
 
 def forward_per_token(model: nn.Module, length: int) -> float:

@@ -27,7 +27,7 @@ from alignment.training.run.checkpoints import (
     save_checkpoint,
     unchanged_random_state,
 )
-from alignment.training.run.directory import Run
+from alignment.training.run.directory import Run, read_log
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import Collate, LossFn, Term, averages, shard_rows
 
@@ -201,6 +201,8 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     if problem:
         raise UserError(problem)
     if path is None:
+        if run.is_main and (lines := read_log(run.output / "metrics.jsonl")[0]):
+            run.note(f"{lines[-1][0]} updates of an earlier start are lost: there is no checkpoint to go on from")
         return None
     identity = process_group.broadcast_object(run.identity)
     state = restore_checkpoint(path, engines, identity)

@@ -1,17 +1,21 @@
 """The weights that a run writes to model/: of its last update or best evaluation, or their moving average.
 
-The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. Where they are
-lost, model/ holds the last ones, and the run ends with an error.
+The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
+best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are lost, model/
+holds the last ones, and the run ends with an error.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError, raise_all
+from alignment.files import remove_directory
 from alignment.training.engine import Engine
-from alignment.training.run.checkpoints import save_checkpoint, verify
+from alignment.training.run.checkpoints import STATE, checkpoints, save_checkpoint, step_of, verify
 from alignment.training.run.directory import Run
 from alignment.training.settings import EarlyStopping, TrainingConfig, is_lower_better
 
@@ -19,6 +23,7 @@ NO_EVALUATION = (
     "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name some, or "
     "hold a share of data.train out by data.evaluation_share, or leave them out"
 )
+ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `Result` chooses among them
 
 
 class BestEvaluation:
@@ -104,10 +109,14 @@ class Result:
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
-        """Go on from the state of a checkpoint; None: there was none."""
+        """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
         if self.best is None or state is None:
             return
         self.best.restore(state["best"])
+        if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
+            self._run.note(
+                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
+            )
         if self.exhausted:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
@@ -128,7 +137,8 @@ class Result:
                 f"{', '.join(sorted(metrics)) or 'no metrics'}"
             )
         if self.best.add(step, value):
-            save_checkpoint(self._root, step, self._engine, self.state(), self._run.identity, keep=1)
+            save_checkpoint(self._root, step, self._engine, self.state(), self._run.identity, keep=ALL)
+            self._delete_older(self.best)
         if self.best.value is None:
             return {}
         return {"best_step": float(self.best.step), f"best_{metric}": self.best.value}
@@ -148,10 +158,10 @@ class Result:
         ended = self._engine.step if ended is None else ended
         problems, which = [], f"step {ended}"
         if self.best is not None:
-            group, path = self._engine.process_group, self._root / f"step-{self.best.step:06d}"
-            problems = group.broadcast_object(_problems(self.best, path) if group.is_main else [])
+            group = self._engine.process_group
+            problems = group.broadcast_object(self._problems(self.best) if group.is_main else [])
             if not problems:
-                self._engine.load(path)
+                self._engine.load(self._path(self.best))
                 which = f"step {self.best.step}, the best by {self.best.metric} ({self.best.value:.6g})"
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
@@ -159,11 +169,25 @@ class Result:
         with self._engine.averaged_weights():
             self._save()
         raise_all(f"{line}; the best weights are lost, and model/ holds those of step {ended}" for line in problems)
+        if self.best is not None:
+            self._delete_older(self.best)
 
+    def _delete_older(self, best: BestEvaluation) -> None:
+        """Delete the weights of earlier bests, except where a checkpoint of the run still knows them as the best."""
+        if self._engine.process_group.is_main:
+            known = {best.step}
+            for path in checkpoints(self._run.checkpoints):
+                with suppress(OSError, ValueError, LookupError, TypeError):  # a damaged one knows of none
+                    known.add(json.loads((path / STATE).read_text(encoding="utf-8"))["state"]["best"]["step"])
+            for path in [path for path in checkpoints(self._root) if step_of(path) not in known]:
+                remove_directory(path)
 
-def _problems(best: BestEvaluation, path: Path) -> list[str]:
-    """Why the best weights cannot be loaded."""
-    if best.value is None:
-        return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
-    damage, missing = verify(path)
-    return damage + [f"{path / name} is missing" for name in missing]
+    def _path(self, best: BestEvaluation) -> Path:
+        return self._root / f"step-{best.step:06d}"
+
+    def _problems(self, best: BestEvaluation) -> list[str]:
+        """The reasons why the best weights cannot be loaded."""
+        if best.value is None:
+            return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
+        damage, missing = verify(self._path(best))
+        return damage + [f"{self._path(best) / name} is missing" for name in missing]

@@ -48,6 +48,23 @@ def is_lower_better(metric: str) -> bool:
 
 
 @dataclass(frozen=True)
+class TrackingConfig(Settings):
+    """The project, name, group and tags under which trackers file a run.
+
+    Attributes:
+        project: None: the tracker's own variable (WANDB_PROJECT), else alignment. mlflow and aim call it an experiment.
+        name: of the run; None: WANDB_NAME or its like, else stage and output directory, such as sft-tiny.
+        group: of runs, with wandb.
+        tags: with wandb and clearml.
+    """
+
+    project: str | None = None
+    name: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainingConfig(Settings):
     """Length, batch size, precision, memory, checkpoints and logs of a run.
 
@@ -82,8 +99,8 @@ class TrainingConfig(Settings):
         resume: continue from the newest complete checkpoint in the run's directory. A finished run goes on where epochs or
             max_steps has grown and it kept the checkpoint of its end.
         again: repeat a run that is finished, or was stopped, from the beginning; its checkpoints and logs are deleted.
-        trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio. They file the run under the name of
-            stage and output directory, in the project that their own variables name (WANDB_PROJECT), else in `alignment`.
+        trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
+        tracking: where these trackers file the run.
     """
 
     epochs: Annotated[float, Interval(gt=0, le=MOST_EPOCHS)] | None = 1
@@ -106,6 +123,7 @@ class TrainingConfig(Settings):
     resume: bool = True
     again: bool = False
     trackers: list[str] = field(default_factory=list)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     RULES = (
         Rule(

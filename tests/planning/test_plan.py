@@ -19,11 +19,20 @@ from alignment.cli import main
 from alignment.commands.plan import stage_of
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.examples import Example
+from alignment.data.rows.records import Comparison, LabeledResponse, Prompt, Ranking, Steps, Text
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.layout import Device, Layout, read_layout
 from alignment.planning.networks import quantized_bytes
-from alignment.planning.plan import Data, largest_that_fits, make_plan, mean_tokens, read_training_rows, run_length
+from alignment.planning.plan import (
+    Data,
+    characters_of,
+    largest_that_fits,
+    make_plan,
+    mean_tokens,
+    read_training_rows,
+    run_length,
+)
 from alignment.planning.stages import find_start, packaged_bases, workload_of
 from alignment.training import OptimConfig, TrainingConfig
 from tests.distributed.processes import run_ranks
@@ -361,6 +370,56 @@ def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
         (6 * long + 2 * short) / 8
     )
     assert Data(8).examples is None
+
+
+def test_without_a_tokenizer_tokens_are_estimated_from_the_characters(base, tmp_path, capsys):
+    """Ten rows of 12 + 28 characters are about 10 tokens each, and not data.max_length."""
+    rows = [{"prompt": f"question {number:2d} ", "completion": "a" * 28} for number in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "policy": base, "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 1024}, "output": "out",
+        "training": {"batch_size": 5, "micro_batch_tokens": 1024, "epochs": 3},
+    }  # fmt: skip
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
+    assert main(["plan", str(tmp_path / "sft.yaml"), "--gpu-memory", "24", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens"] == pytest.approx(3 * 10 * 40 / 4) and plan["counted"] == "characters"
+    assert main(["plan", str(tmp_path / "sft.yaml"), "--gpu-memory", "24"]) == 0
+    text = capsys.readouterr().out
+    assert "about 300 tokens" in text and "taken to be an RTX 4090" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "characters"),
+    [
+        (Text("abcd", "1"), 4),
+        (Prompt("abc", {"answer": "long"}, "1"), 3),
+        (Comparison("abc", "de", "fgh", None, "1"), 2 * 3 + 2 + 3),
+        (Ranking("abc", ("d", "ef"), (0, 1), "1"), 2 * 3 + 1 + 2),
+        (Steps("abc", ("de", "f"), (True, False), "1"), 3 + 2 + 1),
+        (LabeledResponse([{"role": "user", "content": "abc"}], "de", True, "1"), len("user") + 3 + 2),
+    ],
+)
+def test_the_characters_of_a_row_are_those_of_its_documents(record, characters):
+    assert characters_of(record) == characters
+
+
+def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):
+    """2 updates of 4 prompts with 2 responses in batches of 4: 2 * 2 * 16 passes over the weights, 4 bytes each."""
+    config = PPOConfig(
+        policy=base,
+        reward_model=base,
+        data=DataConfig("nowhere.jsonl", max_length=64),
+        output="out",
+        max_new_tokens=16,
+        responses_per_prompt=2,
+        micro_rollout_batch_size=4,
+        training=TrainingConfig(batch_size=4, micro_batch_tokens=512, max_steps=2),
+    )
+    plan = make_plan(config, Layout(), replace(GPU, bandwidth=1e12))
+    assert plan.length.decoding_bytes == 2 * 2 * 16 * 4 * PARAMETERS
+    slower = replace(plan, device=replace(plan.device, bandwidth=0.5e12))
+    assert slower.seconds(0.5) - plan.seconds(0.5) == pytest.approx(plan.length.decoding_bytes / 0.5e12)
 
 
 def test_a_run_writes_its_choice_and_a_resume_keeps_it(checkpoints, world, tmp_path, monkeypatch, capsys):

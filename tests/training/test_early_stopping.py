@@ -168,6 +168,32 @@ def test_damaged_best_weights_are_named_and_the_last_ones_are_written(tmp_path):
         assert equal(written(tmp_path), after(8))
 
 
+def test_a_run_that_died_after_a_better_evaluation_goes_on_from_the_best_its_checkpoint_knows(tmp_path):
+    settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
+    falling = [3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.75, 0.6]
+    with pytest.raises(KeyboardInterrupt):  # after a better evaluation at step 3, which no checkpoint knows
+        train(tmp_path, kill_after=3, values=falling, **settings)
+    assert sorted(os.listdir(tmp_path / "checkpoints/best")) == ["step-000002", "step-000003"]
+    worse = [3.0, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.5]  # as another machine might find
+    train(tmp_path, values=worse, **settings)
+    assert equal(written(tmp_path), after(2))
+
+
+def test_a_resume_says_at_once_that_the_best_weights_are_damaged_and_a_better_evaluation_makes_up_for_it(
+    tmp_path, capsys
+):
+    settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
+    with pytest.raises(SystemExit):
+        train(tmp_path, stop_after=4, values=BEST_THIRD, **settings)
+    damage_best(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):  # stopped again, long before the end
+        train(tmp_path, stop_after=5, values=BEST_THIRD, **settings)
+    assert "best/step-000003/model.safetensors does not have" in capsys.readouterr().err
+    train(tmp_path, values=[*BEST_THIRD[:6], 0.5, 1.2], **settings)
+    assert equal(written(tmp_path), after(7))
+
+
 def test_without_a_finite_evaluation_the_last_weights_are_written(tmp_path):
     with pytest.raises(UserError, match="no evaluation had a finite held_out_loss"):
         train(tmp_path, keep_best="held_out_loss", values=[float("nan")] * 8)

@@ -151,12 +151,32 @@ def test_a_run_saves_by_itself_as_its_clock_says_and_ends_as_without_saves(tmp_p
     assert left == [f"step-{step:06d}" for step in expected[-1:]]  # that of the end alone
 
 
+def test_a_run_that_died_goes_on_from_what_it_saved_by_itself(tmp_path, monkeypatch):
+    clock = {"seconds": 10.0, "steps": 20}
+    whole, _ = train_by_clock(tmp_path / "whole", monkeypatch, **clock)
+    with pytest.raises(RuntimeError, match="killed"):
+        train_by_clock(tmp_path / "parts", monkeypatch, **clock, fails_after=15)
+    assert sorted(os.listdir(tmp_path / "parts" / "checkpoints")) == ["step-000012", "step-000014"]
+    parts, saved = train_by_clock(tmp_path / "parts", monkeypatch, **clock)
+    assert saved == [16, 18, 20]
+    assert equal(parts, whole)
+
+
 def test_a_disk_without_space_for_checkpoints_does_not_end_a_run_that_asked_for_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     engine, saved = train_by_clock(tmp_path / "auto", monkeypatch, seconds=10.0, steps=4)
     assert (engine.step, saved) == (4, []) and "1000 are free" in capsys.readouterr().err
     with pytest.raises(UserError, match="1000 are free"):
         train_by_clock(tmp_path / "asked", monkeypatch, seconds=10.0, steps=4, save_every_steps=2)
+
+
+def test_a_start_from_nothing_says_how_many_updates_of_an_earlier_one_are_lost(tmp_path, monkeypatch, capsys):
+    with pytest.raises(RuntimeError, match="killed"):
+        train_by_clock(tmp_path, monkeypatch, seconds=0.1, steps=5, fails_after=3)
+    capsys.readouterr()
+    train_by_clock(tmp_path, monkeypatch, seconds=0.1, steps=5)
+    assert "3 updates of an earlier start are lost" in capsys.readouterr().err
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_nothing_that_is_not_finite_reaches_the_disk(tmp_path):

@@ -40,10 +40,14 @@ def stand_in(monkeypatch):
     return install
 
 
-def train(output, trackers: list[str]) -> None:
+def train(output, trackers: list[str], **tracking) -> None:
     """Two updates of a toy model, logged to these trackers; no process has been asked about before."""
     accelerate.PartialState._reset_state()
-    config = {"optim": {"learning_rate": 1e-2}, "adapter": None, "training": {"trackers": trackers}}
+    config = {
+        "optim": {"learning_rate": 1e-2},
+        "adapter": None,
+        "training": {"trackers": trackers, "tracking": tracking},
+    }
     training = TrainingConfig(max_steps=2)
     with Run(output, config, stage="toy") as run:
         engine = toy_engine(steps=2, training=training)
@@ -64,20 +68,43 @@ def test_each_tracker_is_opened_gets_the_metrics_and_is_closed(tmp_path, stand_i
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("tracking", "variables", "expected"),
     [
-        ({}, {"project": "alignment", "name": "toy-run"}),
-        ({"WANDB_PROJECT": "theirs", "WANDB_NAME": "third"}, {"project": "theirs", "name": "third"}),
+        ({}, {}, {"project": "alignment", "name": "toy-run"}),
+        ({}, {"WANDB_PROJECT": "theirs", "WANDB_NAME": "third"}, {"project": "theirs", "name": "third"}),
+        (
+            {"project": "ours", "name": "first", "group": "seeds", "tags": ["a", "b"]},
+            {"WANDB_PROJECT": "theirs"},
+            {"project": "ours", "name": "first", "group": "seeds", "tags": ["a", "b"]},
+        ),
     ],
 )
-def test_wandb_files_the_run_as_its_variables_say(tmp_path, stand_in, monkeypatch, variables, expected):
+def test_wandb_files_the_run_as_the_config_says_or_as_its_variables_do(
+    tmp_path, stand_in, monkeypatch, tracking, variables, expected
+):
     for name in ("WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     package = stand_in("wandb")
-    train(tmp_path / "run", ["wandb"])
+    train(tmp_path / "run", ["wandb"], **tracking)
     package.init.assert_called_once_with(**expected)
+
+
+@pytest.mark.parametrize(
+    ("trackers", "tracking", "why"),
+    [
+        ([], {"project": "ours"}, r"tracking\.project.*wandb"),
+        (["comet_ml"], {"tags": ["a"], "group": "g"}, r"(?s)tracking\.tags: comet_ml takes no tags.*tracking\.group"),
+    ],
+)
+def test_a_key_that_no_tracker_takes_is_refused(tmp_path, stand_in, trackers, tracking, why):
+    for name in trackers:
+        stand_in(name)
+    with pytest.raises(UserError, match=why):
+        train(tmp_path, trackers, **tracking)
+    stand_in("wandb")
+    train(tmp_path, [*trackers, "wandb"], **tracking)  # one that takes them is enough
 
 
 def test_the_tracker_that_is_installed_is_really_opened(tmp_path):

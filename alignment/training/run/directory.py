@@ -80,7 +80,7 @@ class Run:
         self._clock = time.perf_counter()
         training = config.get("training", {})
         trackers = training.get("trackers", [])
-        check_trackers(trackers)
+        check_trackers(trackers, training.get("tracking", {}))
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
@@ -276,14 +276,24 @@ def _stop_requests(requested: list[int]) -> Iterator[None]:
 
 # Displays of the metrics: TensorBoard, Accelerate's trackers on request, and progress on standard error
 
-# What Accelerate would overrule: a tracker's variable of the project, its argument for the run's name and their variable.
-PROJECT = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "clearml": "CLEARML_PROJECT"}
-NAME = {
-    "wandb": ("name", "WANDB_NAME"),
-    "clearml": ("task_name", "CLEARML_TASK"),
-    "trackio": ("name", ""),
-    "mlflow": ("run_name", ""),
-    "swanlab": ("experiment_name", ""),
+# The argument of Accelerate's class for each key of `training.tracking` that a tracker has.
+ARGUMENTS = {
+    "wandb": {"project": "run_name", "name": "name", "group": "group", "tags": "tags"},
+    "trackio": {"project": "run_name", "name": "name"},
+    "swanlab": {"project": "run_name", "name": "experiment_name"},
+    "comet_ml": {"project": "run_name"},
+    "clearml": {"project": "project_name", "name": "task_name", "tags": "tags"},
+    "mlflow": {"project": "experiment_name", "name": "run_name"},
+    "aim": {"project": "experiment", "name": "run_name"},
+    "dvclive": {},
+}
+# Variables that count where the key is not set; other trackers read theirs themselves.
+VARIABLES = {
+    ("wandb", "project"): "WANDB_PROJECT",
+    ("wandb", "name"): "WANDB_NAME",
+    ("comet_ml", "project"): "COMET_PROJECT_NAME",
+    ("clearml", "project"): "CLEARML_PROJECT",
+    ("clearml", "name"): "CLEARML_TASK",
 }
 
 
@@ -312,8 +322,15 @@ class Trackers:
             tracker.finish()
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that do not exist or are not installed."""
+def check_trackers(names: Sequence[str], tracking: Mapping[str, object]) -> None:
+    """Refuse trackers that do not exist or are not installed, and keys of `training.tracking` that none of them takes."""
+    taken = {key for name in names for key in ARGUMENTS.get(name, ())}
+    raise_all(
+        f"training.tracking.{key}: {', '.join(names) or 'no tracker'} takes no {key}; name one of "
+        f"{', '.join(name for name, keys in ARGUMENTS.items() if key in keys)} in training.trackers, or leave it out"
+        for key, value in tracking.items()
+        if value and key not in taken
+    )
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -331,12 +348,14 @@ def _open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any]
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind = LOGGER_TYPE_TO_CLASS[name]
-    arguments = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
-    if name in NAME:
-        argument, variable = NAME[name]
-        arguments[argument] = os.environ.get(variable) or f"{stage}-{output.name}"
+    arguments: dict[str, Any] = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
+    default = {"project": "alignment", "name": f"{stage}-{output.name}"}
+    for key, argument in ARGUMENTS[name].items():
+        own, variable = config["training"].get("tracking", {}).get(key), VARIABLES.get((name, key), "")
+        if value := own or os.environ.get(variable) or default.get(key):
+            arguments[argument] = value
     try:
-        tracker = kind(os.environ.get(PROJECT.get(name, "")) or "alignment", **arguments)
+        tracker = kind(**arguments)
         tracker.start()
         tracker.store_init_configuration(dict(config))
     except Exception as error:

@@ -17,7 +17,7 @@ ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
-        "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
+        "output", "resume", "trackers", "tracking", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
         "max_shard_size", "share_prompts",
     }
