@@ -113,6 +113,7 @@ class Cursor:
         files: Sequence[File],
         config: DataConfig,
         seed: int | None,
+        *,
         name: str = "data.train",
         check: Callable[[Sequence[Any]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
@@ -284,7 +285,8 @@ class StreamedOrder(Generic[Row]):
             seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(files, config, own, name, check, note) for files, own, name in zip(groups, seeds, names, strict=True)
+            Cursor(files, config, own, name=name, check=check, note=note)
+            for files, own, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
