@@ -182,7 +182,7 @@ def _refuse_unless_decoder(start: Checkpoint, advice: str) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """How a model of one kind is read from a directory.
+    """The way to read a model of one kind from a directory.
 
     Attributes:
         own: (directory, dtype=, device=) -> a model with weights of its own.
@@ -329,7 +329,7 @@ class Reference:
 
     @property
     def role(self) -> "Role":
-        """What is said of its memory."""
+        """The reference in a note on memory."""
         return Role("reference", self.model, remark="the policy with its new adapter off")
 
 

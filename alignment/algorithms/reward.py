@@ -149,7 +149,7 @@ def reward_loss_fn(model: Model, center_coef: float) -> LossFn:
 
 
 def notes(reward_model: Policy) -> Iterator[str]:
-    """What a user should know about a reward model before it is trained."""
+    """Notes for the user on a reward model, before it is trained."""
     yield f"score head: new, with random weights; any head that {reward_model.source} has is not used"
     if isinstance(reward_model.model, SequenceClassifier):
         return

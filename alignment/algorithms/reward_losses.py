@@ -1,4 +1,4 @@
-"""What a reward model may learn from: the rows, how they are batched, where scores are read, what they cost.
+"""Objectives of a reward model: their rows and batches, the places of the scores, and the costs.
 
 One table of objectives; an ensemble has the cost of each member, on rows of its own choice where it draws any.
 """
@@ -92,7 +92,7 @@ class Objective:
         return self.collate if self.kind == "steps" else partial(self.collate, share_prompts=sharing)
 
     def preparation_for(self, source: str) -> Preparation:
-        """How rows become examples for a checkpoint; no weights are read."""
+        """The way from rows to examples for a checkpoint; no weights are read."""
         start = Checkpoint(source)
         architecture, tokenize = architecture_of(start), self.tokenize
         if architecture != "decoder":
@@ -237,7 +237,7 @@ def counted_rows(batch: RaggedBatch) -> list[str]:
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How often each member of an ensemble counts each row: a Poisson(1) number, fixed by (seed, member, row id).
+    """Number of times that each member of an ensemble counts each row: a Poisson(1) number, fixed by (seed, member, row id).
 
     As many rows as there are, drawn with replacement, have such counts where rows are many. Nothing is drawn at run time,
     so batches, ranks and resumption change nothing.

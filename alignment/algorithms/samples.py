@@ -13,7 +13,7 @@ from alignment.training import Engine, Run
 
 @dataclass(frozen=True)
 class SamplesConfig(Settings):
-    """Which responses are written during a run.
+    """Responses that are written during a run.
 
     Attributes:
         prompts: number of prompts: the first held-out ones, or of the training rows where none are held out.

@@ -17,7 +17,7 @@ HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a r
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How the replies are sampled, and the system message.
+    """Settings of sampling the replies, and the system message.
 
     Attributes:
         temperature, top_p: as `SamplingConfig`'s.

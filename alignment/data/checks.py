@@ -377,7 +377,7 @@ class Checks:
             self.sums.update({"pairs": weight, "longer": longer, "difference": weight * gap})
 
     def findings(self, counts: Tally, *, max_cut_share: float, max_length: int) -> list[Finding]:
-        """All findings, errors first; `counts` are of the rows dropped and cut, the limits those of the data config."""
+        """All findings, errors first; `counts` are of the rows dropped and cut, the limits are the data config's."""
         found = [
             *_lost(counts),
             *_cut(counts, self.kind, max_cut_share, max_length),

@@ -41,7 +41,7 @@ HEADS = {  # the task of our model classes that each fine-tuning task trains
 
 
 def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
-    """The keys of config.json that describe the labels; those of questions and choices have fixed names."""
+    """The keys of config.json that describe the labels; questions and choices have fixed label names."""
     fixed = {"multiple_choice": {0: "score"}, "question_answering": {0: "LABEL_0", 1: "LABEL_1"}}
     names = fixed.get(task, names)
     by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
