@@ -1,4 +1,4 @@
-"""Objectives of a reward model: their rows and batches, the places of the scores, and the costs.
+"""Objectives of a reward model: their rows and batches, the tokens that are scored, and the costs.
 
 One table of objectives; an ensemble has the cost of each member, on rows of its own choice where it draws any.
 """
