@@ -329,7 +329,7 @@ class Reference:
 
     @property
     def role(self) -> "Role":
-        """Notes on its memory."""
+        """The reference in a note on memory."""
         return Role("reference", self.model, remark="the policy with its new adapter off")
 
 

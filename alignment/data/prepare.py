@@ -205,6 +205,8 @@ def _make(
     *,
     max_rows: int | None,
     directory: Path,
+    *,
+    max_rows: int | None,
 ) -> dict[str, Any]:
     """Fill the directory of a table, and return the content of its manifest."""
     size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])

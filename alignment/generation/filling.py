@@ -49,12 +49,12 @@ class PromptFiller:
         if self.continuous:
             return self._fill_rows(prompts, slots, self._with_room(rows, room), waiting)
         distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        self.cache = self._model.new_cache(len(distinct), room)
-        logits = self._prefill(list(distinct), self.cache)
+        self.cache = cache = self._model.new_cache(len(distinct), room)
+        logits = self._prefill(list(distinct), cache)
         if len(distinct) == len(prompts):
             return logits
         index = torch.tensor([distinct[prompt] for prompt in prompts], device=self._device)
-        self.cache.reorder(index)
+        cache.reorder(index)
         return logits[index]
 
     def advance(self) -> None:

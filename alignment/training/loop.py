@@ -210,8 +210,8 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     if state["extended"]:
         run.note(
             f"the run was finished after step {state['step']} and goes on; rows that its last batch left of an epoch are passed "
-            "over, and the learning rate followed the schedule of the shorter run until here: the result is not that of a run "
-            "of this length from the start"
+            "over, and a learning rate whose schedule depends on the length followed that of the shorter run until here: then the "
+            "result is not that of a run of this length from the start"
         )
     return state
 

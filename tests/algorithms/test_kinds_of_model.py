@@ -58,7 +58,7 @@ def test_what_is_no_decoder_is_refused_before_its_weights_are_read(kind, family,
     if family not in FOREIGN:
         (tmp_path / family / "model.safetensors").write_bytes(b"not read")
     run, config = make_stage(kind, policy, tmp_path / "run")
-    with pytest.raises(UserError, match=rf"{family}: this model is an {KINDS[family]}, and a .* start from"):
+    with pytest.raises(UserError, match=rf"{family}: this model is an {KINDS[family]}, and a .* starts? from"):
         run(config)
 
 

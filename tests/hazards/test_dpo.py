@@ -159,7 +159,6 @@ def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
         ({"loss": "exo_pair", "label_smoothing": 0.0}, "label_smoothing"),
         ({"data": STREAMED, "reference_log_probs": "cache"}, "cache computes them for all rows before"),
         ({"data": STREAMED, "loss": "odpo"}, "odpo"),
-        ({"sft": STREAMED, "sft_coef": 1.0}, "sft.streaming must be false"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_in_words(settings, words):
