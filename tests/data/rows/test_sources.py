@@ -134,5 +134,6 @@ def test_files_of_no_split_are_left_out_and_named(write_rows, bpe, tmp_path, cap
     assert line in prepare(config, "text", bpe)[1].lines()
     assert not prepare(config, "text", bpe, part="evaluation")[1].noted  # a glob reads all it names
     (directory / "NOTICE.txt").write_text("new")
-    assert "noted 3" in prepare(config, "text", bpe)[1].lines()[1]  # rows from the cache, what is left out from the disk
+    cached = prepare(config, "text", bpe)[1]  # of the rows; what is left out is looked up anew
+    assert "noted 3" in cached.lines()[1]
     assert "noted 3" in open_stream(preparation_of("text"), replace(config, streaming=True), bpe)[1].lines()[1]
