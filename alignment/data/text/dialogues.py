@@ -135,7 +135,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     texts = render_dialogues(tokenizer, dialogues, training=True)
     generated = texts
     if chat.training != chat.template:
-        generated = render_dialogues(tokenizer, [each.cut((len(each.messages) - 1, True)) for each in dialogues])
+        generated = render_dialogues(tokenizer, [each.cut(each.cuts[-1]) for each in dialogues])
     plans = [attempt(_plan, tokenizer, chat, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
