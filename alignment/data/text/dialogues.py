@@ -8,6 +8,7 @@ earlier turns is noticed.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -136,7 +137,8 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     generated = texts
     if chat.training != chat.template:
         generated = render_dialogues(tokenizer, [each.cut(each.cuts[-1]) for each in dialogues])
-    plans = [attempt(_plan, tokenizer, chat, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
+    plan = partial(_plan, tokenizer=tokenizer, chat=chat)
+    plans = [attempt(plan, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
 
@@ -167,12 +169,13 @@ def _replies(message: Message) -> bool:
 
 
 def _plan(
-    tokenizer: Tokenizer,
-    chat: ChatFormat,
     row: DialogueRow,
     dialogue: Dialogue,
     texts: Sequence[str],
     generated: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
 ) -> TextPlan:
     """The parts of a dialogue; the last of the `generated` texts is the prompt of the last of several replies."""
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
