@@ -1,6 +1,7 @@
 """Configs: what is read, and that every mistake is named with its place and a way out."""
 
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -189,6 +190,14 @@ def test_wrong_overrides_are_all_named_as_overrides(tmp_path):
 )
 def test_text_that_is_no_config_is_refused_with_its_line(tmp_path, text, message):
     assert message in problems(tmp_path, text)[0]
+
+
+@pytest.mark.parametrize("line", ["k{}: 1\n", "- {}\n"])
+def test_a_file_of_very_many_keys_is_refused_before_it_is_read_whole(tmp_path, line):
+    began = time.monotonic()
+    assert "more than 10000 values" in problems(tmp_path, "".join(map(line.format, range(22_000))))[0]
+    assert "bytes; a config may have" in problems(tmp_path, "".join(map(line.format, range(200_000))))[0]
+    assert time.monotonic() - began < 10
 
 
 def test_an_empty_file_is_a_config_without_keys(tmp_path):

@@ -17,6 +17,7 @@ from alignment.pipeline import stages
 from alignment.pipeline.run import run_recipe
 from alignment.pipeline.stages import STAGES
 from alignment.settings import PositiveFloat, Settings
+from alignment.training.run import lineage
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -408,3 +409,18 @@ def test_a_model_under_the_home_directory_or_named_by_a_plain_word_is_part_of_th
     (model / "config.json").write_text('{"changed": true}')
     go(recipe)
     assert ran.names() == ["sft", "ppo"]
+
+
+def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypatch):
+    commits = {"org/name": "a" * 40}
+    monkeypatch.setattr(lineage, "hub_commit", commits.get)
+    edit(recipe, "${world}/model", "org/name")
+    go(recipe)
+    assert ran.names() == ["world", "sft", "ppo"]
+    path = recipe.parent / "out" / "sft" / "lineage.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parents": dict(commits)}))  # as a run notes it
+    go(recipe)
+    assert ran.names() == []
+    commits["org/name"] = "b" * 40
+    go(recipe)
+    assert ran.names() == ["sft"]

@@ -11,8 +11,8 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Interval
 
-from alignment.data.rows.records import Turns
-from alignment.data.rows.sources import find_rows, hub_source, suffix_of
+from alignment.data.rows.records import Tally, Turns
+from alignment.data.rows.sources import find_rows, hub_source, suffix_of, unread_files
 from alignment.errors import UserError
 from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 
@@ -61,6 +61,11 @@ class SourceConfig(Settings):
             "may have letters, digits and _ . - only, got {self.name!r}",
         ),
     )
+
+    def note_unread(self, counts: Tally) -> None:
+        """Count the files of a directory that are of another split, or of none."""
+        for name in unread_files(self.source, str(self.split)):
+            counts.note(f"{self.source}: files that are not read, being not of the split '{self.split}'", name)
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,7 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         try:
             own = with_chat_template(tokenizer, source.chat_template)
             table = _prepare_source(preparation, source, config, own, left)
+            source.note_unread(table.tally)
             tables.append(table.changed(source=names.index(str(source.name))))
             read += table.manifest["read"]
         except _WrongRows as error:

@@ -251,7 +251,10 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
         job = Job(preparation, parser, source.columns or {}, config, own)
         files.append([File(each, job, names.index(str(source.name))) for each in opened])
     rows = StreamedRows(files, config)
-    return rows, rows.tally
+    counts = rows.tally
+    for source in config.sources("train"):
+        source.note_unread(counts)
+    return rows, counts
 
 
 class StreamedOrder(Generic[Row]):

@@ -18,6 +18,7 @@ from alignment.pipeline.recipe import FOLDERS, Recipe, StageEntry, check_expecta
 from alignment.pipeline.stages import STAGES, find_stage, missing_data, stage_file, with_micro_batch, write_page
 
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
+GIT_HASH = 40  # digits; a SHA-256 has 64
 
 
 class Stage(NamedTuple):
@@ -185,7 +186,7 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     An interrupted stage with unchanged settings resumes from its checkpoints; otherwise its directory is removed first.
     """
     directory, record = output / stage.name, read_json(output / "stages.json")
-    changed = record.get(stage.name, {}).get("hash") != stage.hash
+    changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
     if directory.exists() and (rerun or changed):
         remove_directory(directory)
     remove_leftovers(directory)
@@ -215,7 +216,23 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
 def is_finished(stage: Stage, output: Path) -> bool:
     """True where a stage was completed with the same code, settings, files and parents."""
     lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
-    return lineage.get("complete") is True and lineage.get("hash") == stage.hash
+    same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
+    return same and not hub_start_changed(output / stage.name)
+
+
+def hub_start_changed(directory: Path) -> bool:
+    """True where a Hub model that a run started from has another commit on this machine than the run noted.
+
+    It is no part of the stage's hash, being unknown until the stage has fetched the model for the first time.
+    """
+    parents = read_json(directory / "lineage.json").get("parents", {})
+    named = parents.items() if isinstance(parents, dict) else ()  # a stage of the recipe's own may write anything
+    commits = {name: commit for name, commit in named if isinstance(commit, str) and len(commit) == GIT_HASH}
+    if not commits:
+        return False
+    from alignment.training.run.lineage import hub_commit  # imports torch: only where it is needed
+
+    return any(hub_commit(name) != commit for name, commit in commits.items())
 
 
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:

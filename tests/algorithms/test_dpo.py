@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo.config import loss_weights
 from alignment.data.batches import PairBatch
 from alignment.data.config import DataConfig
 from alignment.ragged import Ragged
@@ -97,3 +98,8 @@ def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         DPOConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)
+
+
+def test_the_loss_of_dpo_goes_by_its_method_s_name_too():
+    settings = {"policy": "p", "data": DataConfig(train="t"), "output": "o"}
+    assert loss_weights(DPOConfig(**settings, loss="dpo")) == loss_weights(DPOConfig(**settings)) == {"sigmoid": 1.0}

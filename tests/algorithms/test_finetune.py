@@ -501,6 +501,23 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
     assert_close(logits[0].reshape(theirs.shape), theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("task", ["token_classification", "multiple_choice"])
+@pytest.mark.parametrize("family", ["longformer", "big_bird"])
+def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, read_metrics, family, task):
+    training = TrainingConfig(batch_size=16, epochs=4)
+    config = settings("gpt2", task, policy=encoders[family], training=training)
+    finetune.run(config)
+    assert read_metrics(config.output)[-1]["held_out_accuracy"] == 1.0
+
+
+def test_a_frozen_trunk_of_transformers_keeps_its_weights(settings, encoders):
+    config = settings("gpt2", "classification", policy=encoders["longformer"], frozen_trunk=True)
+    after, before = weights(finetune.run(config)), weights(encoders["longformer"])
+    kept = [name for name in before if name.startswith("longformer.")]
+    assert len(kept) > 30 and all(torch.equal(after[name], before[name]) for name in kept)
+    assert any(name.startswith("classifier.") for name in after)
+
+
 def test_sparse_attention_of_a_long_text_does_not_depend_on_the_texts_before_it(encoders):
     """BigBird reads texts of at most (5 + 2) * 4 = 28 tokens by full attention, longer ones by blocks of 4."""
     model = load_pretrained(

@@ -131,6 +131,7 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
         ("sft", "data.epochs=3", "training.epochs"),
         ("ppo", "num_generations=8", "responses_per_prompt"),
         ("ppo", "beta=0.04", "kl_coef"),
+        ("ppo", "max_completion_length=64", "max_new_tokens"),
     ],
 )
 def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, verb, setting, advice):

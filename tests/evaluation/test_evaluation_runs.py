@@ -261,6 +261,15 @@ def test_without_people_the_same_start_reads_the_responses_and_another_one_sampl
     assert "sampled again" in (told := capsys.readouterr().err) and "seed: 0 -> 1" in told
 
 
+def test_responses_that_were_changed_by_hand_are_not_read(config_of, tmp_path, capsys):
+    first = evaluation.run(config_of(64)).read_text()
+    path = tmp_path / "out/responses.jsonl"
+    before = path.read_text()
+    path.write_text(before.replace('"log_probs"', '"log_probs" '))
+    assert evaluation.run(config_of(64)).read_text() == first
+    assert "sampled again" in capsys.readouterr().err and path.read_text() == before
+
+
 def test_the_first_start_for_people_is_no_error_and_names_the_next_command(config_of, tmp_path, capsys):
     config, form = config_of(64), tmp_path / "form.jsonl"
     path = tmp_path / "mine.yaml"

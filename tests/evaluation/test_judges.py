@@ -9,6 +9,7 @@ import pytest
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation import compare, file_judge, longer_judge, score_judge, win_rate, write_annotation_form
+from alignment.evaluation.win_rate_run import position_warnings
 from alignment.evaluation.winrate import Z_95
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
@@ -105,6 +106,18 @@ def test_a_judge_that_goes_by_position_alone_decides_nothing():
     wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
     assert result.position_bias_interval == pytest.approx((wilson, 1.0))
     assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
+
+
+def test_a_preference_for_the_second_place_is_a_bias_too_and_failures_are_no_part_of_it():
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
+
+    def judge(prompts, first, second):
+        return [None if p.row_id == "row 0" and a == "a" else 0.0 for p, a in zip(prompts, first, strict=True)]
+
+    result = compare(prompts, ["a"] * 20, ["b"] * 20, judge)
+    assert (result.position_bias, result.failures, result.inconsistent) == (0.0, 1, 19)
+    assert result.position_bias_interval[1] < 0.5
+    assert "shown second" in position_warnings("it", result)[0]
 
 
 def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():

@@ -6,7 +6,7 @@ from scipy.stats import binomtest
 
 from alignment.errors import UserError
 from alignment.evaluation import agreement, merge_orders, win_rate
-from alignment.evaluation.winrate import paired_interval
+from alignment.evaluation.winrate import mean_interval, paired_interval
 
 
 def test_win_rate_counts_ties_as_half():
@@ -79,3 +79,8 @@ def test_agreement_gives_half_where_one_calls_a_tie():
     assert agreement([1.0, 1.0, 0.5, None], [1.0, 0.0, 1.0, 1.0]) == pytest.approx(0.5)
     with pytest.raises(UserError, match="both"):
         agreement([None], [1.0])
+
+
+def test_the_interval_of_a_mean_is_none_where_nothing_varies():
+    assert mean_interval([1.0]) is None and mean_interval([2.0, 2.0]) is None
+    assert mean_interval([0.0, 2.0]) == pytest.approx([1 - 1.96, 1 + 1.96], abs=1e-3)  # deviation sqrt(2), error 1

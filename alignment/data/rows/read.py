@@ -170,6 +170,7 @@ def read_sources(
             raise UserError(f"{each.source}: no row can be used\n" + "\n".join(found.counts.lines()[1:]))
         whole.rows += found.rows
         whole.problems += found.problems
+        each.note_unread(found.counts)
         whole.counts = whole.counts.merged_with(found.counts)
     if on_bad_row == "error":
         raise_bad_rows(whole.problems)

@@ -66,6 +66,14 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
     return None
 
 
+def unread_files(source: str, split: str) -> list[str]:
+    """Names of the files of a directory that are not read, because they are of another split or of none."""
+    path = Path(source)
+    files = _files_inside(path) if path.is_dir() else []
+    read = set(_files_of_split(path, files, split))
+    return [str(each.relative_to(path)) for each in files if each not in read]
+
+
 def _files_inside(directory: Path) -> list[Path]:
     inside = (each for each in directory.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
     files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(directory).parts)]

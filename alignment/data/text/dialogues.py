@@ -8,6 +8,7 @@ earlier turns is noticed.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ from alignment.errors import UserError
 
 # Notes about rows that are used.
 VARIANT = "dialogue rendered by trl's training template, which keeps earlier turns; generation keeps the model's own"
+OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
@@ -68,10 +70,11 @@ class Segment(NamedTuple):
 
 
 class TextPlan(NamedTuple):
-    """A rendered text cut into parts, in order, and notes for the user."""
+    """A rendered text cut into parts, in order, and notes for the user; the last prompt as generation encodes it, or []."""
 
     parts: list[Segment]
     notes: tuple[str, ...] = ()
+    last_prompt: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserEr
 def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) -> list[EncodedChat | UserError]:
     """The sequence of each plan, with one BOS before its context where the tokenizer has one."""
     parts = [part for plan in plans if isinstance(plan, TextPlan) for part in plan.parts]
-    ids = encode_pieces(tokenizer, [piece for part in parts for piece in part.pieces])
+    prompts = [piece for plan in plans if isinstance(plan, TextPlan) for piece in plan.last_prompt]
+    ids = encode_pieces(tokenizer, [piece for part in parts for piece in part.pieces] + prompts)
     with_one_bos = bos_adder(tokenizer)
 
     def joined(plan: TextPlan) -> EncodedChat:
@@ -106,7 +110,9 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
             more = more if sequence or part.counts else with_one_bos(more)
             sequence += more if part.end is None else [*more, tokenizer.convert_tokens_to_ids(part.end)]
             mask += [part.counts] * (len(sequence) - len(mask))
-        return EncodedChat(sequence, mask, tuple(dict.fromkeys(plan.notes)))
+        prompt = with_one_bos([token for piece in plan.last_prompt for token in ids[piece]]) if plan.last_prompt else []
+        notes = plan.notes if sequence[: len(prompt)] == prompt else (*plan.notes, OTHER_PROMPT)
+        return EncodedChat(sequence, mask, tuple(dict.fromkeys(notes)))
 
     return [attempt(joined, plan) for plan in plans]
 
@@ -128,7 +134,11 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
     texts = render_dialogues(tokenizer, dialogues, training=True)
-    plans = [attempt(_plan, tokenizer, chat, *each) for each in zip(rows, dialogues, texts, strict=True)]
+    generated = texts
+    if chat.training != chat.template:
+        generated = render_dialogues(tokenizer, [each.cut(each.cuts[-1]) for each in dialogues])
+    plan = partial(_plan, tokenizer=tokenizer, chat=chat)
+    plans = [attempt(plan, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
 
 
@@ -159,8 +169,15 @@ def _replies(message: Message) -> bool:
 
 
 def _plan(
-    tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]
+    row: DialogueRow,
+    dialogue: Dialogue,
+    texts: Sequence[str],
+    generated: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
 ) -> TextPlan:
+    """The parts of a dialogue; the last of the `generated` texts is the prompt of the last of several replies."""
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
         raise UserError(NO_REPLY)
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
@@ -168,7 +185,7 @@ def _plan(
     notes += [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if _replies(message)]
     parts: list[Segment] = []
-    position = 0
+    position = start = 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
@@ -180,12 +197,15 @@ def _plan(
             notes.append(PREFILLED.format(opened[turn.start :]))
         if counts and loses_reasoning(messages[index], whole[turn.start : turn.stop]):
             notes.append(UNRENDERED_REASONING)
-        before, reply = whole[position : turn.start], whole[turn.start : turn.stop]
+        start = turn.start
+        before, reply = whole[position:start], whole[start : turn.stop]
         parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
         parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
         position = turn.resume
     require_contents(tokenizer, dialogue, whole)
-    return TextPlan(parts, tuple(notes))
+    prompt = whole[:start] if generated[-1].startswith(whole[:start]) else generated[-1]
+    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, follows=False) if len(replies) > 1 else ()
+    return TextPlan(parts, tuple(notes), last_prompt)
 
 
 def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:

@@ -1,14 +1,19 @@
 """Sources of several files: directories, globs, and running text."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from alignment.data.config import DataConfig
-from alignment.data.prepare import prepare
+from alignment.data.doctor import check_file
+from alignment.data.prepare import preparation_of, prepare
+from alignment.data.rows.files import open_sources
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.sources import source_files
+from alignment.data.streaming import open_stream
 from alignment.errors import UserError
+from alignment.evaluation.inputs import read_records
 
 
 @pytest.fixture
@@ -113,3 +118,22 @@ def test_a_split_that_a_directory_has_not_is_answered_with_those_that_it_has(wri
         read_rows(write_rows(*SPLITS), "text", split=split)
     (line,) = str(caught.value).splitlines()
     assert f"'{split}'" in line and "test, train, validation" in line
+
+
+def test_a_stream_of_a_directory_reads_one_split(write_rows):
+    assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
+
+
+def test_files_of_no_split_are_left_out_and_named(write_rows, bpe, tmp_path, capsys):
+    directory = write_rows(*SPLITS[:2], "LICENSE.txt")
+    config = DataConfig(str(directory), evaluation=f"{directory}/*.jsonl", cache=str(tmp_path / "cache"))
+    (line,) = check_file(directory, "text").counts.lines()[1:]
+    assert "noted 2" in line and "(LICENSE.txt, test.jsonl)" in line and "'train'" in line
+    read_records(config, "text")
+    assert line in capsys.readouterr().err
+    assert line in prepare(config, "text", bpe)[1].lines()
+    assert not prepare(config, "text", bpe, part="evaluation")[1].noted  # a glob reads all it names
+    (directory / "NOTICE.txt").write_text("new")
+    cached = prepare(config, "text", bpe)[1]  # of the rows; what is left out is looked up anew
+    assert "noted 3" in cached.lines()[1]
+    assert "noted 3" in open_stream(preparation_of("text"), replace(config, streaming=True), bpe)[1].lines()[1]

@@ -8,8 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
+from alignment.data.text.dialogues import OTHER_PROMPT, DialogueRow, encode_dialogues
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.data.text.published import spans
 
@@ -255,3 +257,24 @@ def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metas
     assert tokenizer.decode(ids) == "the cat: the cat</s>the cat: the cat</s>"
     pieces = [tokenizer.convert_ids_to_tokens(index) for index, counts in zip(ids, mask, strict=True) if counts]
     assert "".join(pieces).replace("▁", " ").count("the cat</s>") == 2
+
+
+HEADED = (  # the header ends in a blank, which a BPE tokenizer joins with the first word of an earlier reply
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    "{{ '<|im_end|>' if m['role'] == 'assistant' else '\n' }}{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt }}"
+)
+TWO_REPLIES = [
+    {"role": "user", "content": "more"}, {"role": "assistant", "content": "words"},
+    {"role": "user", "content": "more"}, {"role": "assistant", "content": "words"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "noted"), [(HEADED, True), (HEADED.replace(": '", ":'"), False)])
+def test_a_dialogue_whose_earlier_replies_have_other_tokens_in_generation_is_noted(template, noted):
+    words = train_bpe(["user: more words, assistant: words words"] * 5, 400, ("<s>", "<|im_end|>", "<pad>"))
+    words.chat_template = template
+    [one, two] = encode_dialogues(words, [DialogueRow(TWO_REPLIES[:2]), DialogueRow(TWO_REPLIES)])
+    prompt = chat.prompt_ids(words, TWO_REPLIES[:-1])
+    assert (two.ids[: len(prompt)] != prompt) is noted  # the fact
+    assert (OTHER_PROMPT in two.notes) is noted and not one.notes

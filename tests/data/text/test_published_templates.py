@@ -4,7 +4,8 @@ import pytest
 
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
-from alignment.data.text.templates import chat_format
+from alignment.data.text.dialogues import OTHER_PROMPT, VARIANT
+from alignment.data.text.templates import REWRITING, chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError
 from tests.data.text.published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
@@ -54,10 +55,15 @@ def test_every_published_template_trains_exactly_the_replies_and_their_ends(name
         assert set(ends) <= chat.stop_token_ids(tokenizer)
 
 
-def test_a_dialogue_in_a_training_variant_is_noted():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_renders_otherwise(name):
+    tokenizer = tokenizer_of(name)
     row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
-    noted = {name: tokenize_demonstrations([row], tokenizer_of(name), 1000)[1].noted for name in ("qwen3", "llama3")}
-    assert not noted["llama3"] and any("trl's training template" in note for note in noted["qwen3"])
+    [example], counts = tokenize_demonstrations([row], tokenizer, 10_000)
+    prompt = chat.prompt_ids(tokenizer, DIALOGUE[:-1])
+    prefilled = any(note.startswith("generation opens a reply with") for note in counts.noted)
+    assert (OTHER_PROMPT in counts.noted or prefilled) is (example.ids[: len(prompt)] != prompt)
+    assert (VARIANT in counts.noted) is (name in REWRITING)
 
 
 @pytest.mark.parametrize("name", NAMES)
