@@ -190,11 +190,8 @@ def _prepare_source(
     cache = cache_directory(config.cache)
     name = f"{preparation.kind}: {preparation.name}"
     key = table_key(source, config, tokenizer, name=name, max_rows=max_rows)
-
-    def make(directory: Path) -> dict[str, Any]:
-        return _make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory)
-
-    entry = get_entry(cache, key, make)
+    fill = partial(_make, preparation, source, config, tokenizer, max_rows=max_rows)
+    entry = get_entry(cache, key, lambda directory: fill(directory=directory))
     return Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
 
 
@@ -206,8 +203,6 @@ def _make(
     *,
     max_rows: int | None,
     directory: Path,
-    *,
-    max_rows: int | None,
 ) -> dict[str, Any]:
     """Fill the directory of a table, and return the content of its manifest."""
     size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])

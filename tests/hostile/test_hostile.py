@@ -318,8 +318,8 @@ for _name, _content in {"no_json": "{", "a_list": [], "unknown_key": {"rnk": 4},
     write(f"adapter_settings_{_name}", "lora", OWN, OWN, _content)
 for _name, _changes in {
     "rank_huge": {"rank": 30_000_000}, "rank_text": {"rank": "four"}, "rank_zero": {"rank": 0}, "rank_half": {"rank": 1.5},
-    "rank_twice": {"rank": 8}, "rank_large": {"rank": 60_000}, "backtracking": {"layers": "(.*)*(.*)*(.*)*!"}, "no_pattern": {"layers": "("},
-    "every_layer": {"layers": ".*"}, "layers_list": {"layers": ["a"]}, "alpha_nan": {"alpha": "nan"},
+    "rank_twice": {"rank": 8}, "backtracking": {"layers": "(.*)*(.*)*(.*)*!"}, "no_pattern": {"layers": "("},
+    "every_layer": {"layers": ".*"}, "rank_large": {"rank": 60_000}, "layers_list": {"layers": ["a"]}, "alpha_nan": {"alpha": "nan"},
 }.items():  # fmt: skip
     change(f"adapter_{_name}", "lora", "given", OWN, **_changes)
 
