@@ -84,16 +84,16 @@ def deferred_checks() -> Iterator[None]:
         _deferred.reset(token)
 
 
-def contradictions(value: object, key: Key = ()) -> Iterator[Contradiction]:
+def broken_rules(value: object, key: Key = ()) -> Iterator[Contradiction]:
     """All broken rules of a config and of the sections in it; `key` is its own key."""
     if is_dataclass(value):
         for each in fields(value):
-            yield from contradictions(getattr(value, each.name), (*key, each.name))
+            yield from broken_rules(getattr(value, each.name), (*key, each.name))
         yield from _contradictions(value, key) if isinstance(value, Settings) else ()
     elif isinstance(value, (list, tuple, Mapping)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, item in items:
-            yield from contradictions(item, (*key, name))
+            yield from broken_rules(item, (*key, name))
 
 
 def refusal(check: Callable[..., object], *arguments: Any, **options: Any) -> str:

@@ -318,14 +318,14 @@ def ends_by_prompt(settings: Settings) -> Mapping[tuple[int, ...], int]:
 @contextmanager
 def forced_ends(settings: Settings, stop: int | None) -> Iterator[None]:
     """While open, our sampler draws the end token where a row's response should end, and nowhere else."""
-    from alignment.generation.sampling import DrawnTokens, RowSampler
+    from alignment.generation.sampling import RowSampler, SampledTokens
 
     if settings.ends is None or stop is None:
         yield
         return
     ends, draw = ends_by_prompt(settings), RowSampler.draw
 
-    def forced(sampler: RowSampler, *arguments: Any) -> DrawnTokens:
+    def forced(sampler: RowSampler, *arguments: Any) -> SampledTokens:
         drawn = draw(sampler, *arguments)
         for number, row in enumerate(drawn.rows):
             if row is not None and row.drawn == ends[tuple(row.request.prompt)]:

@@ -44,9 +44,10 @@ METHODS = (  # names of methods and of those who gave them
     "apo bco discopop exo gsm ipo kupper luce nca odpo plackett prm rao rdpo remax simpo sppo wilson"
 )
 FIELD = (  # words of papers and tools that the libraries' names lack
-    "advantages alpaca bradley coef confusion corrupt corruption critic dialogue distilbert distill doctor finetune gae "
-    "hypotheses infill infilling judge loopback manifest matthews minibatch modernbert neox overoptimization penalize png ppo prefill "
-    "rectangle sandwich smollm terry unpad varlen whiten winrate yaml"
+    "advantages alpaca bradley coef confusion corrupt corruption critic desirability dialogue distilbert distill "
+    "doctor finetune gae hacking held hypotheses infill infilling judge loopback manifest matthews minibatch "
+    "modernbert momentum neox overoptimization penalize png ppo prefill rectangle reliability robust sandbox "
+    "sandwich smollm spike terry unpad varlen whiten winrate yaml"
 )
 PLAIN = (  # plain English in its plain meaning
     "agreement claim earlier endless examine explained gigabytes grammar hotel inspection lost megabytes opening "

@@ -31,20 +31,26 @@ BESIDE = {  # the neighbors on one floor that may be looked at
     ("reward_model", "adapters"), ("reward_model", "loading"), ("training", "config"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
-    "narrow": 43,
-    "called": 105,
+    "narrow": 35,
+    "called": 68,
     "hops": 5,
     "shared": 20,
-    "any": 58,
+    "any": 52,
     "positional": 0,
     "long": 0,
     "doubled": 0,
     "borrowed": 0,
     "formulas": 0,
     "retired": 0,
-    "loose": 8,
+    "words": 10,
+    "clauses": 0,
+    "loose": 6,
+    "small": 3,
+    "files": 257,
+    "lines": 49311,
+    "statements": 24254,
 }
-FILES_LOADED = {"sft": 67, "reward": 78, "dpo.dpo": 76}  # files loaded with the algorithm, without models/; target 35
+FILES_LOADED = {"sft": 50, "reward": 55, "dpo.dpo": 56}  # files loaded with the algorithm, without models/; target 50
 
 
 @pytest.fixture(scope="module")

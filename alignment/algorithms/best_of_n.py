@@ -38,7 +38,7 @@ from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import Combine
 from alignment.rewards.combine import Rewards
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
-from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards
+from alignment.rewards.specs import RewardSpec, check_rewards, unnormalized_if_single
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -148,7 +148,7 @@ class BestOfNConfig(Settings):
             combine, std_coef = self.reward_combine, self.reward_std_coef
             rewards = [RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)]
         return RewardSource(
-            reward_model=None, rewards=as_given_alone(rewards), data=self.data,
+            reward_model=None, rewards=unnormalized_if_single(rewards), data=self.data,
             max_new_tokens=self.max_new_tokens, micro_batch_tokens=self.micro_batch_tokens,
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ class ScoredResponses(NamedTuple):
         lengths: tokens, end token included.
         ended: True where a response stopped by itself.
         parts: the number of each reward by its name, [N]; not a number where it does not apply.
-        scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see `Rewards.unscored`.
+        scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see `Rewards.without_score`.
     """
 
     texts: list[str]
@@ -240,7 +240,7 @@ def sample_and_score(
             policy, [list(row.ids) for row in some], sampling, stop_ids,
             rows=range(start, start + len(some)), batch_size=config.batch_size,
         )  # fmt: skip
-        given.append(rewards.give(some, sampled.token_ids, sampled.ended))
+        given.append(rewards.part_scores(some, sampled.token_ids, sampled.ended))
         pairs = zip(sampled.token_ids, sampled.ended, strict=True)
         texts += [response_text(tokenizer, ids, end) for ids, end in pairs]
         lengths += map(len, sampled.token_ids)

@@ -1,7 +1,7 @@
 """Language models on batches: the loss of SFT and pretraining, and log-probabilities of whole responses."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -11,22 +11,11 @@ from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import LossFn, LossSum
 from alignment.training.terms import ONE_SOURCE, Sources
 
-
-class LogProbModel(Protocol):
-    """A language model, or a reference, called on a batch for the log-probabilities of its targets."""
-
-    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
+# A language model, or a reference: (batch=, temperature=, token_loss=) -> log-probabilities of the batch's targets.
+LogProbModel = Callable[..., LanguageOutput]
 
 
-class LanguageModel(Protocol):
-    """A language model, called on a batch for the log-probabilities of its targets; with `token_loss` for their losses too."""
-
-    def __call__(self, *, batch: Ragged | Seq2Seq, token_loss: TokenLoss | None = None) -> LanguageOutput: ...
-
-
-def language_loss_fn(
-    model: LanguageModel, sources: Sources = ONE_SOURCE, token_loss: TokenLoss | None = None
-) -> LossFn:
+def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_loss: TokenLoss | None = None) -> LossFn:
     """Return the loss function of a language model: -log p(token), summed over the batch's targets.
 
     The metric `perplexity` is the exponential of its mean. Mixtures of experts add their load-balancing loss, times the

@@ -211,7 +211,7 @@ def prepare_training(
     total_steps = training.steps(stream.epoch_length)
     for line in describe_mixture(config.data, stream, total_steps):
         run.note(line)
-    if run.is_main and config.data.distinguishes_sources:
+    if run.is_main and config.data.logs_sources:
         shares = source_shares(config.data, stream, total_steps)
         write_json(run.output / "sources.json", shares)
     return Engine(model, config.optim, training, total_steps=total_steps), stream
@@ -232,6 +232,6 @@ def sources_of(data: DataConfig) -> Sources:
     """The data sources that metrics tell apart and losses weigh, as a data config names them."""
     weights = tuple(data.loss_weights)
     return Sources(
-        tuple(data.source_names) if data.distinguishes_sources else (),
+        tuple(data.source_names) if data.logs_sources else (),
         weights if len(set(weights)) > 1 else (),  # equal weights leave every mean as it is
     )

@@ -91,7 +91,7 @@ def write_attention(
                 Maps("Decoder: self-attention", written, written, maps.decoder),
                 Maps("Decoder on encoder: cross-attention", written, read, maps.cross),
             ]
-        found.append([(maps, drawn_heads(maps, layers), _cell_size(maps)) for maps in kinds])
+        found.append([(maps, head_maps(maps, layers), _cell_size(maps)) for maps in kinds])
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     content = {"title": str(model), "texts": list(zip(texts, found, strict=True)), "script": script}
@@ -150,7 +150,7 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 # The page
 
 
-def drawn_heads(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, object]]]:
+def head_maps(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, object]]]:
     """The heads of each layer that is to be shown: layer, number and picture, as an address that holds it."""
     wanted = range(len(maps.layers)) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(maps.layers))) or not wanted:

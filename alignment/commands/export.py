@@ -22,7 +22,7 @@ from alignment.models.huggingface.checkpoint import load_language_model, load_sc
 from alignment.models.native_model import NativeModel
 from alignment.models.new_weights import grow_vocabulary
 from alignment.models.quantization import read_quantization, require_bitsandbytes, round_blocks
-from alignment.models.safetensors_files import read_config, widest_type
+from alignment.models.safetensors_files import max_dtype, read_config
 from alignment.models.weights_config import Quantization
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.calibration import read_calibration
@@ -131,7 +131,7 @@ def _types(
     model: NativeModel | ExternalModel, base: Path, dtype: torch.dtype | None, *, scalar: bool
 ) -> dict[str, torch.dtype]:
     """The type to write each parameter in; `dtype` None: that of the base's file. A score head is float32."""
-    found = {name: dtype or widest_type(base) for name, _ in model.named_parameters()}
+    found = {name: dtype or max_dtype(base) for name, _ in model.named_parameters()}
     if not isinstance(model, NativeModel):
         return found
     if dtype is None:

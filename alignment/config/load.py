@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alignment.config.problems import explain_errors, is_number, stand_in
+from alignment.config.problems import explain_errors, fill_placeholder, is_number
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, suggest
-from alignment.settings import contradictions, deferred_checks
+from alignment.settings import broken_rules, deferred_checks
 
 T = TypeVar("T")
 Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys that are wrong, and why
@@ -119,14 +119,14 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
     config, wrong = _validate(cls, values)
     while wrong:
         problems = {key: why for key, why in wrong if not _within(key, replaced)} | problems
-        stood_in = {key for name, _ in wrong if (key := stand_in(cls, values, name)) is not None} - replaced
+        stood_in = {key for name, _ in wrong if (key := fill_placeholder(cls, values, name)) is not None} - replaced
         if not stood_in:
             break
         replaced |= stood_in
         config, wrong = _validate(cls, values)
     lines = [(key, why) for key, why in problems.items()]
     lines += [
-        (key, why) for key, why, read in contradictions(config) if not any(_within(each, replaced) for each in read)
+        (key, why) for key, why, read in broken_rules(config) if not any(_within(each, replaced) for each in read)
     ]
     if check is not None and config is not None:
         lines += [(key, why) for key, why in check(config) if not _within(key, replaced)]

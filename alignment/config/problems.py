@@ -97,7 +97,7 @@ def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") 
     return [(key, _reason(cls, group)) for key, group in by_key.items()]
 
 
-def stand_in(cls: type, values: object, key: Key) -> Key | None:
+def fill_placeholder(cls: type, values: object, key: Key) -> Key | None:
     """Let another value stand in for a wrong or missing one: the default, or a value of its type that means nothing.
 
     Returns:

@@ -281,7 +281,7 @@ class DataConfig(Settings):
         ]
 
     @property
-    def distinguishes_sources(self) -> bool:
+    def logs_sources(self) -> bool:
         """True where metrics are logged for each source: some part has several, or one is named in the config."""
         named = any(isinstance(each, SourceConfig) and each.name for each in _listed(self.train, self.evaluation))
         return named or any(len(self.sources(part)) > 1 for part in ("train", "evaluation"))

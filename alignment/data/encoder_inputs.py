@@ -13,7 +13,7 @@ from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, counted, judgment_of, ordered_only, refused_rows
+from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, counted, label_values, ordered_only, refused_rows
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 
@@ -63,7 +63,7 @@ def encode_responses(
             continue
         texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
         masks = [[part == 1 for part in text.segments] for text in texts]
-        values = judgment_of(row, range(len(texts)))
+        values = label_values(row, range(len(texts)))
         encoded.append(Example([text.ids for text in texts], masks, row.row_id, values=values))
     counts.kept = len(encoded)
     return counted(encoded, counts)

@@ -134,7 +134,7 @@ def tokenize_responses(
                 counts.note_cut(EQUAL_IN_RANKING, row.row_id)
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
             tails = [tails[index] for index in kept]
-            examples.append(Example.answered(kept_head, tails, row.row_id, **judgment_of(row, kept)))
+            examples.append(Example.answered(kept_head, tails, row.row_id, **label_values(row, kept)))
     counts.kept = len(examples)
     return counted(examples, counts)
 
@@ -142,7 +142,7 @@ def tokenize_responses(
 tokenize_comparisons = tokenize_labels = tokenize_rankings = tokenize_responses  # a record says how it is judged
 
 
-def judgment_of(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:
+def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:
     """The values of a row's example, of which these responses are kept."""
     if isinstance(row, LabeledResponse):
         return {"desirable": row.desirable}

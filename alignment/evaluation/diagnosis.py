@@ -108,8 +108,11 @@ def diagnose(run: RunLog) -> list[Diagnosis]:
             if enough and len(logged) == len(metrics.split()) and wrong(run, *logged.values()):
                 seen |= logged
         if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {each.course()}" for name, each in seen.items())
-            steps = min(each.late[0] for each in seen.values()), max(each.late[1] for each in seen.values())
+            evidence = "; ".join(f"{name} {each.describe()}" for name, each in seen.items())
+            steps = (
+                min(each.changing_steps[0] for each in seen.values()),
+                max(each.changing_steps[1] for each in seen.values()),
+            )
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
     return list(found.values())
@@ -180,7 +183,7 @@ def kl_negative(run: RunLog, kl: Series) -> bool:
     return low < least_kl(k3.last if k3 is not None else abs(low), responses)
 
 
-def kl_runaway(run: RunLog, kl: Series) -> bool:
+def kl_grows(run: RunLog, kl: Series) -> bool:
     """The policy leaves the reference and is still leaving, or misses the target."""
     limit = max(RUNAWAY_KL, 2 * run.number("kl_target", 0))
     before = kl.windows[max(0, len(kl.windows) - 1 - kl.width)]
@@ -190,19 +193,19 @@ def kl_runaway(run: RunLog, kl: Series) -> bool:
 def equal_scores(run: RunLog, score: Series) -> bool:
     """All samples have the same score."""
     given = [float(row["score"]) for row in run.samples if isinstance(row.get("score"), (int, float))]
-    return not score.rises() and len(given) >= ENOUGH and all_equal(given)
+    return not score.increases() and len(given) >= ENOUGH and all_equal(given)
 
 
 def over_optimized(_: RunLog, score: Series, held_out: Series) -> bool:
     """The score rises further while what it stands for falls."""
     best = held_out.windows.max()
     fall = max(3 * held_out.error, 0.1 * abs(best - held_out.first))
-    return score.rises() and best > held_out.first and best - held_out.last > fall
+    return score.increases() and best > held_out.first and best - held_out.last > fall
 
 
 def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
     """The score rises with the length of the responses: they near the limit, or samples' scores follow their length."""
-    if not score.rises() or not length.rises(3) or length.last < LONGER * length.first:
+    if not score.increases() or not length.increases(3) or length.last < LONGER * length.first:
         return False
     rows = [row for row in run.samples if isinstance(row.get("score"), (int, float)) and "response" in row]
     rows = rows[len(rows) // 2 :]
@@ -222,7 +225,7 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
 
 def overfitted(run: RunLog, own: Series, held_out: Series) -> bool:
     """The rows of training are ranked better than others."""
-    return run.trend("accuracy") is not None and own.last - held_out.values[-1] > GAP
+    return run.series_of("accuracy") is not None and own.last - held_out.values[-1] > GAP
 
 
 # The table
@@ -292,7 +295,7 @@ SYMPTOMS = (  # a cause of others comes before them
         "score constant", SAMPLED, {"score": equal_scores}, "The reward tells nothing apart.", (TEMPERATURE,)
     ),
     Symptom(
-        "score falls", SAMPLED, {"score": lambda _, score: score.falls(3)},
+        "score falls", SAMPLED, {"score": lambda _, score: score.decreases(3)},
         "What is learned is not the score: the penalty outweighs it, or the updates are too large to improve it.",
         (THIRD, Advice("kl_coef", Times(0.5), "half the penalty"),
          Advice("pretrain_coef", Times(0.5), "half the weight of the text")),
@@ -300,14 +303,14 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "score flat at the reference", SAMPLED,
-        {"score kl": lambda _, score, kl: not score.rises() and abs(kl.last) < STILL},
+        {"score kl": lambda _, score, kl: not score.increases() and abs(kl.last) < STILL},
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
         (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
          Advice("epochs", 4, "more passes over each rollout")),
         unless=("score constant", "score falls"),
     ),
     Symptom(
-        "score flat", SAMPLED, {"score": lambda _, score: not score.rises()},
+        "score flat", SAMPLED, {"score": lambda _, score: not score.increases()},
         "The policy moves, but not towards the score: the advantages are mostly noise.",
         (Advice("training.batch_size", Times(4), "a quarter of the noise's variance"),
          Advice("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"), HALF),
@@ -333,14 +336,14 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "collapse", SAMPLED,
-        {"entropy": lambda _, nats: nats.last < ENTROPY_LEFT * nats.first and nats.falls(3),
-         "distinct_share": lambda _, share: share.last < DISTINCT_LEFT * share.first and share.falls(3),
+        {"entropy": lambda _, nats: nats.last < ENTROPY_LEFT * nats.first and nats.decreases(3),
+         "distinct_share": lambda _, share: share.last < DISTINCT_LEFT * share.first and share.decreases(3),
          "repetition": lambda _, share: repeats(share.last, share.first)},
         "The policy has settled on few responses: nothing is left to compare, so nothing more is learned.",
         (PENALTY, Advice("entropy_coef", 0.01, "pays for entropy"), HALF, TEMPERATURE),
     ),
     Symptom(
-        "KL runs away", SAMPLED, {"kl": kl_runaway},
+        "KL runs away", SAMPLED, {"kl": kl_grows},
         "The penalty is too weak for this reward, or the steps are too large for it: beyond about 10 nats learned rewards "
         "stop agreeing with what they stand for.",
         (PENALTY, Advice("kl_target", 6.0, "steers the coefficient towards 6 nats per response"), HALF, TARGET_KL),
@@ -351,7 +354,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "preferences not learned", PAIRS,
-        {"accuracy": lambda run, each: each.last < CHANCE and ((margin := run.trend("margin")) is None or not margin.rises())},
+        {"accuracy": lambda run, each: each.last < CHANCE and ((margin := run.series_of("margin")) is None or not margin.increases())},
         "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the steps "
         "are too small. `alignment data check` shows tokens and what is cut.",
         (FIVE_TIMES, LENGTH),
@@ -373,7 +376,7 @@ SYMPTOMS = (  # a cause of others comes before them
         (THIRD, Advice("optim.schedule", "cosine", "smaller steps towards the end"), WARMUP),
     ),
     Symptom(
-        "loss flat", ("rows",), {"loss": lambda _, loss: not loss.falls()},
+        "loss flat", ("rows",), {"loss": lambda _, loss: not loss.decreases()},
         "Nothing is learned that shows: the steps are too small, or the rows hold nothing that the model does not know.",
         (FIVE_TIMES,),
         unless=("loss rises",),

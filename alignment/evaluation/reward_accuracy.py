@@ -144,7 +144,7 @@ def run(config: RewardEvalConfig) -> Path:
         **_figures(config, groups, model.calibration.gain),
         "best_of_n": {} if prompts is None else _sampled_curve(config, model, prompts),
     }
-    texts, pairs = evenly_drawn_texts(rows, config.robustness_rows, model.is_encoder)
+    texts, pairs = sample_texts_evenly(rows, config.robustness_rows, model.is_encoder)
     scores = scores_in_other_forms(model, texts) if texts else {}
     del model  # before it is loaded in other types
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
@@ -356,7 +356,7 @@ def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[P
 # Robustness
 
 
-def evenly_drawn_texts(
+def sample_texts_evenly(
     rows: Sequence[EncodedRow], count: int, is_encoder: bool
 ) -> tuple[list[Encoded], list[tuple[int, int]]]:
     """The texts of at most `count` rows, spread evenly over them, and the indices of each ordered pair among them."""

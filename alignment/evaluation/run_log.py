@@ -47,11 +47,11 @@ class Series(NamedTuple):
         """Standard error of `last - first`."""
         return self.noise * math.sqrt(1 / min(10, self.width) + 1 / self.width)
 
-    def rises(self, errors: float = 2.0) -> bool:
+    def increases(self, errors: float = 2.0) -> bool:
         """True where the end lies above the beginning by more than `errors` standard errors."""
         return self.last - self.first > max(errors * self.error, 1e-12)
 
-    def falls(self, errors: float = 2.0) -> bool:
+    def decreases(self, errors: float = 2.0) -> bool:
         """True where the end lies below the beginning by more than `errors` standard errors."""
         return self.first - self.last > max(errors * self.error, 1e-12)
 
@@ -71,12 +71,12 @@ class Series(NamedTuple):
         return Series(self.steps[start:], self.values[start:])
 
     @property
-    def late(self) -> tuple[int, int]:
+    def changing_steps(self) -> tuple[int, int]:
         """Steps from where the windows have gone half their way from the beginning to the farthest one, to the end."""
         away = np.abs(self.windows - self.first)
         return self.steps[int((away >= away.max() / 2).argmax())], self.steps[-1]
 
-    def course(self) -> str:
+    def describe(self) -> str:
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
         low, high = self.windows.min(), self.windows.max()
         return f"{self.first:.3g} -> {self.last:.3g}, between {low:.3g} and {high:.3g}"
@@ -92,7 +92,7 @@ class RunLog:
     broken: Mapping[str, Sequence[int]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
 
-    def trend(self, name: str) -> Series | None:
+    def series_of(self, name: str) -> Series | None:
         """A metric with lines enough to judge its course; None where it has fewer."""
         found = self.series.get(name)
         return found if found is not None and len(found.values) >= ENOUGH else None

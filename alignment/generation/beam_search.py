@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alignment.generation.decode import Responses
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
-from alignment.generation.sampling import TokenHistory, discourage_repetition
+from alignment.generation.sampling import TokenHistory, limit_repeats
 from alignment.models.external.cache import ExternalCache
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.model import Model
@@ -164,7 +164,7 @@ def _search_group(
         log_probs = logits.float().log_softmax(-1)
         if config.repetition_penalty != 1 or config.no_repeat_ngram_size:
             seen = history.seen(torch.arange(len(logits), device=device))
-            log_probs = discourage_repetition(log_probs, seen, config.repetition_penalty, config.no_repeat_ngram_size)
+            log_probs = limit_repeats(log_probs, seen, config.repetition_penalty, config.no_repeat_ngram_size)
         if step < config.min_new_tokens:
             log_probs = log_probs.index_fill(-1, stops, -torch.inf)
         candidates, parents = _extend(running, log_probs.unflatten(0, (-1, beams)), kept, step)

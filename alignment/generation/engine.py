@@ -27,7 +27,7 @@ import torch
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.filling import Prompt, PromptFiller
 from alignment.generation.requests import DecodingRequest, IncrementalText, RunningRequest, TokenEvent
-from alignment.generation.sampling import DrawnTokens, RowSampler, TokenHistory
+from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
 from alignment.models.model import Model
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
@@ -71,7 +71,7 @@ class DecodingEngine:
         self._newest = torch.zeros(0, dtype=torch.long, device=self._device)  # last token of each row
         self._sampler: RowSampler | None = None  # of all rows; None: they have changed
         self._history: TokenHistory | None = None  # where a request has a logits processor
-        self._unseen: list[DrawnTokens] = []  # drawn since the last reading
+        self._unseen: list[SampledTokens] = []  # drawn since the last reading
         self._most_unseen = 1 if self._device.type == "cpu" else CHECK_STEPS
         self._numbers = self._room = 0
         self._equal_limits = True  # the rows of a group may all draw equally many tokens
@@ -267,7 +267,7 @@ class DecodingEngine:
                     self._history.put(slot, self._start or prompt)
 
 
-def _hand_out(drawn: DrawnTokens, with_events: bool) -> list[TokenEvent]:
+def _hand_out(drawn: SampledTokens, with_events: bool) -> list[TokenEvent]:
     """The events of drawn tokens, where they are wanted; tokens that a request drew behind its end are dropped."""
     tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
     likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]

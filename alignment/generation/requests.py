@@ -159,7 +159,7 @@ class RunningRequest:
         """Tokens that may still be drawn."""
         return self._limit - self.drawn
 
-    def upcoming_draw(self, steps_ahead: int) -> float:
+    def uniform_at(self, steps_ahead: int) -> float:
         """The random number in [0, 1) for the token `steps_ahead` steps from now, a function of seed and row alone."""
         position = self.drawn + steps_ahead
         while position >= len(self._draws):

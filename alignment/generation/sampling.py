@@ -37,7 +37,7 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, seen: Tensor | No
     if config.needs_history:
         if seen is None:
             raise ValueError("repetition_penalty and no_repeat_ngram_size need the tokens so far: seen")
-        logits = discourage_repetition(logits, seen, config.repetition_penalty, config.no_repeat_ngram_size)
+        logits = limit_repeats(logits, seen, config.repetition_penalty, config.no_repeat_ngram_size)
     rows = logits.reshape(-1, logits.shape[-1])
     return row_log_probs(rows, RowFilters.of([config] * len(rows), rows.shape[1], rows.device)).view(logits.shape)
 
@@ -84,7 +84,7 @@ class TokenHistory:
         return self.tokens[rows].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, NO_TOKEN)
 
 
-def discourage_repetition(scores: Tensor, seen: Tensor, penalty: float, ngram_size: int) -> Tensor:
+def limit_repeats(scores: Tensor, seen: Tensor, penalty: float, ngram_size: int) -> Tensor:
     """Scores [B, V] after the repetition penalty (1: off) and the ban of repeated n-grams (0: off), in this order.
 
     Args:
@@ -100,7 +100,7 @@ def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make earlier tokens less likely: score / penalty where the score is positive, score * penalty elsewhere.
 
     The paper divides always, which makes a token with a negative score likelier; every library multiplies there
-    instead. A token is penalized once, however often it occurs. Arguments as for `discourage_repetition`.
+    instead. A token is penalized once, however often it occurs. Arguments as for `limit_repeats`.
 
     Source: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, their theta.
     """
@@ -217,7 +217,7 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
 # Rows of requests
 
 
-class DrawnTokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token for each of B rows.
 
     Attributes:
@@ -257,7 +257,7 @@ class RowSampler:
         self._draws = torch.empty(0, len(rows), dtype=torch.float64, device=device)
         self._used = 0
 
-    def draw(self, logits: Tensor, history: TokenHistory | None) -> DrawnTokens:
+    def draw(self, logits: Tensor, history: TokenHistory | None) -> SampledTokens:
         """Tokens from the logits of all rows, [B, V]."""
         logits = logits.float()
         processed = self._process(logits, history)
@@ -279,14 +279,12 @@ class RowSampler:
         for row in self.rows:
             if row is not None:
                 row.drawn += 1
-        return DrawnTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), alternatives)
+        return SampledTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), alternatives)
 
     def _next_draws(self) -> Tensor:
         """One uniform number for each row, float64, [B]; a greedy row's has no effect."""
         if self._used == len(self._draws):
-            draws = [
-                [0.0 if row is None else row.upcoming_draw(step) for row in self.rows] for step in range(self._steps)
-            ]
+            draws = [[0.0 if row is None else row.uniform_at(step) for row in self.rows] for step in range(self._steps)]
             self._draws, self._used = torch.tensor(draws, dtype=torch.float64).to(self._device, non_blocking=True), 0
         self._used += 1
         return self._draws[self._used - 1]
@@ -307,7 +305,7 @@ class RowSampler:
             assert history is not None
             index = torch.tensor(numbers, device=self._device)
             seen = history.seen(self._slots[index])
-            logits.index_copy_(0, index, discourage_repetition(logits[index], seen, *settings))
+            logits.index_copy_(0, index, limit_repeats(logits[index], seen, *settings))
         if forbidden:
             rows, stops = torch.tensor(forbidden, device=self._device).unbind(1)
             logits.index_put_((rows, stops), torch.tensor(-torch.inf, device=self._device))

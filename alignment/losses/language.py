@@ -32,7 +32,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A target token's loss in place of its negative log-likelihood; see `regularized_token_loss`.
+    """A target token's loss in place of its negative log-likelihood; see `smoothed_token_loss`.
 
     Attributes:
         label_smoothing: eps, the share of the target that is spread evenly over the vocabulary, in [0, 1).
@@ -49,7 +49,7 @@ class TokenOutputs(NamedTuple):
     Attributes:
         log_probs: log-probability of the target, nats.
         entropy: of the distribution, nats; None where it was not asked for.
-        losses: `regularized_token_loss` of the target; None where it was not asked for.
+        losses: `smoothed_token_loss` of the target; None where it was not asked for.
     """
 
     log_probs: Tensor
@@ -77,7 +77,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def regularized_token_loss(logits: Tensor, tokens: Tensor, loss: TokenLoss) -> Tensor:
+def smoothed_token_loss(logits: Tensor, tokens: Tensor, loss: TokenLoss) -> Tensor:
     """Cross-entropy with label smoothing, plus the z-loss, of each token under its logits.
 
     cost = -(1 - eps) log p(token) - eps / V sum_v log p(v) + z_loss log(Z)^2,   log Z = log sum_v exp(logit(v))
@@ -236,7 +236,7 @@ def chunked_token_log_probs(
         tokens: ids in [0, V), [M].
         temperature: > 0.
         entropy: also return the entropy of each row's distribution; with a gradient where `loss` is not given.
-        loss: also return the `regularized_token_loss` of each row.
+        loss: also return the `smoothed_token_loss` of each row.
     """
     device, vocabulary = hidden.device.type, head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
@@ -331,7 +331,7 @@ class _TokenLogProbsAndEntropy(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """`token_log_probs` and `regularized_token_loss` of [M, V]; both gradients are written into one tensor [M, V].
+    """`token_log_probs` and `smoothed_token_loss` of [M, V]; both gradients are written into one tensor [M, V].
 
     d log p(token) / d logits = [v = token] - p(v)
     d cost / d logits = (1 + 2 z_loss log Z) p(v) - (1 - eps) [v = token] - eps / V

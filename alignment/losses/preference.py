@@ -409,7 +409,7 @@ def aot_paired_loss(
     Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT paired").
     """
     order = order or _whole_batch(policy_margins, reference_margins)
-    others, shares = partners(order.positions, order.first, order.second)
+    others, shares = rank_matches(order.positions, order.first, order.second)
     return (shares * smoothed_loss(beta * (policy_margins - others), label_smoothing)).sum(0)
 
 
@@ -432,9 +432,9 @@ def aot_unpaired_loss(
     Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT unpaired").
     """
     order = order or _whole_batch(chosen, rejected)
-    others, shares = partners(order.positions, order.first, order.second)
+    others, shares = rank_matches(order.positions, order.first, order.second)
     of_chosen = (shares * smoothed_loss(beta * (chosen - others), label_smoothing)).sum(0)
-    others, shares = partners(order.positions, order.second, order.first)
+    others, shares = rank_matches(order.positions, order.second, order.first)
     of_rejected = (shares * smoothed_loss(beta * (others - rejected), label_smoothing)).sum(0)
     return of_chosen + of_rejected - of_rejected.detach()  # the same sum twice, for the other side's gradient
 
@@ -443,7 +443,7 @@ def _whole_batch(first: Tensor, second: Tensor) -> BatchOrder:
     return BatchOrder(first.detach(), second.detach(), torch.arange(len(first), device=first.device))
 
 
-def partners(positions: Tensor, among: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def rank_matches(positions: Tensor, among: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """For some values of `among`, each the k-th smallest of them, the k-th smallest of `others`; without gradient.
 
     Values that are equal, of which T is the largest number, have the others of all their ranks, in equal shares.

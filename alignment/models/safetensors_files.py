@@ -160,7 +160,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 
 
-def widest_type(directory: Path) -> torch.dtype:
+def max_dtype(directory: Path) -> torch.dtype:
     """The type in which all tensors of a directory can be held without loss: float32, bfloat16 or float16."""
     types = {tensor.dtype for tensor in stored_tensors(directory).values()}
     (low,) = types if len(types) == 1 else (torch.float32,)

@@ -53,7 +53,7 @@ class Device:
             return CPU_BYTES
         return CUDA_BYTES + (NCCL_BYTES if gpus > 1 else 0) + int(FRAGMENTATION * peak)
 
-    def room(self, gpus: int) -> int | None:
+    def available_bytes(self, gpus: int) -> int | None:
         """Bytes that the tensors of one process can take; None where the memory is not known."""
         if self.memory is None:
             return None
@@ -218,10 +218,10 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     for key, value in (values.get("deepspeed_config") or {}).items():
         sent[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(value)
     sent["LOCAL_WORLD_SIZE"] = str(processes // int(values.get("num_machines", 1)))
-    return sent_layout("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
+    return layout_from_env("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
 
 
-def sent_layout(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
+def layout_from_env(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
     """The layout of `size` processes of a kind of process group, from the variables that Accelerate's launcher sends."""
 
     def value(name: str, default: str) -> str:

@@ -106,7 +106,7 @@ def _stored(start: Start, task: str, labels: Mapping[str, object], weights: Weig
     if weights.quantize is not None:
         for name, layer in list(quantizable_layers(model)):
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, QuantizedStandIn(layer, weights.quantize))
+            setattr(model.get_submodule(parent), own, QuantizedPlaceholder(layer, weights.quantize))
     return store_frozen(model, replace(weights, quantize=None))
 
 
@@ -141,7 +141,9 @@ def _external(config: HFConfig, task: str) -> Any:
 
 def parameter_count(model: nn.Module) -> tuple[int, int]:
     """Weights of a model, each once, and how many of them train; a quantized matrix counts its own weights."""
-    packed = {id(x.weight): x.in_features * x.out_features for x in model.modules() if isinstance(x, QuantizedStandIn)}
+    packed = {
+        id(x.weight): x.in_features * x.out_features for x in model.modules() if isinstance(x, QuantizedPlaceholder)
+    }
     sizes = {id(x): (packed.get(id(x), x.numel()), x.requires_grad) for x in model.parameters()}
     return sum(size for size, _ in sizes.values()), sum(size for size, trains in sizes.values() if trains)
 
@@ -178,7 +180,7 @@ class _Product(torch.autograd.Function):
         return grad @ grad.new_empty(ctx.shape), None, None
 
 
-class QuantizedStandIn(nn.Linear):
+class QuantizedPlaceholder(nn.Linear):
     """A frozen linear layer that holds as many bytes as a quantized one, and computes through a whole matrix.
 
     Attributes:

@@ -28,7 +28,7 @@ from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
-from alignment.planning.layout import Device, Layout, free_memory, sent_layout
+from alignment.planning.layout import Device, Layout, free_memory, layout_from_env
 from alignment.planning.memory import DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
@@ -216,7 +216,7 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     length = run_length(config, stage, data, networks, layout.gpus)
     per_update = math.ceil(config.training.batch_size / layout.gpus)
     rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
-    room = device.room(layout.gpus)
+    room = device.available_bytes(layout.gpus)
     peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
     return Plan(config, layout, device, tokens, roles, peaks, length)
 
@@ -363,7 +363,7 @@ def _choose(config: StageConfig) -> int:
     # Rank 0 traces the model: the others would find the same, and may have less time.
     tokens, refused = 0, ""
     if group.is_main:
-        layout = sent_layout(group.kind, group.size, os.environ)
+        layout = layout_from_env(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:

@@ -62,7 +62,7 @@ class Scores:
 
     Attributes:
         total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part. Not a
-            number: there is no score, and nothing is learned from the response; see `Rewards.unscored`.
+            number: there is no score, and nothing is learned from the response; see `Rewards.without_score`.
         parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
         shaped: the score to learn from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
             `total`, under the algorithm's own normalization of scores.
@@ -74,10 +74,10 @@ class Scores:
     shaped: Tensor | None = None
     fixed_deviation: float | None = None
 
-    def deviation(self, reduce: Reduce) -> float:
+    def std(self, reduce: Reduce) -> float:
         """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal."""
         learned = self.total if self.shaped is None else self.shaped
-        return mean_and_deviation(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
+        return mean_and_std(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
 ScoreFunction = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
@@ -100,7 +100,7 @@ def _moments(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     return count, mean, reduce(((values - mean) ** 2).sum()).item()
 
 
-def mean_and_deviation(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
+def mean_and_std(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
     """Number, mean and deviation (divided by n) of the values of all ranks that are numbers; 0 without any."""
     count, mean, squares = _moments(values, reduce)
     return count, mean, (squares / max(1.0, count)) ** 0.5
@@ -137,7 +137,7 @@ class PartNormalizer:
         self.mean += distance * (count / self.count)  # exactly the mean of the first samples
         if self.mode == "first" and not self.squares:
             raise UserError(
-                f"rewards: {self.name} cannot be normalized by {no_deviation(self.count)}, or set normalize: none for it"
+                f"rewards: {self.name} cannot be normalized by {no_std_reason(self.count)}, or set normalize: none for it"
             )
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class PartNormalizer:
         return scale * values - self.mean * scale
 
 
-def no_deviation(count: float) -> str:
+def no_std_reason(count: float) -> str:
     """The reason why `count` numbers have no deviation to divide by, and the way out, for messages."""
     if count == 1:
         return "a single number, that of one response; raise training.batch_size or responses_per_prompt"
@@ -205,13 +205,13 @@ class Rewards:
             UserError: a reward gave a number that is not finite, or too few; too many responses without a score; numbers
                 that cannot be normalized.
         """
-        return self._bounded(self.shape(self.give(prompts, responses, ended), prompts))
+        return self._bounded(self.shape(self.part_scores(prompts, responses, ended), prompts))
 
     def judge(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
         """As a call, with statistics that do not take these responses in."""
-        return self._bounded(self._sum(self.give(prompts, responses, ended), prompts))
+        return self._bounded(self._sum(self.part_scores(prompts, responses, ended), prompts))
 
-    def give(
+    def part_scores(
         self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> dict[str, Tensor]:
         """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply.
@@ -243,7 +243,7 @@ class Rewards:
         for part in self.parts:
             total = total + part.weight * given[part.name].nan_to_num()
             shaped = shaped + part.weight * part.shaped(given[part.name]).nan_to_num()
-        unscored = self.unscored(given, prompts)
+        unscored = self.without_score(given, prompts)
         fixed = len(self.parts) == 1 and (self.parts[0].scaled or bool(self._normalizers))
         return Scores(
             total.masked_fill(unscored, math.nan),
@@ -252,7 +252,7 @@ class Rewards:
             fixed_deviation=abs(self.parts[0].weight) if fixed else None,
         )
 
-    def unscored(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Tensor:
+    def without_score(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Tensor:
         """True where no score follows from the numbers that were given, bool, [B].
 
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized

@@ -69,7 +69,7 @@ def run_role() -> None:
     load([*task["modules"], *imported(task["code"])])
     if role == "program":
         sys.stdin = io.TextIOWrapper(io.BytesIO(task["input"].encode()), encoding="utf-8")
-        shut()
+        restrict_process()
         exec(compile(task["code"], "<answer>", "exec"), NAMES | {"__name__": "__main__"})
         return
     own = types.ModuleType(f"__{role}__")  # dataclasses look their module up
@@ -78,7 +78,7 @@ def run_role() -> None:
     globals()["NAMES"] = vars(own)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
-        shut()
+        restrict_process()
         answer_requests(task["code"], PEER)
         return
     verdict = private(1)
@@ -88,7 +88,7 @@ def run_role() -> None:
     questions.flush()
     load(modules)
     PEER = Peer(replies, questions, settings["output_bytes"], judges=True)
-    shut()
+    restrict_process()
     run_tests(task["tests"], PEER)
     verdict.write(b"passed")
     verdict.flush()
@@ -123,7 +123,7 @@ def imported(code: str) -> "list[str]":
     return [each for name in found for each in (name, *LATER.get(name, []))]
 
 
-def quiet_asyncio() -> None:
+def ignore_loop_errors() -> None:
     """Event loops without sockets, which only wait for time."""
     asyncio, time = sys.modules["asyncio"], importlib.import_module("time")
 
@@ -155,7 +155,7 @@ def load(modules: "list[str]") -> None:
         except ImportError:
             continue
     if "asyncio" in modules:
-        quiet_asyncio()
+        ignore_loop_errors()
 
 
 def limit(settings: "dict[str, float]") -> None:
@@ -168,7 +168,7 @@ def limit(settings: "dict[str, float]") -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
-def shut() -> None:
+def restrict_process() -> None:
     """No new rights; no files and no network; only the calls of `ALLOWED`.
 
     The process exits with `REFUSED` where the kernel does not do as it is asked.
@@ -305,15 +305,15 @@ def operation(name: str) -> object:
     def compare(self, other):
         if is_remote(other) or not PEER.judges:
             return PEER.ask(name, self, other)
-        kind = base_among(CONTAINERS, self)
+        kind = builtin_base(CONTAINERS, self)
         return getattr(kind, name)(self, other) if kind else NotImplemented
 
     def is_true(self):
-        kind = base_among((*CONTAINERS, str, bytes, tuple, frozenset), self)
+        kind = builtin_base((*CONTAINERS, str, bytes, tuple, frozenset), self)
         return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
 
     def read(self, *items):
-        kind = base_among((list, set), self)
+        kind = builtin_base((list, set), self)
         return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
 
     if name in READING:
@@ -321,7 +321,7 @@ def operation(name: str) -> object:
     return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
 
 
-def base_among(kinds: "tuple[type, ...]", value: object) -> "type | None":
+def builtin_base(kinds: "tuple[type, ...]", value: object) -> "type | None":
     """The first of some built-in classes that a value is an instance of; None without one."""
     return next((kind for kind in kinds if isinstance(value, kind)), None)
 
@@ -354,7 +354,7 @@ def standard(module: str, name: str) -> object:
     return found
 
 
-def solid(kind: type) -> bool:
+def can_subclass(kind: type) -> bool:
     """True where objects of the other process may derive from a class here: it holds their content, or is an error."""
     return kind in (*CONTENTS, *CONTAINERS) or (issubclass(kind, BaseException) and not issubclass(kind, STEERING))
 
@@ -363,20 +363,22 @@ def bases_of(kind: type) -> "list[type]":
     """The bases of a class; bases of the library such as object, ABC and Enum give way to their own bases."""
     found = []
     for base in kind.__bases__:
-        stays = standard_name(base) is None or (solid(base) and base.__module__ in {"builtins", "collections", *ERRORS})
+        stays = standard_name(base) is None or (
+            can_subclass(base) and base.__module__ in {"builtins", "collections", *ERRORS}
+        )
         found += [base] if stays else bases_of(base)
     return list(dict.fromkeys(found))
 
 
 def container_items(value: object) -> "list[object]":
     """All items of a container, keys before values, by the methods of its built-in type."""
-    kind = base_among(CONTAINERS, value)
+    kind = builtin_base(CONTAINERS, value)
     return [*kind.__iter__(value), *(kind.values(value) if issubclass(kind, dict) else ())]
 
 
 def set_items(container: object, items: "list[object]") -> None:
     """Make a container hold what `container_items` gave."""
-    kind, half = base_among(CONTAINERS, container), len(items) // 2
+    kind, half = builtin_base(CONTAINERS, container), len(items) // 2
     kind.clear(container)
     if not issubclass(kind, dict):
         return (kind.update if kind is set else kind.extend)(container, items)
@@ -425,7 +427,7 @@ class Peer:
             "do": action, "to": number and -number, "items": [self.encode(item) for item in items],
             "named": {name: self.encode(item) for name, item in named.items()},
         })  # fmt: skip
-        while "do" in (message := self.receive()):
+        while "do" in (message := self.read_message()):
             self.send(self.perform(message))
         if "error" in message:
             error = message.pop("error")
@@ -502,7 +504,7 @@ class Peer:
         self.sent.write(line)
         self.sent.flush()
 
-    def receive(self) -> "dict[str, object]":
+    def read_message(self) -> "dict[str, object]":
         """Read one line. A message that is none, or too long, or the end of the other process, end this one."""
         line = self.received.readline(-1 if self.longest is None else self.longest)
         if not line.endswith(b"\n"):
@@ -595,7 +597,7 @@ class Peer:
         if isinstance(value, BaseException) and standard_name(kind):
             del self.objects[number], self.numbers[id(value)]
             return ["error", self.encode(kind), *map(self.encode, value.args)]
-        content = base_among(CONTENTS, value)
+        content = builtin_base(CONTENTS, value)
         parts = [] if content is None else [self.encode(plain_content(content, value))]
         if isinstance(value, BaseException):
             parts = [self.encode(item) for item in value.args]
@@ -672,7 +674,7 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
 
     The methods of immutable content come before those that ask: no answer overrides how its numbers and texts compare.
     """
-    bases = [base for base in bases if type(base) is RemoteClass or (isinstance(base, type) and solid(base))]
+    bases = [base for base in bases if type(base) is RemoteClass or (isinstance(base, type) and can_subclass(base))]
     first = [base for base in bases if issubclass(base, (*CONTENTS, BaseException))]
     if not any(type(base) is RemoteClass for base in bases):
         bases = [*bases, Remote] if first else [Remote, *bases]
@@ -739,7 +741,7 @@ def answer_requests(code: str, peer: Peer) -> None:
     printed_text()  # nothing of the tests has run yet that could read it
     builtins.input = lambda *items: peer.ask("input", None, *items)
     while True:
-        peer.send(peer.perform(peer.receive()))
+        peer.send(peer.perform(peer.read_message()))
 
 
 # The tests

@@ -346,7 +346,7 @@ def reward_models_of(reward_model: str | None, rewards: Sequence[RewardSpec]) ->
     return [each for each in (reward_model, *(spec.reward_model for spec in rewards)) if each is not None]
 
 
-def as_given_alone(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
+def unnormalized_if_single(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
     """The entries; a single one is not normalized unless it says so, as a scale alone changes no order of responses."""
     if len(specs) != 1:
         return list(specs)

@@ -52,7 +52,7 @@ class RowStream(Protocol):
 
 
 @runtime_checkable
-class Resumable(Protocol):
+class Stateful(Protocol):
     """An object with a state that later updates depend on, such as a stream that reaches its middle sooner with it."""
 
     def state(self) -> object:
@@ -77,7 +77,7 @@ def fit(
     evaluate: Callable[[], dict[str, float]] | None = None,
     save: Callable[[], object] | None = None,
     observe: Callable[[int], object] | None = None,
-    remembers: Resumable | None = None,
+    remembers: Stateful | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps` or to an early stop.
 
@@ -131,7 +131,7 @@ def go_on(
     engine: Engine,
     training: TrainingConfig,
     *,
-    remembers: Resumable | None = None,
+    remembers: Stateful | None = None,
 ) -> Callable[[], dict[str, Any]]:
     """Let engine, result, stream and what else remembers go on from the run's newest checkpoint, where there is one.
 
@@ -140,7 +140,7 @@ def go_on(
     """
     saved = load_run_state(run, engine, training)
     result.restore(saved)
-    parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Resumable)}
+    parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Stateful)}
     for name, part in parts.items():
         if saved is not None:
             part.restore(saved.get(name))

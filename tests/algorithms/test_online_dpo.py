@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
-from alignment.algorithms.online_dpo.online_dpo import best_and_worst, build_online_state, make_pairs, sample_and_learn
+from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, max_and_min, sample_and_update
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.setup import read_data
@@ -37,12 +37,12 @@ def config_of(**settings):
 
 def test_best_and_worst_by_hand():
     scores = torch.tensor([[1.0, 3.0, -2.0], [0.5, 0.5, 0.5], [2.0, 2.0, 1.75], [NAN, NAN, 2.0], [NAN, -1.0, -5.0]])
-    best, worst, tied, unjudged = best_and_worst(scores, tie_margin=0.25)
+    best, worst, tied, unjudged = max_and_min(scores, tie_margin=0.25)
     assert best.tolist()[:3] == [1, 0, 0] and worst.tolist()[:3] == [2, 0, 2]
     assert (int(best[4]), int(worst[4])) == (1, 2)
     assert tied.tolist() == [False, True, True, False, False]
     assert unjudged.tolist() == [False, False, False, True, False]
-    assert best_and_worst(scores)[2].tolist() == [False, True, False, False, False]
+    assert max_and_min(scores)[2].tolist() == [False, True, False, False, False]
 
 
 def samples_of(raw, ended, responses):
@@ -246,10 +246,10 @@ def test_kl_is_that_of_the_samples_at_their_temperature(built):
     config, data, state = built(max_new_tokens=6, optim=OptimConfig(learning_rate=1e-2), temperature=0.8)
     state.score = sum_of_ids
     with torch.enable_grad():
-        metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+        metrics, _ = sample_and_update(state, config, data.prompts.rows_at(0), 0)
     assert abs(metrics["kl"]) < 1e-4 and metrics["kl_k3"] < 1e-4
     with torch.enable_grad():
-        metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(1), 1)
+        metrics, samples = sample_and_update(state, config, data.prompts.rows_at(1), 1)
     gap = 0.0
     for prompt, response, log_probs in zip(samples.prompts, samples.responses, samples.log_probs, strict=True):
         ids = torch.tensor([[*prompt, *response]])
@@ -297,7 +297,7 @@ def test_every_kind_of_pair_loss_learns_from_the_pairs(built, loss):
     """One with margins, those that look at the whole batch, one without a reference, and two at once with an SFT part."""
     config, data, state = built(loss=loss, max_new_tokens=4, epochs=2, minibatches=2)
     state.score = sum_of_ids
-    metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+    metrics, _ = sample_and_update(state, config, data.prompts.rows_at(0), 0)
     assert state.policy.step == 4 and math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
     assert ("kl" in metrics) == (loss != "simpo") and ("sft_loss" in metrics) == isinstance(loss, dict)
 
@@ -321,7 +321,7 @@ def test_the_score_rises_in_a_run(stage, make_stage, tmp_path, read_metrics):
 def test_an_iteration_of_ties_learns_nothing_and_says_so(built):
     config, data, state = built(max_new_tokens=3, tie_margin=100.0)
     before = [parameter.clone() for parameter in state.policy.model.parameters()]
-    metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+    metrics, _ = sample_and_update(state, config, data.prompts.rows_at(0), 0)
     assert metrics["score_ties"] == 1 and metrics["pairs"] == 0 and "loss" not in metrics
     for old, new in zip(before, state.policy.model.parameters(), strict=True):
         assert_close(old, new, rtol=0, atol=0)

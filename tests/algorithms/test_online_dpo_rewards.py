@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_learn
+from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_update
 from alignment.algorithms.ppo import rollout
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import collect, draw_samples
 from alignment.algorithms.ppo.setup import read_data
-from alignment.algorithms.ppo.state import DrawnResponses
+from alignment.algorithms.ppo.state import SampledResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
@@ -70,7 +70,7 @@ def test_pairs_of_a_weighted_mix_by_hand(settings, sums, monkeypatch):
     state, prompts = built(config)
     ids = [state.start.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     rows = [prompt for prompt in prompts for _ in range(2)]
-    drawn = DrawnResponses(rows, list(range(8)), Responses(ids, [[-1.0] * len(row) for row in ids], [False] * 8))
+    drawn = SampledResponses(rows, list(range(8)), Responses(ids, [[-1.0] * len(row) for row in ids], [False] * 8))
     monkeypatch.setattr(rollout, "draw_samples", lambda *_: drawn)
     samples = collect(state, config, prompts, 0)
     pairs, metrics = make_pairs(samples, config, state.process_group)
@@ -116,7 +116,7 @@ def test_one_entry_is_the_short_form(settings, stage):
     for name, form in forms.items():
         _, config = settings(name, **form, loss="odpo", max_new_tokens=6, missing_end_penalty=0.5)
         state, prompts = built(config)
-        history = [sample_and_learn(state, config, prompts, step) for step in range(2)]
+        history = [sample_and_update(state, config, prompts, step) for step in range(2)]
         weights = torch.cat([parameter.detach().flatten() for parameter in state.policy.model.parameters()])
         found[name] = [metrics for metrics, _ in history], [samples.scores for _, samples in history], weights
     metrics, scores, weights = found["short"]
@@ -192,7 +192,7 @@ def test_a_response_that_the_judge_failed_on_leaves_its_prompt_without_a_pair(se
         keys = [(row.prompt, text) for row, text in zip(drawn.prompts, texts, strict=True)]
         broken.update((keys[0], keys[5]))
         failed = [key in broken for key in keys]
-        metrics, samples = sample_and_learn(state, config, prompts, 0)
+        metrics, samples = sample_and_update(state, config, prompts, 0)
         pairs, _ = make_pairs(samples, config, state.process_group)
     assert samples.score_parts["judge"].isnan().tolist() == failed and samples.scores.isnan().tolist() == failed
     lost = {drawn.prompts[row].row_id for row in range(16) if failed[row]}

@@ -13,7 +13,7 @@ from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.ppo.loop import HeldOutScores, judge_held_out
 from alignment.algorithms.ppo.metrics import kl_columns
 from alignment.algorithms.ppo.setup import build_state, read_data
-from alignment.algorithms.ppo.state import HeldOut, share_won
+from alignment.algorithms.ppo.state import HeldOut, win_share
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
@@ -48,7 +48,7 @@ def ppo(stage, make_stage, world, tmp_path):
 
 def test_scores_win_rate_and_budget_are_worked_by_hand():
     """Scores 1 2 3 4 at the start; then 2 2 1 5: won, tied, lost, won."""
-    assert share_won([2.0, 2.0, 1.0, 5.0], [1.0, 2.0, 3.0, 4.0]) == 2.5 / 4
+    assert win_share([2.0, 2.0, 1.0, 5.0], [1.0, 2.0, 3.0, 4.0]) == 2.5 / 4
     held_out = HeldOut([], lambda *_: torch.zeros(0), SamplingConfig(), kl_budget=3.0)
     first = held_out.take_in([1.0, 2.0, 3.0, 4.0], 0.0, 0)
     assert first == {"held_out_score": 2.5, "held_out_win_rate": 0.5, "held_out_kl": 0.0} and not held_out.ended_by

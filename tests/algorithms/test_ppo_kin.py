@@ -15,7 +15,7 @@ from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.loss_functions import policy_loss_fn, weighed
+from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_loss_fn
 from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
 from alignment.algorithms.ppo.state import ScoreNormalizer
@@ -298,7 +298,7 @@ def gradients_of_two_responses(**settings):
     log_probs, old = torch.full((6,), -1.0, requires_grad=True), torch.full((6,), -1.0)
     advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0])
     ragged = ragged_of([[1], [1]], [[2, 3, 4, 5, 6], [7]], [0, 1])
-    (batch,) = weighed([RolloutBatch(ragged, old, None, advantages, torch.zeros(6))], config)
+    (batch,) = normalized_batches([RolloutBatch(ragged, old, None, advantages, torch.zeros(6))], config)
     policy = lambda **_: LanguageOutput(log_probs, torch.zeros(6))  # noqa: E731
     (policy_loss_fn(policy, config, [])(batch).total / batch.weight).backward()
     return log_probs.grad

@@ -23,7 +23,7 @@ from alignment.algorithms.pretrain.objectives import (
 )
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import tokenize_maskable, tokenize_passages
+from alignment.data.pretraining.masked import tokenize_for_corruption, tokenize_passages
 from alignment.data.pretraining.prepare import tokenize_plain
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
@@ -207,7 +207,7 @@ def test_an_objectives_settings_reach_its_batches(make):
     tokenizer = train_tokenizer("wordpiece", [TEXT] * 5, 60)
     rows = [Text(TEXT, str(number)) for number in range(6)]
     masking = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
-    for objective, tokenize in ((Masked, tokenize_maskable), (SentencePairs, tokenize_passages)):
+    for objective, tokenize in ((Masked, tokenize_for_corruption), (SentencePairs, tokenize_passages)):
         examples, _ = tokenize(rows, tokenizer, 24)
         collate = collate_for_objective(objective(masking=masking), tokenizer, examples, start_id=None, max_length=24)
         batches = collate(fixed_seed_rows(examples), micro_batch_tokens=30)

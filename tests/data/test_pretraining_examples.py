@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import collate_masked, mask_tokens_of, tokenize_maskable
+from alignment.data.pretraining.masked import collate_masked, mask_tokens_of, tokenize_for_corruption
 from alignment.data.pretraining.prepare import (
     collate_seq2seq,
     infilling,
@@ -54,7 +54,7 @@ def documents(batches):
 
 
 def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiece):
-    [example], counts = tokenize_maskable([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
+    [example], counts = tokenize_for_corruption([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
     tokens = wordpiece.convert_ids_to_tokens(example.ids)
     assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
     assert tokens.count("[SEP]") == 1  # the one typed in the text is spelt out
@@ -64,7 +64,7 @@ def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiec
 
 
 def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece):
-    examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
+    examples, _ = tokenize_for_corruption(ROWS, wordpiece, 64)
     mask_tokens = mask_tokens_of(wordpiece)
     batches = collate_masked(fixed_seed_rows(examples), 100, masking=Masking(), mask_tokens=mask_tokens)
     special = set(wordpiece.all_special_ids)
@@ -81,7 +81,7 @@ def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece
 
 
 def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiece):
-    examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
+    examples, _ = tokenize_for_corruption(ROWS, wordpiece, 64)
     mask_tokens = mask_tokens_of(wordpiece)
     stream = EpochStream(Stream(examples, batch_size=10, seed=3))
 
@@ -117,8 +117,8 @@ def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
             assert len(parts) == -(-length // most)
             assert all(part.stop - part.start <= most for part in parts)
             assert length == 1 or min(part.stop - part.start for part in parts) >= 2
-    whole, _ = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
-    parts, counts = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 16)
+    whole, _ = tokenize_for_corruption([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
+    parts, counts = tokenize_for_corruption([Text(" ".join(TEXTS), "a")], wordpiece, 16)
     assert [token for part in parts for token in part.ids[1:-1]] == whole[0].ids[1:-1]
     assert all(len(part.ids) <= 16 and starts_of(part)[1] for part in parts)
     assert sum(counts.cut.values()) == 1
@@ -132,13 +132,13 @@ def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
     assert mask_tokens.mask_id == 3
     assert {0, 1, 2, 3}.isdisjoint(mask_tokens.random_ids.tolist())
     assert len(mask_tokens.random_ids) == len(roberta) - 4
-    [example], _ = tokenize_maskable([Text("the cat sat", "a")], roberta, 64)
+    [example], _ = tokenize_for_corruption([Text("the cat sat", "a")], roberta, 64)
     assert sum(starts_of(example)) == 3
 
 
 def test_no_room_for_text_is_refused(wordpiece, unigram):
     with pytest.raises(UserError, match="no room"):
-        tokenize_maskable(ROWS, wordpiece, 2)
+        tokenize_for_corruption(ROWS, wordpiece, 2)
     with pytest.raises(UserError, match="no room"):
         tokenize_plain(ROWS, unigram, 3)
 

@@ -241,7 +241,7 @@ def test_the_first_and_last_windows_and_their_error_are_the_worked_ones():
     # differences: twelve 0 and two 3, mean 3/7, variance 18/14 - 9/49 = 54/49; halved: 27/49
     assert series.noise == pytest.approx((27 / 49) ** 0.5)
     assert series.error == pytest.approx((27 / 49) ** 0.5 * (2 / 3) ** 0.5)
-    assert series.rises() and not series.falls()
+    assert series.increases() and not series.decreases()
     assert (series.windows.min(), series.windows.max()) == (0.0, 6.0)
 
 

@@ -119,7 +119,7 @@ def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
     [events] = decode(model, [request], [0], 1).values()
     document = [5, 6]
     for step, event in enumerate(events):
-        number = RunningRequest(1, request).upcoming_draw(step)
+        number = RunningRequest(1, request).uniform_at(step)
         with torch.no_grad():
             probability = model(torch.tensor([document])).logits[0, -1].softmax(-1).double()
         cumulative = probability.cumsum(0)

@@ -11,8 +11,8 @@ from alignment.generation import BeamConfig, SamplingConfig, decode_responses
 from alignment.generation.requests import DecodingRequest, RunningRequest
 from alignment.generation.sampling import (
     TokenHistory,
-    discourage_repetition,
     forbid_repeated_ngrams,
+    limit_repeats,
     penalize_repetition,
     sample_token,
     sampling_log_probs,
@@ -102,7 +102,7 @@ def test_a_draw_follows_the_cumulative_probability_and_is_never_impossible():
 
 def draws(seed, row, steps):
     request = RunningRequest(1, DecodingRequest([5], SamplingConfig(seed=seed), row=row))
-    return tuple(request.upcoming_draw(step) for step in range(steps))
+    return tuple(request.uniform_at(step) for step in range(steps))
 
 
 def test_draws_are_those_of_numpys_generator_of_seed_and_row():
@@ -163,9 +163,9 @@ def history_of(documents, width):
 @pytest.mark.parametrize("settings", [(1.3, 0), (1.0, 1), (1.0, 2), (1.0, 4)])
 def test_a_shorter_document_beside_a_longer_one_changes_nothing(settings):
     documents, logits = random_history((9, 3, 1), vocabulary=6), random_logits(3, vocabulary=6)
-    together = discourage_repetition(logits, history_of(documents, 11).seen(torch.arange(3)), *settings)
+    together = limit_repeats(logits, history_of(documents, 11).seen(torch.arange(3)), *settings)
     for row, document in enumerate(documents):
-        alone = discourage_repetition(logits[row : row + 1], torch.tensor([document]), *settings)
+        alone = limit_repeats(logits[row : row + 1], torch.tensor([document]), *settings)
         assert torch.equal(together[row : row + 1], alone)
 
 

@@ -10,7 +10,7 @@ import torch
 from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
-from alignment.algorithms.ppo.state import PPOState, SampledAhead, ScoreNormalizer
+from alignment.algorithms.ppo.state import NextRollout, PPOState, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.language_model import LanguageModel
@@ -74,7 +74,7 @@ def probability_after_training(
         kl=FixedKL(kl_coef),
         normalizer=ScoreNormalizer(enabled=False),
         start=Policy(policy, None),
-        ahead=SampledAhead(lambda step: prompts if step < iterations else ()) if config.rollouts_behind else None,
+        ahead=NextRollout(lambda step: prompts if step < iterations else ()) if config.rollouts_behind else None,
     )
     prompts = [prompt_example([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):

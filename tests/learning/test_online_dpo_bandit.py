@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.algorithms.online_dpo import OnlineDPOConfig, sample_and_learn
+from alignment.algorithms.online_dpo import OnlineDPOConfig, sample_and_update
 from alignment.algorithms.online_dpo.online_dpo import OnlineDPOState, updates_of
 from alignment.algorithms.policies import Policy, Reference
 from alignment.data.config import DataConfig
@@ -46,7 +46,7 @@ def after_training(sign: float, iterations: int = 40, **settings):
         start=Policy(policy.model, None),
     )  # fmt: skip
     prompts = [prompt_example([1], "", {}, str(i)) for i in range(training.batch_size)]
-    history = [sample_and_learn(state, config, prompts, step)[0] for step in range(iterations)]
+    history = [sample_and_update(state, config, prompts, step)[0] for step in range(iterations)]
     with torch.no_grad():
         return policy.model(torch.tensor([[1]])).logits[0, -1].softmax(-1), history
 

@@ -30,7 +30,7 @@ from alignment.losses import (
     simpo_loss,
     sppo_loss,
 )
-from alignment.losses.preference import BatchOrder, log_one_minus_exp, partners
+from alignment.losses.preference import BatchOrder, log_one_minus_exp, rank_matches
 from alignment.losses.preference_table import LOSSES
 
 PAIR = torch.tensor([1.5]), torch.tensor([-1.25])  # log-ratios -23.5 + 25 and -30.25 + 29; their margin is 2.75
@@ -212,7 +212,7 @@ QUANTILES = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0.5, 2.5, 1.5])  # sort
 @pytest.mark.parametrize("loss", [aot_paired_loss, aot_unpaired_loss])
 def test_aot_pairs_the_quantiles(loss):
     assert_close(loss(*QUANTILES, beta=1.0), torch.full((3,), softplus(-0.5)))  # every lead is 0.5
-    others, shares = partners(torch.arange(3), *QUANTILES)
+    others, shares = rank_matches(torch.arange(3), *QUANTILES)
     assert others.tolist() == [[2.5, 0.5, 1.5]] and shares.tolist() == [[1.0, 1.0, 1.0]]
 
 

@@ -10,7 +10,7 @@ from alignment.losses import (
     TokenLoss,
     entropy,
     language,
-    regularized_token_loss,
+    smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
 )
@@ -129,11 +129,11 @@ def test_label_smoothing_and_z_loss_are_worked_by_hand():
     # logits (0, ln 3): Z = 4, p = (1/4, 3/4); target 1; eps = 0.2: 0.8 * ln(4/3) + 0.1 * (ln 4 + ln(4/3)) = 0.397551
     logits, target = torch.tensor([[0.0, math.log(3)]]), torch.tensor([1])
     smoothed = 0.9 * math.log(4 / 3) + 0.1 * math.log(4)
-    assert_close(regularized_token_loss(logits, target, TokenLoss(0.2, 0.0)), torch.tensor([smoothed]))
+    assert_close(smoothed_token_loss(logits, target, TokenLoss(0.2, 0.0)), torch.tensor([smoothed]))
     # z-loss at 0.01: ln(4/3) + 0.01 * (ln 4)^2 = 0.287682 + 0.019218
-    assert_close(regularized_token_loss(logits, target, TokenLoss(0.0, 0.01)), torch.tensor([0.306900]))
+    assert_close(smoothed_token_loss(logits, target, TokenLoss(0.0, 0.01)), torch.tensor([0.306900]))
     both = smoothed + 1e-4 * math.log(4) ** 2
-    assert_close(regularized_token_loss(logits, target, TokenLoss(0.2, 1e-4)), torch.tensor([both]))
+    assert_close(smoothed_token_loss(logits, target, TokenLoss(0.2, 1e-4)), torch.tensor([both]))
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.9])
@@ -142,7 +142,7 @@ def test_label_smoothing_is_that_of_torch_in_value_and_gradient(eps):
     logits = 3 * torch.randn(6, 11, generator=generator)
     tokens, weights = torch.randint(11, (6,), generator=generator), torch.rand(6, generator=generator)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss = regularized_token_loss(ours, tokens, TokenLoss(eps, 0.0))
+    loss = smoothed_token_loss(ours, tokens, TokenLoss(eps, 0.0))
     expected = torch.nn.functional.cross_entropy(theirs, tokens, label_smoothing=eps, reduction="none")
     assert_close(loss, expected, atol=1e-6, rtol=1e-6)
     (loss * weights).sum().backward()
@@ -154,7 +154,7 @@ def test_the_gradient_of_the_regularized_loss_agrees_with_finite_differences():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     tokens = torch.tensor([0, 4, 2])
     for loss in (TokenLoss(0.1, 0.0), TokenLoss(0.0, 0.5), TokenLoss(0.3, 0.2)):
-        assert torch.autograd.gradcheck(lambda x, loss=loss: regularized_token_loss(x, tokens, loss), logits)
+        assert torch.autograd.gradcheck(lambda x, loss=loss: smoothed_token_loss(x, tokens, loss), logits)
 
 
 @pytest.mark.parametrize("kept", [2**26, 0], ids=["kept", "computed twice"])
@@ -180,5 +180,5 @@ def test_chunks_change_no_log_probability_no_loss_and_no_gradient(monkeypatch, l
     assert_close(gradient, whole_gradient, atol=1e-6, rtol=0)
     assert (whole.losses is None) == (loss is None)
     if loss is not None:
-        assert_close(whole.losses, regularized_token_loss(head(hidden), tokens, loss))
+        assert_close(whole.losses, smoothed_token_loss(head(hidden), tokens, loss))
         assert_close(whole.log_probs, token_log_probs(head(hidden), tokens))

@@ -11,7 +11,7 @@ import torch
 from alignment.errors import UserError
 from alignment.training import Engine, LossSum, Run, Term, TrainingConfig, fit
 from alignment.training.result import BestEvaluation
-from alignment.training.run.lineage import without_resumable_keys
+from alignment.training.run.lineage import without_runtime_keys
 from alignment.training.settings import EarlyStopping, is_lower_better
 from tests.training.toys import ToyStream, collate_by, lines, squared_error, toy_engine, toy_rows, weights
 
@@ -64,7 +64,7 @@ def test_settings_without_effect_are_refused(settings, why):
 @pytest.mark.parametrize("choice", [{}, {"keep_best": "held_out_loss"}, {"early_stopping": {"patience": 3}}])
 def test_how_often_a_run_evaluates_may_change_on_resume_only_where_that_chooses_nothing(choice):
     configs = [{"training": {"evaluate_every_steps": every, "seed": 0, **choice}} for every in (2, 3)]
-    one, other = (without_resumable_keys(config) for config in configs)
+    one, other = (without_runtime_keys(config) for config in configs)
     assert (one == other) == (not choice) and "seed" in one["training"]
 
 

@@ -33,7 +33,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
 from alignment.training.loop import RowStream
-from alignment.training.run.checkpoints import rename_damaged
+from alignment.training.run.checkpoints import rename_corrupt
 from alignment.training.run.lineage import directory_hash
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
@@ -99,7 +99,7 @@ def cached_reference(
         if values is not None:
             run.note(f"reference: {values}; it is computed again")
             if group.is_main and path.is_dir():
-                rename_damaged(path)
+                rename_corrupt(path)
         values = compute_log_probs(reference(), engine, rows, starts, config.training.tokens_per_forward)
         if group.is_main:
             write_atomic(path, partial(_write, values))

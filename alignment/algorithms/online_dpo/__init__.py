@@ -5,6 +5,6 @@ is PPO's, updates and losses are those of DPO's family.
 """
 
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.online_dpo import run, sample_and_learn
+from alignment.algorithms.online_dpo.online_dpo import run, sample_and_update
 
-__all__ = ["OnlineDPOConfig", "run", "sample_and_learn"]
+__all__ = ["OnlineDPOConfig", "run", "sample_and_update"]

@@ -19,7 +19,7 @@ from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, Role, reference_of
-from alignment.algorithms.ppo.loop import learn_from_rollouts
+from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
@@ -34,7 +34,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Sharing
 from alignment.rewards.combine import MOST_UNSCORED
 from alignment.rewards.functions import function_files
-from alignment.rewards.specs import as_given_alone
+from alignment.rewards.specs import unnormalized_if_single
 from alignment.training import Engine, Run
 from alignment.training.distributed import ProcessGroup, shares_weights
 
@@ -74,12 +74,12 @@ def run(config: OnlineDPOConfig) -> Path:
         if not run.finished:
             data = read_data(config, run)
             state = build_online_state(config, data, run)
-            learn_from_rollouts(run, config, data, state, sample_and_learn)
+            update_on_rollouts(run, config, data, state, sample_and_update)
             note_end(run)
         return run.output / "model"
 
 
-def sample_and_learn(
+def sample_and_update(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
     """One iteration: sample, score, make pairs, learn from them."""
@@ -94,7 +94,7 @@ def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> 
     if config.judge == "gold":
         require_hotel_prompts(prompts)
     judge = load_pair_judge(config.judge) if ":" in config.judge else None
-    source = source_of(config, rewards=as_given_alone(config.rewards))
+    source = source_of(config, rewards=unnormalized_if_single(config.rewards))
     texts, bases = source.prepare(prompts), SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)
@@ -132,7 +132,7 @@ def updates_of(
     return PreferenceUpdates(policy, config, loss_fn, reference, collate)
 
 
-def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def max_and_min(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best and the worst of K responses to each prompt; among equal ones the first."""
     missing = scores.isnan()
     unjudged = (~missing).sum(1) < 2
@@ -151,7 +151,7 @@ def make_pairs(
     shaped; a pair's margin is the difference of scores as they are compared.
     """
     count, compared = config.responses_per_prompt, compared_scores(rollout, config)
-    best, worst, tied, unjudged = best_and_worst(compared.view(-1, count), config.tie_margin)
+    best, worst, tied, unjudged = max_and_min(compared.view(-1, count), config.tie_margin)
 
     def example(i: int) -> Example:
         prompt, response, row = rollout.prompts[i], rollout.responses[i], rollout.rows[i]

@@ -17,7 +17,7 @@ from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
 from alignment.algorithms.ppo.setup import RolloutData, choose_rollout_weights
-from alignment.algorithms.ppo.state import DrawnResponses, HeldOut, SamplingState
+from alignment.algorithms.ppo.state import HeldOut, SampledResponses, SamplingState
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.ragged import Ragged
@@ -32,7 +32,7 @@ Config = TypeVar("Config", bound=SamplingSettings)
 Iteration = Callable[[State, Config, Sequence[Example], int], tuple[dict[str, float], Rollout]]
 
 
-def learn_from_rollouts(
+def update_on_rollouts(
     run: Run, config: Config, data: RolloutData, state: State, iterate: Iteration[State, Config]
 ) -> None:
     """Take all iterations, from the newest checkpoint on: each is logged and saved, and the result is written at the end.
@@ -99,7 +99,7 @@ def judge_held_out(state: SamplingState, config: SamplingSettings, held_out: Hel
     prompts = [held_out.prompts[number] for number in numbers]
     ids = [list(prompt.ids) for prompt in prompts]
     responses = sample(state, held_out.sampling, ids, numbers, config.micro_rollout_batch_size)
-    samples = DrawnResponses(prompts, numbers, responses)
+    samples = SampledResponses(prompts, numbers, responses)
     mask = response_mask(responses.token_ids, group.device)
 
     def ask(batch: Ragged) -> dict[str, Tensor]:

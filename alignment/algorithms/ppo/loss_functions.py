@@ -117,7 +117,7 @@ def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, conf
     return LossSum((cost * share).sum(), losses, means)
 
 
-def weighed(batches: Sequence[RolloutBatch], config: PPOConfig) -> list[RolloutBatch]:
+def normalized_batches(batches: Sequence[RolloutBatch], config: PPOConfig) -> list[RolloutBatch]:
     """Micro-batches with the weights that `loss_normalization` asks for; token_mean is what they have already."""
     if config.normalization == "token_mean":
         return list(batches)

@@ -13,8 +13,8 @@ from torch import Tensor
 from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.loop import learn_from_rollouts
-from alignment.algorithms.ppo.loss_functions import policy_loss_fn, value_loss_fn, weighed
+from alignment.algorithms.ppo.loop import update_on_rollouts
+from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.metrics import rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
@@ -47,7 +47,7 @@ def run(config: PPOConfig) -> Path:
             data = read_data(config, run)  # prompts, held-out prompts, text of the pretraining mix
             state = build_state(config, data)  # policy, value model, reference, rewards, KL controller
             note_distant_start(config, run)
-            learn_from_rollouts(run, config, data, state, iterate)
+            update_on_rollouts(run, config, data, state, iterate)
         return run.output / "model"
 
 
@@ -147,5 +147,7 @@ def local_batches(
     local_rows = [
         row // count // group.size * count + row % count for row in rows if row // count % group.size == group.rank
     ]
-    batches = weighed(rollout_batches(rollout, local_rows or [0], config.training.tokens_per_forward), config)
+    batches = normalized_batches(
+        rollout_batches(rollout, local_rows or [0], config.training.tokens_per_forward), config
+    )
     return batches if local_rows else [ZeroWeightBatch(batch) for batch in batches]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignment.algorithms.policies import Reference
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
-from alignment.algorithms.ppo.state import DrawnResponses, PPOState, SamplingState
+from alignment.algorithms.ppo.state import PPOState, SampledResponses, SamplingState
 from alignment.data.examples import Example
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
@@ -148,7 +148,7 @@ def collect(state: SamplingState, config: SamplingSettings, prompts: Sequence[Ex
 
 def draw_samples(
     state: SamplingState, config: SamplingSettings, prompts: Sequence[Example], step: int
-) -> DrawnResponses:
+) -> SampledResponses:
     """Responses to each of this rank's prompts, `responses_per_prompt` side by side."""
     group, count = state.process_group, config.responses_per_prompt
     own = range(group.rank, len(prompts), group.size)
@@ -157,7 +157,7 @@ def draw_samples(
     ids = [list(row.ids) for row in rows]
     with torch.no_grad():
         drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
-    return DrawnResponses(rows, numbers, drawn)
+    return SampledResponses(rows, numbers, drawn)
 
 
 def sample(
@@ -200,7 +200,7 @@ def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompt
 # The networks' numbers
 
 
-def ask_networks(state: SamplingState, config: SamplingSettings, samples: DrawnResponses) -> Rollout:
+def ask_networks(state: SamplingState, config: SamplingSettings, samples: SampledResponses) -> Rollout:
     """A rollout of samples, with what the networks say of them now.
 
     The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
@@ -232,7 +232,7 @@ def ask_networks(state: SamplingState, config: SamplingSettings, samples: DrawnR
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
-        score_deviation=scores.deviation(state.process_group.sum),
+        score_deviation=scores.std(state.process_group.sum),
         ended=torch.tensor(responses.ended, device=device),
         phases=clock.seconds,
         share_prompts=state.share_prompts,
@@ -243,7 +243,7 @@ def ask_in_batches(
     ask: Callable[[Ragged], dict[str, Tensor]],
     state: SamplingState,
     config: SamplingSettings,
-    samples: DrawnResponses,
+    samples: SampledResponses,
     mask: Tensor,
     *,
     limit: float = math.inf,
@@ -262,7 +262,7 @@ def ask_in_batches(
 
 
 def exact_token_kl(
-    state: SamplingState, reference: Reference, config: SamplingSettings, samples: DrawnResponses, mask: Tensor
+    state: SamplingState, reference: Reference, config: SamplingSettings, samples: SampledResponses, mask: Tensor
 ) -> Tensor:
     """KL(policy || reference) of the distribution that each response token has in both, nats, [B, R].
 

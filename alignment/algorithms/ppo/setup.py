@@ -17,8 +17,8 @@ from alignment.algorithms.ppo.state import (
     AdaptiveKL,
     FixedKL,
     HeldOut,
+    NextRollout,
     PPOState,
-    SampledAhead,
     SamplingState,
     ScoreNormalizer,
 )
@@ -109,7 +109,7 @@ def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
         ),
         pretraining=None if data.texts is None else partial(local_texts, config, data.texts, group),
         held_out=held_out,
-        ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
+        ahead=NextRollout(data.prompts_of) if config.rollouts_behind else None,
         shared_value=config.shares_trunk,
     )
 

@@ -14,7 +14,7 @@ from alignment.errors import UserError
 from alignment.generation import Responses, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
-from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_deviation, no_deviation
+from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_std, no_std_reason
 from alignment.training import Engine
 from alignment.training.distributed import ProcessGroup
 
@@ -86,10 +86,10 @@ class ScoreNormalizer:
     def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
         """Set scale and shift by the first scores, [B] on each rank, without those that are missing (not a number)."""
         if self.enabled and not self.fitted:
-            count, mean, deviation = mean_and_deviation(scores, reduce)
+            count, mean, deviation = mean_and_std(scores, reduce)
             if deviation == 0:
                 raise UserError(
-                    f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
+                    f"the reward model's scores cannot be normalized by {no_std_reason(count)}, or set normalize_scores=false"
                 )
             self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
         return self
@@ -99,7 +99,7 @@ class ScoreNormalizer:
 
 
 @dataclass(frozen=True)
-class DrawnResponses:
+class SampledResponses:
     """This rank's responses to the prompts of an iteration, before any network is asked about them.
 
     Attributes:
@@ -114,7 +114,7 @@ class DrawnResponses:
 
 
 @dataclass
-class SampledAhead:
+class NextRollout:
     """Responses that are sampled one iteration before the policy learns from them.
 
     Attributes:
@@ -123,7 +123,7 @@ class SampledAhead:
     """
 
     prompts_of: Callable[[int], Sequence[Example]]
-    waiting: DrawnResponses | None = None
+    waiting: SampledResponses | None = None
 
     def state(self, group: ProcessGroup) -> list[tuple[int, list[int], list[float], bool]] | None:
         """Number, tokens, log-probabilities and end of the waiting responses of all ranks; a collective operation."""
@@ -143,7 +143,7 @@ class SampledAhead:
             count = len(saved) // len(prompts)  # responses to each prompt, side by side
             local = [row for row in range(len(saved)) if row // count % group.size == group.rank]
             numbers, *columns = (list(column) for column in zip(*(saved[row] for row in local), strict=True))
-            self.waiting = DrawnResponses([prompts[row // count] for row in local], numbers, Responses(*columns))
+            self.waiting = SampledResponses([prompts[row // count] for row in local], numbers, Responses(*columns))
 
 
 # Held-out prompts and alarms
@@ -179,11 +179,11 @@ class HeldOut:
         known = [score for score in scores if not math.isnan(score)]
         if not known:
             raise UserError("held_out: no response to a held-out prompt has a score; check who scores them")
-        won = share_won(scores, self.start_scores)
+        won = win_share(scores, self.start_scores)
         return {"held_out_score": sum(known) / len(known), "held_out_win_rate": won, "held_out_kl": kl}
 
 
-def share_won(scores: Sequence[float], others: Sequence[float]) -> float:
+def win_share(scores: Sequence[float], others: Sequence[float]) -> float:
     """Share of prompts with two scores at which one is above the other one's; equal ones count half. 0.5 without any."""
     pairs = [pair for pair in zip(scores, others, strict=True) if not any(map(math.isnan, pair))]
     won = sum(1.0 if score > other else 0.5 if score == other else 0.0 for score, other in pairs)
@@ -236,7 +236,7 @@ class SamplingState:
     logged_samples: int = 2
     held_out: HeldOut | None = None
     alarms: Alarms | None = None
-    ahead: SampledAhead | None = None
+    ahead: NextRollout | None = None
 
     @property
     def engines(self) -> dict[str, Engine]:

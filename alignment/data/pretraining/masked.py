@@ -61,7 +61,7 @@ def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
     return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
 
 
-def maskable_example(
+def corruption_example(
     text: EncodedText, words: Sequence[Sequence[bool]], row_id: str, source: int = 0, **values: object
 ) -> Example:
     """A text or a pair with its special tokens; its mask is True for its own tokens.
@@ -76,12 +76,12 @@ def maskable_example(
     return Example.single(text.ids, text.is_text, row_id, source, word_starts=runs_of(starts), **values)
 
 
-def tokenize_maskable(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+def tokenize_for_corruption(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
     template = special_token_template(tokenizer)
     parts, counts = split_texts(rows, tokenizer, text_budget(max_length, template.size(1), least=1), {0: NO_TOKEN})
     examples = [
-        maskable_example(template.encode(text.ids[part]), [text.word_starts[part]], row.row_id)
+        corruption_example(template.encode(text.ids[part]), [text.word_starts[part]], row.row_id)
         for row, text, part in parts
     ]
     return examples, counts.with_documents(example.ids for example in examples)
@@ -261,7 +261,7 @@ def make_pair(
     kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
     encoded = template.encode(*([token for token, _ in side] for side in kept))
     words = [[starts for _, starts in side] for side in kept]
-    return maskable_example(encoded, words, passage.row_id, passage.source, segments=encoded.segments, label=label)
+    return corruption_example(encoded, words, passage.row_id, passage.source, segments=encoded.segments, label=label)
 
 
 def other_sentences(

@@ -15,7 +15,7 @@ from alignment.data.pretraining.masked import (
     NO_TOKEN,
     mask_tokens_of,
     split_texts,
-    tokenize_maskable,
+    tokenize_for_corruption,
     tokenize_passages,
 )
 from alignment.data.rows.records import Tally, Text
@@ -51,7 +51,7 @@ def tokenize_plain(
 
 TOKENIZE_TEXT: dict[Objective, Tokenize] = {
     "causal": tokenize_texts,
-    "masked": tokenize_maskable,
+    "masked": tokenize_for_corruption,
     "sentence_pairs": tokenize_passages,
     "span_corruption": tokenize_plain,
     "prefix": tokenize_plain,
@@ -64,7 +64,7 @@ def prepare_text(
 ) -> tuple[Rows, Tally]:
     """Token sequences of running text for a pretraining objective, and the whole tally.
 
-    Those of masked are of `maskable_example`, those of sentence_pairs of `passage_of`.
+    Those of masked are of `corruption_example`, those of sentence_pairs of `passage_of`.
     """
     # A second sentence may come from any other text, so that passages are made of all texts at once.
     whole = objective == "sentence_pairs"

@@ -33,7 +33,7 @@ from alignment.models.huggingface.generation_config import (
     read_generation_config,
     write_generation_config,
 )
-from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, read_config, read_shapes, widest_type
+from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, max_dtype, read_config, read_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -83,7 +83,7 @@ def load_external(
     kind, settings = _read_settings(directory, task, config or {})
     auto_class, wrapper = AUTO_CLASSES[kind]
     _check_weights(directory, auto_class, settings)
-    inner, report = _from_pretrained(directory, auto_class, settings, dtype or widest_type(directory))
+    inner, report = _from_pretrained(directory, auto_class, settings, dtype or max_dtype(directory))
     if dtype is None:
         _compute_buffers(inner, auto_class, settings)
     if kind == "scalar" and not scores_every_token(inner):

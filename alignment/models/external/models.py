@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from alignment.errors import UserError
 from alignment.losses.language import (
     TokenLoss,
-    regularized_token_loss,
+    smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
 )
@@ -190,7 +190,7 @@ class ExternalLanguageModel(ExternalDecoder):
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
             return output
-        losses = regularized_token_loss(logits / temperature, batch.target_labels, token_loss)
+        losses = smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
         return output._replace(losses=losses)
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:

@@ -77,9 +77,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return self.weight * self.quotient(x).to(x.dtype)
+        return self.weight * self.normalized(x).to(x.dtype)
 
-    def quotient(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last axis, fp32."""
         x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
@@ -90,7 +90,7 @@ class Float32RMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return (self.weight * self.quotient(x)).to(x.dtype)
+        return (self.weight * self.normalized(x)).to(x.dtype)
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -102,4 +102,4 @@ class UnitOffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return (self.quotient(x) * (1 + self.weight.float())).to(x.dtype)
+        return (self.normalized(x) * (1 + self.weight.float())).to(x.dtype)

@@ -168,7 +168,7 @@ def latest_checkpoint(root: Path) -> Path | None:
             )
         if not problems:
             for other, found in damaged.items():
-                _warn(f"passing over a damaged checkpoint, kept as {rename_damaged(other).name}: {'; '.join(found)}")
+                _warn(f"passing over a damaged checkpoint, kept as {rename_corrupt(other).name}: {'; '.join(found)}")
             return path
         damaged[path] = problems
     if damaged:
@@ -179,7 +179,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def rename_damaged(path: Path) -> Path:
+def rename_corrupt(path: Path) -> Path:
     """Rename a damaged checkpoint so that it no longer counts as one, and return its new path; nothing is deleted."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while os.path.lexists(aside):

@@ -34,7 +34,7 @@ def identity_of(
         files: as in `input_hashes`.
     """
     hashes = input_hashes(config, files)
-    return {"config": without_resumable_keys(config), "data": hashes, "parents": parent_hashes(parents)}
+    return {"config": without_runtime_keys(config), "data": hashes, "parents": parent_hashes(parents)}
 
 
 def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> bool:
@@ -96,7 +96,7 @@ def earlier_run(output: Path) -> dict[str, Any]:
     identity: dict[str, Any] = {}
     try:
         if (output / "config.yaml").is_file():
-            identity["config"] = without_resumable_keys(read_yaml(output / "config.yaml").values)
+            identity["config"] = without_runtime_keys(read_yaml(output / "config.yaml").values)
         if (output / "lineage.json").is_file():
             lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
             identity |= {key: lineage[key] for key in ("stage", "data", "parents")}
@@ -131,7 +131,7 @@ def lineage_of(stage: str, config: Mapping[str, object], identity: Mapping[str, 
     }
 
 
-def without_resumable_keys(value: Any) -> Any:
+def without_runtime_keys(value: Any) -> Any:
     """A config without the keys that may change when it is resumed.
 
     How often a run evaluates may not where evaluations choose the weights that are its result, or end it.
@@ -140,7 +140,7 @@ def without_resumable_keys(value: Any) -> Any:
         return value
     chooses = bool(value.get("keep_best") or value.get("early_stopping"))
     dropped = RESUMABLE_KEYS - {"evaluate_every_steps"} if chooses else RESUMABLE_KEYS
-    return {key: without_resumable_keys(entry) for key, entry in value.items() if key not in dropped}
+    return {key: without_runtime_keys(entry) for key, entry in value.items() if key not in dropped}
 
 
 def input_hashes(
