@@ -161,11 +161,11 @@ def test_several_processes_prepare_once_and_all_get_the_rows(cache, jsonl, bpe, 
     config = DataConfig(jsonl(*ROWS))
     original = prepare_module._make
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         with open(tmp_path / "made", "a") as file:
             file.write("x")
         time.sleep(0.5)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(prepare_module, "_make", slow)
     with ThreadPoolExecutor(3) as pool:
