@@ -16,7 +16,7 @@ from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSp
 from alignment.models.layers.layer_contexts import varlen_attentions
 from alignment.models.layers.padded_layout import attention_masks, shared_layouts
 from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySpec, YarnScaling, equal_angles
-from alignment.models.layers.sdpa import PaddedAttention
+from alignment.models.layers.sdpa import padded_attention
 from alignment.models.shared_prompts import prompt_sharing, supports_shared_prompts
 from alignment.ragged import Ragged
 
@@ -216,7 +216,7 @@ def test_the_kernel_path_equals_the_padded_path(monkeypatch, key_heads, window):
     queries, keys = shared_layouts(batch, 4)
     masks = attention_masks(queries, keys, window=window, bias=None, device="cpu")
     [varlen] = varlen_attentions([BlockSpec(spec, PlainFeedForwardSpec(1, "relu", False), RMSNormSpec(1e-6))], batch)
-    paths = (varlen, PaddedAttention(spec, queries, keys, masks))
+    paths = (varlen, padded_attention(spec, queries, keys, masks))
     found = []
     for path in paths:
         generator = torch.Generator().manual_seed(0)

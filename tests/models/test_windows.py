@@ -12,7 +12,7 @@ from alignment.models.layers.attention import AttentionFn
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import PositionModules, decoding_masks, padded_attentions
 from alignment.models.layers.padded_layout import pad_layout
-from alignment.models.layers.sdpa import CachedAttention, CacheWrite
+from alignment.models.layers.sdpa import cached_attention, filling_attention
 from alignment.ragged import Ragged
 
 LENGTHS = (40, 7, 1, 33, 40, 12)
@@ -127,13 +127,13 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
     sizes = torch.tensor(LENGTHS)
     [attend] = attentions(spec)
     addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
-    CacheWrite(cache, 0, addresses, attend)(query, key, value, 0.0)
+    filling_attention(cache, 0, addresses, attend)(query, key, value, 0.0)
     documents = [list(x.split(LENGTHS)) for x in (key, value)]
     for step in range(steps):
         positions = sizes + step
         width = max(LENGTHS) + step + 1
         [mask] = decoding_masks(layers_of(spec), POSITION_MODULES, positions, width)
-        attend = CacheWrite(cache, 0, cache.addresses(rows, positions), CachedAttention(cache, 0, spec, width, mask))
+        attend = filling_attention(cache, 0, cache.addresses(rows, positions), cached_attention(cache, 0, spec, mask))
         mixed = attend(*(x[step] for x in new), 0.0)
         for row in range(len(LENGTHS)):
             for stored, x in zip(documents, new[1:], strict=True):
