@@ -21,6 +21,7 @@ Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 
 LEAVES = (".weight", ".bias", ".offset")
 QUERY_KEY_VALUE = tuple(f"trunk.blocks.{{}}.attention.{part}" for part in ("query", "key", "value"))
+BLOCK = "trunk.blocks.{}."
 GATE_UP = ("trunk.blocks.{}.feedforward.gate", "trunk.blocks.{}.feedforward.up")
 
 
@@ -144,6 +145,11 @@ class Family:
     def spec_from_config(self, config: HFConfig) -> TransformerSpec | EncoderDecoderSpec:
         """The specification of a config; raises as `read`."""
         return self.spec(self.read(config))
+
+
+def names_under(hf: str, ours: str, **parts: str) -> tuple[tuple[str, str], ...]:
+    """Lines of a weight table whose names share their beginnings: our name of a part, its Hugging Face name."""
+    return tuple((hf + theirs, ours + part) for part, theirs in parts.items())
 
 
 def tensor_names(table: Iterable[Name]) -> Iterable[Name]:
