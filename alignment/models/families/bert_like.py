@@ -22,16 +22,7 @@ from alignment.models.families.bert import (
     pooled_head,
 )
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import (
-    BLOCK,
-    CLASSIFIER,
-    SPAN,
-    Family,
-    Task,
-    names_under,
-    num_labels,
-    span_head,
-)
+from alignment.models.families.family import BLOCK, CLASSIFIER, SPAN, Family, Task, names_under, num_labels, span_head
 from alignment.models.heads import ClassificationHeadSpec, TransformSpec
 from alignment.models.layers import LearnedPositionsSpec
 from alignment.models.safetensors_files import HFConfig

@@ -11,23 +11,14 @@ from typing import Literal
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import attention_spec, rotary_attention, rotary_decoder
-from alignment.models.families.family import (
-    BLOCK,
-    CLASSIFIER,
-    QUERY_KEY_VALUE,
-    Family,
-    Name,
-    Task,
-    decoder_tasks,
-    names_under,
-    token_head,
-)
+from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
+ALL = ("sequence", "tokens", "span")
 INTERLEAVED = ("query_key_value.weight", "query_key_value.bias")
 
 
@@ -69,10 +60,7 @@ GPT_NEOX = Family(
         ("gpt_neox.final_layer_norm", "trunk.norm"),
     ),
     trunk_prefix="gpt_neox.",
-    tasks={
-        **decoder_tasks("GPTNeoX", ("sequence", "span"), language=("ForCausalLM", "embed_out")),
-        "tokens": Task("GPTNeoXForTokenClassification", CLASSIFIER, token_head("classifier_dropout")),
-    },
+    tasks=decoder_tasks("GPTNeoX", ALL, language=("ForCausalLM", "embed_out"), classifier=("classifier_dropout",)),
     defaults={"rotary_pct": 0.25, "rotary_emb_base": 10000.0},
     by_hand=ROPE_KEYS,
     # Names of the library GPT-NeoX was trained with, for what is called *_dropout here.
@@ -118,10 +106,7 @@ BLOOM = Family(
     ),
     names=(*BLOOM_FALCON, ("transformer.word_embeddings_layernorm", "trunk.embedding_norm")),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("Bloom", ("sequence", "span")),
-        "tokens": Task("BloomForTokenClassification", CLASSIFIER, token_head("classifier_dropout", "hidden_dropout")),
-    },
+    tasks=decoder_tasks("Bloom", ALL, classifier=("classifier_dropout", "hidden_dropout")),
     defaults={"classifier_dropout": None},
     # How the training library split and fused its work; softmax runs in fp32 here whatever they say. A longest document
     # is no part of ALiBi.
@@ -187,10 +172,7 @@ FALCON = Family(
     ),
     names=(*SIDE_BY_SIDE, *BLOOM_FALCON),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("Falcon", ("sequence", "span")),
-        "tokens": Task("FalconForTokenClassification", CLASSIFIER, token_head("classifier_dropout", "hidden_dropout")),
-    },
+    tasks=decoder_tasks("Falcon", ALL, classifier=("classifier_dropout", "hidden_dropout")),
     defaults={"classifier_dropout": None},
     by_hand=ROPE_KEYS,
     fixed={"apply_residual_connection_post_layernorm": (False,), "ff_factor": (4,)},

@@ -9,17 +9,7 @@ from dataclasses import replace
 
 from alignment.errors import UserError
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import (
-    BLOCK,
-    CLASSIFIER,
-    QUERY_KEY_VALUE,
-    Family,
-    Name,
-    Task,
-    decoder_tasks,
-    names_under,
-    token_head,
-)
+from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
     BlockSpec,
@@ -91,10 +81,9 @@ GPT2 = Family(
     keys=(*KEYS, "n_inner", "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     names=(*names_under("transformer.", "trunk.", embed="wte", positions="wpe", norm="ln_f"), *BLOCKS),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("GPT2", ("sequence", "span"), language=("LMHeadModel", "lm_head")),
-        "tokens": Task("GPT2ForTokenClassification", CLASSIFIER, token_head("classifier_dropout")),
-    },
+    tasks=decoder_tasks(
+        "GPT2", ("sequence", "tokens", "span"), language=("LMHeadModel", "lm_head"), classifier=("classifier_dropout",)
+    ),
     harmless=HARMLESS,
     transposed=TRANSPOSED,
     ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer

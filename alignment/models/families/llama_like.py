@@ -10,13 +10,7 @@ from alignment.models.families.decoders import rotary_attention, rotary_decoder,
 from alignment.models.families.family import BLOCK, GATE_UP, QUERY_KEY_VALUE, names_under
 from alignment.models.families.llama import LAYER, NAMES, PROJECTIONS, QUERY_KEY_NORMS, llama_family
 from alignment.models.families.rope import ORIGINAL
-from alignment.models.layers import (
-    AttentionSpec,
-    ExpertsSpec,
-    GatedFeedForwardSpec,
-    LongScaling,
-    RMSNormSpec,
-)
+from alignment.models.layers import AttentionSpec, ExpertsSpec, GatedFeedForwardSpec, LongScaling, RMSNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
