@@ -23,9 +23,15 @@ from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.calibration import Calibration, fit_calibration
 from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
-from alignment.reward_model.model import AdapterEnsemble, Encoded, RewardModel, score_encoded
+from alignment.reward_model.model import (
+    AdapterEnsemble,
+    Calibration,
+    Encoded,
+    RewardModel,
+    fit_calibration,
+    score_encoded,
+)
 from alignment.settings import Settings
 from alignment.training import Engine, TrainingConfig
 from alignment.training.distributed import launched_kind

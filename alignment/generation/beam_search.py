@@ -17,7 +17,7 @@ from torch import Tensor
 from alignment.generation.decode import Responses
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
 from alignment.generation.sampling import TokenHistory, limit_repeats
-from alignment.models.external.cache import ExternalCache
+from alignment.models.external.rectangles import ExternalCache
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq

@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from alignment.models.external.cache import ExternalCache
+from alignment.models.external.rectangles import ExternalCache
 from alignment.models.layers.kv_cache import Cache, CachedDocument
 from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq

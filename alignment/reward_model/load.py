@@ -19,9 +19,8 @@ from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.reward_model.calibration import read_calibration
 from alignment.reward_model.canaries import check_canaries, read_canaries
-from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel
+from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel, read_calibration
 
 Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 

@@ -1,7 +1,8 @@
 """A reward model and its tokenizer: texts, prompts with responses, and steps in; scores out. Loading is in load.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from alignment.data.rows.records import Messages, Steps
 from alignment.data.text.chat import prompt_ids, response_ids, text_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.files import read_json_object, write_json
 from alignment.loading import same_vocabulary
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel, SequenceClassifier
@@ -19,7 +21,8 @@ from alignment.models.external.models import ExternalScalarModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, group_by_length
-from alignment.reward_model.calibration import Calibration
+
+CALIBRATION = "reward_calibration.json"
 
 
 class AdapterEnsemble(nn.Module):
@@ -62,7 +65,76 @@ class AdapterEnsemble(nn.Module):
 Network = ScalarModel | ExternalScalarModel | SequenceClassifier | AdapterEnsemble
 Combine = Literal["mean", "min", "lower"]
 Text = str | tuple[str | Messages, str]
-WHOLE = Calibration()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """gain * score + bias has mean 0 and deviation 1 on the samples that it was fitted on.
+
+    Attributes:
+        gain: 1 / deviation of the raw scores.
+        bias: -mean / deviation of the raw scores.
+        samples: number of samples; 0: not fitted.
+        of: what the samples were, in words.
+        theta: of Rao and Kupper's ties, learned or as it was set, for differences of raw scores; None: another loss.
+    """
+
+    gain: float = 1.0
+    bias: float = 0.0
+    samples: int = 0
+    of: str = ""
+    theta: float | None = None
+
+    @property
+    def fitted(self) -> bool:
+        """True where scores are changed at all."""
+        return self.samples > 0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """gain * scores + bias; the scores themselves where nothing was fitted."""
+        return self.gain * scores + self.bias if self.fitted else scores
+
+    def write(self, directory: Path) -> None:
+        """Write the file beside the weights in `directory`; none where there is nothing to say."""
+        if self != Calibration():
+            write_json(directory / CALIBRATION, asdict(self))
+
+
+def fit_calibration(scores: Tensor, of: str) -> Calibration:
+    """The gain and bias that give raw scores mean 0 and (population) deviation 1.
+
+    Args:
+        scores: of reference samples, [n].
+        of: what the samples are, in words.
+
+    Raises:
+        UserError: all scores are equal, or one is not finite.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (samples of the starting policy).
+    """
+    scores = scores.double()
+    mean, deviation = scores.mean().item(), scores.std(correction=0).item()
+    if not deviation > 0:  # NaN too
+        raise UserError(
+            f"normalize: the deviation of the {len(scores)} scores of {of} is {deviation:g}, so no scale follows from them; "
+            "take more or other samples, or leave normalize out"
+        )
+    return Calibration(1 / deviation, -mean / deviation, len(scores), of)
+
+
+def read_calibration(directory: Path) -> Calibration:
+    """The calibration of a saved reward model; one that changes nothing where there is no file."""
+    path = directory / CALIBRATION
+    if not path.is_file():
+        return Calibration()
+    found = read_json_object(path)
+    try:
+        scale = float(found["gain"]), float(found["bias"]), int(found["samples"]), str(found.get("of", ""))
+        return Calibration(*scale, theta=None if found.get("theta") is None else float(found["theta"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for raw scores"
+        ) from error
 
 
 class Encoded(NamedTuple):
@@ -90,7 +162,7 @@ class RewardModel:
 
     model: Network
     tokenizer: Tokenizer
-    calibration: Calibration = WHOLE
+    calibration: Calibration = Calibration()
     combine: Combine = "mean"
     std_coef: float = 1.0
     loss: str | None = None

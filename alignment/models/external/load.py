@@ -25,7 +25,7 @@ from alignment.models.external.models import (
     ExternalScalarModel,
     ExternalSeq2SeqModel,
 )
-from alignment.models.external.padding import scores_every_token
+from alignment.models.external.rectangles import scores_every_token
 from alignment.models.families.family import Architecture
 from alignment.models.heads import score_labels, score_outputs
 from alignment.models.huggingface.generation_config import (

@@ -19,11 +19,15 @@ from alignment.losses.language import (
     token_log_probs_and_entropy,
 )
 from alignment.models.activation_checkpointing import checkpoint_calls
-from alignment.models.external.cache import ExternalCache, RereadCache, Seq2SeqCache, SharedCache, can_share_cache
-from alignment.models.external.padding import (
+from alignment.models.external.rectangles import (
+    ExternalCache,
     PaddedRows,
+    RereadCache,
+    Seq2SeqCache,
+    SharedCache,
     VirtualTokens,
     accepts,
+    can_share_cache,
     forward_documents,
     forward_tokens,
     pad_rows,

@@ -25,13 +25,16 @@ from alignment.models.huggingface.weight_files import write_weights
 from alignment.models.huggingface.weight_map import (
     HFLocation,
     StoredParameter,
+    drop_tied_copy,
+    in_trunk,
     map_weights,
     placeholder,
+    present_names,
     stored_parameter,
     stream_to_hf,
     to_hf,
+    without_heads,
 )
-from alignment.models.huggingface.weight_names import drop_tied_copy, in_trunk, present_names, without_heads
 from alignment.models.init_weights import initialize_layer
 from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
@@ -65,17 +68,13 @@ def load_scalar_model(
     """Load the scalar model (reward or value) of a Hugging Face directory in eval mode.
 
     Args:
-        directory: a local model directory.
-        dtype, device: as in `load_pretrained`.
-        new_head: None: the file must contain the head. "normal" or "zero": the file's head, usually a language head, is
-            dropped and a new one created with standard deviation 1 / sqrt(D + 1) or with zeros.
+        directory, dtype, device: as in `load_pretrained`.
+        new_head: None: the file must contain the head. Else the file's head, usually a language head, is dropped and a
+            new one drawn; see `draw_score_head`.
         members: outputs of a new head, one for each member of an ensemble.
 
     Raises:
-        UserError: as in `load_pretrained`; or the head is missing; or the model is an encoder, which has one score per
-            text and none per token.
-
-    Source: standard deviation of a new head: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+        UserError: as in `load_pretrained`; or the head is missing, or the model is an encoder.
     """
     labels = None if new_head is None else score_labels(members)
     model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None, config=labels)
@@ -84,11 +83,20 @@ def load_scalar_model(
             f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
             "need a number at every token; take a decoder"
         )
-    if new_head == "zero":
-        nn.init.zeros_(model.head.weight)
-    if new_head == "normal":
-        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
+    if new_head is not None:
+        draw_score_head(model.head, new_head)
     return model
+
+
+def draw_score_head(head: nn.Linear, kind: Literal["normal", "zero"]) -> None:
+    """Fill a new score head [k, D] with standard deviation 1 / sqrt(D + 1), or with zeros.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    """
+    if kind == "zero":
+        nn.init.zeros_(head.weight)
+    else:
+        nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
 
 
 def load_pretrained(
@@ -138,7 +146,9 @@ def load_pretrained(
         name for name, location in locations.items() if new_head and not in_trunk(name) and location.name not in tensors
     }
     locations = {name: location for name, location in locations.items() if name not in new}
-    _check_tensors(directory, tensors, _file_shapes(model, locations), family)
+    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
+    shapes = {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
+    _check_tensors(directory, tensors, shapes, family)
     sources = {
         name: stored_parameter(tensors[location.name], location, dtype) if location.name in tensors else None
         for name, location in locations.items()
@@ -307,12 +317,6 @@ def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, de
             initialize_layer(module, init, owner)
         for name, parameter in loaded.items():
             setattr(module, name, parameter)
-
-
-def _file_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str, torch.Size]:
-    """The shape of each tensor that the file must have, by its name there."""
-    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
-    return {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
 
 
 def _check_tensors(
