@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -133,7 +133,7 @@ def _save_ensemble(
     """The members as adapters in a folder each."""
     from alignment.adapters.attach import adapter_state, save_adapter
 
-    members = ensemble.models
+    members: list[Any] = list(ensemble.members)
     names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}
 
     def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -78,11 +78,6 @@ class DecodingEngine:
         self._failed = False  # True after a request that has ended with an error
 
     @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of prompts that were computed so far."""
-        return self._filler.computed_tokens
-
-    @property
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._waiting) + self._live()
@@ -128,9 +123,7 @@ class DecodingEngine:
     def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
         """Go on until all requests have finished, or one has failed; all that were unfinished before, by their numbers.
 
-        Args:
-            largest: see `decode_responses`.
-            idle_room: tokens that a row of the cache needs in which nothing is decoded but other ranks wait for it.
+        `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake alone.
         """
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
         if largest is not None:

@@ -86,15 +86,10 @@ def read_canaries(directory: Path) -> Canaries | None:
 
 
 def check_canaries(reward_model: RewardModel, directory: Path, source: str, rounded: bool = False) -> float | None:
-    """Score the canaries of a reward model again.
+    """Score the canaries of a reward model again, where its directory has them; the largest difference.
 
     Args:
-        directory: has their scores as they were saved; without its file nothing is checked.
-        source: name of the model, for the error.
         rounded: the weights were quantized after the model was saved, and are held as floats now.
-
-    Returns:
-        The largest difference; None: nothing was checked.
 
     Raises:
         UserError: a score differs from that of the saved model, beyond the rounding of types and quantization.

@@ -40,8 +40,7 @@ def load_reward_model(
 
     Args:
         source: directory or Hub name of a reward model, or of the adapter of one, or of an ensemble.
-        dtype, device, quantize: as for `load_model`.
-        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
+        dtype, device, quantize: as for `load_model`; combine, std_coef: as for `RewardModel`.
 
     Raises:
         UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the canary

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +39,18 @@ class AdapterEnsemble(nn.Module):
         self.config: HFConfig = members[0].config
 
     @property
-    def models(self) -> list[ScalarModel | ExternalScalarModel]:
-        """The members by their type."""
-        return [member for member in self.members if isinstance(member, ScalarModel | ExternalScalarModel)]
-
-    @property
     def spec(self) -> Any:
         """Sizes of the base."""
-        return self.models[0].spec
+        return self.members[0].spec
 
     def virtual_tokens(self) -> int:
         """Positions that a prefix or soft prompt takes in front of every document."""
-        return self.models[0].virtual_tokens()
+        return cast(Any, self.members[0]).virtual_tokens()
 
     def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
         """Recompute blocks in the backward pass; see `NativeModel.checkpoint_activations`."""
-        for member in self.models:
-            member.checkpoint_activations(enabled, keep)
+        for member in self.members:
+            cast(Any, member).checkpoint_activations(enabled, keep)
 
     def forward(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
         """Values of every token, [N], or of `tokens`, [M], and the values by each member, [N, k] or [M, k]."""
@@ -101,11 +96,7 @@ class Calibration:
 
 
 def fit_calibration(scores: Tensor, of: str) -> Calibration:
-    """The gain and bias that give raw scores mean 0 and (population) deviation 1.
-
-    Args:
-        scores: of reference samples, [n].
-        of: what the samples are, in words.
+    """The gain and bias that give raw scores [n] of samples, `of` in words, mean 0 and (population) deviation 1.
 
     Raises:
         UserError: all scores are equal, or one is not finite.
@@ -287,13 +278,7 @@ class RewardModel:
 
 @torch.no_grad()
 def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int = 16_384) -> Tensor:
-    """Raw scores of texts by each member, float32 on the CPU, [n, k].
-
-    Args:
-        model: of a `RewardModel`, or the one that an engine trains in its place.
-        texts: token ids and segments of each text.
-        micro_batch_tokens: tokens per forward.
-    """
+    """Raw scores of texts by each member of a model, whole or sharded by an engine, float32 on the CPU, [n, k]."""
     found: list[tuple[list[int], Tensor]] = []
     device, is_decoder = next(model.parameters()).device, getattr(model, "task", "") == "scalar"
     for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
@@ -302,12 +287,8 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
         if segments.any():
             batch = replace(batch, segments=segments)
         batch = batch.to(device)
-        # A decoder computes its last layer at the last tokens alone.
-        scored = (
-            document_scores(model(batch=batch, tokens=batch.last))
-            if is_decoder
-            else document_scores(model(batch=batch), batch.last)
-        )
+        last_alone = {"tokens": batch.last} if is_decoder else {}  # its last layer computes no other tokens then
+        scored = document_scores(model(batch=batch, **last_alone), None if is_decoder else batch.last)
         found.append((group, scored.float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
     for group, values in found:

@@ -23,15 +23,10 @@ CHEAP_PADDING = 2048  # positions of padding that cost less than one more forwar
 
 
 class VirtualTokens(NamedTuple):
-    """A soft prompt, a prefix, or neither.
+    """A soft prompt, a prefix, or neither; of an encoder-decoder the first is before the source, the second the target."""
 
-    Attributes:
-        prompt: vectors read as the first tokens of every document (an encoder-decoder's source), [P, E].
-        prefix: keys and values before every document (an encoder-decoder's target), [layers, 2, P, K, head_dim].
-    """
-
-    prompt: Tensor | None = None
-    prefix: Tensor | None = None
+    prompt: Tensor | None = None  # [P, E]
+    prefix: Tensor | None = None  # keys and values, [layers, 2, P, K, head_dim]
 
     @property
     def prompt_size(self) -> int:
@@ -44,11 +39,7 @@ class VirtualTokens(NamedTuple):
         return 0 if self.prefix is None else self.prefix.shape[2]
 
     def inputs(self, inner: "PreTrainedModel", ids: Tensor, mask: Tensor) -> dict[str, Any]:
-        """Arguments of the forward of `inner` that reads a rectangle, padded on the right, behind these tokens.
-
-        Args:
-            ids, mask: [B, T].
-        """
+        """Arguments of the forward of `inner` that reads a rectangle [B, T], padded on the right, behind these tokens."""
         if self.prompt is not None:
             vectors = inner.get_input_embeddings()(ids)
             prompt = self.prompt.to(vectors.dtype).expand(len(ids), *self.prompt.shape)

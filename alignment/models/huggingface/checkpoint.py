@@ -187,8 +187,6 @@ def save_model(
     The weights are model.safetensors, or shards and an index where they are larger than `max_shard_size`.
 
     Args:
-        model: any model of this library.
-        directory: an existing directory.
         tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at
             most one shard of them is held. None: the model's own.
         max_shard_size: such as "5GB" or "500MB".
@@ -243,10 +241,7 @@ def _check_names(missing: Iterable[str], extra: Iterable[str]) -> None:
 
 
 def hf_locations(model: Model) -> dict[str, HFLocation]:
-    """The location of each parameter of the architecture in a Hugging Face file, by our name.
-
-    The parameters of an attached adapter are not listed.
-    """
+    """The location of each parameter of the architecture, without adapters, in a Hugging Face file, by our name."""
     family = family_of(model.config)
     with torch.device("meta"):
         base = empty_model(model.config, model.task)
@@ -276,10 +271,7 @@ def _fill(
 ) -> None:
     """Put tensors in place of those on the meta device, one read at a time; shared parameters stay shared.
 
-    Args:
-        sources: where each of our tensors lies; None: it is zero, in `dtype`.
-        aliases: second names of shared parameters -> their first name.
-        device: of the tensors; "meta" leaves parameters unread.
+    A source of None is zero, in `dtype`; the device "meta" leaves parameters unread.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     unread = {name for name, _ in model.named_parameters()} if str(device) == "meta" else set()

@@ -55,12 +55,8 @@ def map_weights(
 ) -> dict[str, HFLocation]:
     """The location in a file of each of our parameters, whose `shapes` are given by our names.
 
-    Args:
-        table: a later line replaces an earlier one of the same name of ours.
-        family: says which matrices are transposed, and which are fused in groups: one for each of `spec`'s key heads.
-
-    Raises:
-        ValueError: the table lacks a parameter.
+    A later line of the table replaces an earlier one of the same name of ours. The family says which matrices are
+    transposed, and which are fused in groups: one for each of `spec`'s key heads.
     """
     attention = spec.blocks[0].attention if isinstance(spec, TransformerSpec) else None
     key_heads = attention.key_value_heads if isinstance(attention, AttentionSpec) else 1
@@ -154,11 +150,7 @@ class StoredParameter(NamedTuple):
 
 
 def stored_parameter(tensor: StoredTensor, location: HFLocation, dtype: torch.dtype | None) -> StoredParameter:
-    """The place of a parameter; `dtype` None keeps the file's type.
-
-    Raises:
-        UserError: the file's type is to be kept and is none that a model can compute in.
-    """
+    """The place of a parameter; `dtype` None keeps the file's type, UserError where no model can compute in it."""
     if dtype is None and tensor.dtype not in COMPUTED:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{tensor.path}: tensor {tensor.name} is {kind}, which no model computes in; name another type")
@@ -186,9 +178,7 @@ def read_parameters(model: nn.Module) -> nn.Module:
 def present_names(tensors: Tensors, family: Family, task: str, needed: set[str]) -> Tensors:
     """A file's tensors under the names that a file of `task` has today, without those that the family ignores.
 
-    Args:
-        tensors: by name in the file, which may be of any class of the family.
-        needed: names that the model needs; they are kept also where the family ignores them.
+    The file may be of any class of the family. `needed` names are kept also where the family ignores them.
     """
     wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
     used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
@@ -228,11 +218,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def drop_tied_copy(tensors: Tensors, name: str, original: str, directory: Path) -> None:
-    """Remove `name` from `tensors`, a copy of the shared tensor `original`, or rename it where `original` is missing.
-
-    Raises:
-        UserError: both are there and differ.
-    """
+    """Remove `name`, a copy of the shared tensor `original`, or rename it where that is missing; UserError if they differ."""
     copy, kept = tensors.pop(name, None), tensors.get(original)
     if copy is not None and kept is None:
         tensors[original] = copy
