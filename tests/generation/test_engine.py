@@ -11,7 +11,7 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.errors import UserError
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, TokenEvent
 from alignment.generation.requests import RunningRequest
-from alignment.generation.sampling import RowFilters, row_log_probs, sampling_log_probs
+from alignment.generation.sampling import sampling_log_probs
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 
@@ -132,16 +132,6 @@ def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
 # --- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-def test_settings_of_each_row_give_each_rows_distribution():
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(len(SETTINGS), 50)
-    found = row_log_probs(logits, RowFilters.of(SETTINGS, 50, logits.device))
-    for number, config in enumerate(SETTINGS):
-        row = logits[number : number + 1]
-        assert torch.equal(found[number : number + 1], row_log_probs(row, RowFilters.of([config], 50, row.device)))
-    assert_close(found.exp().sum(-1), torch.ones(len(SETTINGS)))
-
-
 def test_log_probs_and_alternatives_are_those_of_the_distribution_drawn_from_or_of_the_model(model):
     sampling = SamplingConfig(12, 0.6, top_k=4, top_p=0.9)
     asked = DecodingRequest([7, 8, 9], sampling, alternatives=6)
@@ -185,7 +175,9 @@ def test_samples_of_one_prompt_share_its_prefill(model, monkeypatch):
 def prefilled(model, monkeypatch) -> list[int]:
     """Tokens of each prefill from now on."""
     read, prefill = [], model.prefill
-    monkeypatch.setattr(model, "prefill", lambda batch, *rest: (read.append(len(batch.tokens)), prefill(batch, *rest))[1])
+    monkeypatch.setattr(
+        model, "prefill", lambda batch, *rest: (read.append(len(batch.tokens)), prefill(batch, *rest))[1]
+    )
     return read
 
 
