@@ -122,11 +122,7 @@ class _Beams(NamedTuple):
 
 
 def _search_group(
-    model: Model,
-    prompts: list[Sequence[int]],
-    config: BeamConfig,
-    stop_ids: Sequence[int],
-    start_token: int | None,
+    model: Model, prompts: list[Sequence[int]], config: BeamConfig, stop_ids: Sequence[int], start_token: int | None
 ) -> _Beams:
     """Finished hypotheses [B, K] of prompts that share one cache, the best first."""
     device = next(model.parameters()).device

@@ -43,12 +43,7 @@ class DecodingEngine:
     """
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        max_rows: int = 64,
-        start_token: int | None = None,
-        tokenizer: Tokenizer | None = None,
+        self, model: Model, *, max_rows: int = 64, start_token: int | None = None, tokenizer: Tokenizer | None = None
     ):
         """An engine without requests.
 

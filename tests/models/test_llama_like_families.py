@@ -10,10 +10,7 @@ from torch.testing import assert_close
 from alignment.models.build import build_model
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained, save_model
-from alignment.models.layers import (
-    LinearScaling,
-    RotarySpec,
-)
+from alignment.models.layers import LinearScaling, RotarySpec
 from alignment.ragged import Ragged
 
 TINY = {

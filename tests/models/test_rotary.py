@@ -261,14 +261,8 @@ LLAMA_3 = {
         ({"rope_theta": 5e5, "rope_scaling": None}, RotarySpec(5e5, 128)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RotarySpec(7e4, 128)),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, RotarySpec(10000.0, 128, LinearScaling(2))),
-        (
-            {"rope_theta": 5e5, "rope_scaling": LLAMA_3},
-            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        ),
-        (
-            {"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}},
-            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA_3}, RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+        ({"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}}, RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     ],
 )
 def test_old_and_new_rope_keys(keys, expected):

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses.language import (
-    TokenLoss,
-    smoothed_token_loss,
-    token_log_probs,
-    token_log_probs_and_entropy,
-)
+from alignment.losses.language import TokenLoss, smoothed_token_loss, token_log_probs, token_log_probs_and_entropy
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.external.rectangles import (
     ExternalCache,

@@ -38,14 +38,7 @@ from alignment.models.huggingface.weight_map import (
 from alignment.models.init_weights import initialize_layer
 from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
-from alignment.models.safetensors_files import (
-    CONFIG,
-    HFConfig,
-    StoredTensor,
-    check_sizes,
-    read_config,
-    stored_tensors,
-)
+from alignment.models.safetensors_files import CONFIG, HFConfig, StoredTensor, check_sizes, read_config, stored_tensors
 from alignment.models.transformer import Transformer
 
 MAX_SHARD_SIZE = "5GB"  # of a file of weights, as transformers had it for long
