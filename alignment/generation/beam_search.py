@@ -89,19 +89,12 @@ def beam_search(
 
 
 class _Beams(NamedTuple):
-    """n hypotheses of each of B prompts: running, candidates or finished.
+    """n hypotheses of each of B prompts: running, candidates or finished."""
 
-    Attributes:
-        scores: sort key, -inf where there is no hypothesis, [B, n].
-        tokens: [B, n, R].
-        log_probs: of the tokens, [B, n, R].
-        lengths: tokens in use, [B, n].
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
+    scores: Tensor  # sort key, -inf where there is no hypothesis, [B, n]
+    tokens: Tensor  # [B, n, R]
+    log_probs: Tensor  # of the tokens, [B, n, R]
+    lengths: Tensor  # tokens in use, [B, n]
 
     @classmethod
     def none(cls, count: int, beams: int, steps: int, device: torch.device) -> "_Beams":

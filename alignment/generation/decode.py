@@ -18,19 +18,12 @@ from alignment.models.model import Model
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated responses, one entry per prompt.
+    """Generated responses, one entry per prompt."""
 
-    Attributes:
-        texts: cut before the stop string or token; empty where no tokenizer was given.
-        token_ids: tokens, the stop token included where there is one.
-        log_probs: natural-log probability of each under the distribution it was sampled from.
-        ended: True where the last token is a stop token or completes a stop string, False at the maximum length.
-    """
-
-    texts: list[str]
-    token_ids: list[list[int]]
-    log_probs: list[list[float]]
-    ended: list[bool]
+    texts: list[str]  # cut before the stop string or token; empty where no tokenizer was given
+    token_ids: list[list[int]]  # the stop token included where there is one
+    log_probs: list[list[float]]  # of each token, nats, under the distribution it was sampled from
+    ended: list[bool]  # the last token is a stop token or completes a stop string; False at the maximum length
 
 
 @torch.no_grad()

@@ -45,11 +45,10 @@ class DecodingEngine:
     def __init__(
         self, model: Model, *, max_rows: int = 64, start_token: int | None = None, tokenizer: Tokenizer | None = None
     ):
-        """An engine without requests.
+        """An engine without requests, of which `max_rows` are decoded side by side.
 
         Args:
             model: in eval mode for exact log-probabilities; its weights must not change while requests run.
-            max_rows: requests decoded side by side.
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
         """

@@ -39,8 +39,7 @@ def generate(
     The checkpoint's generation_config.json is ignored: settings that are left out are off.
 
     Args:
-        model: a language model or an encoder-decoder from `load_model`.
-        tokenizer: the tokenizer from `load_tokenizer`.
+        model, tokenizer: from `load_model` and `load_tokenizer`.
         prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
             encoder-decoder takes texts, encoded with their special tokens.
         max_new_tokens: longest response in tokens. `SamplingConfig` describes the sampling settings.
@@ -166,9 +165,6 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]
 
     Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
     that it is asked to fill.
-
-    Raises:
-        UserError: messages instead of text, all of them at once; a text without any token.
     """
     raise_all(
         f"prompt {number}: an encoder-decoder model reads text, this prompt is a list of messages"

@@ -23,17 +23,12 @@ from alignment.ragged import Ragged, Seq2Seq
 
 @dataclass(frozen=True)
 class EncoderDecoderSpec:
-    """An encoder and a decoder with cross-attention; they share the token embedding, in some families with the head.
-
-    Attributes:
-        start_token: begins every target.
-        end_token: a sequence classifier reads the last one of each document; None: not known.
-    """
+    """An encoder and a decoder with cross-attention; they share the token embedding, in some families with the head."""
 
     encoder: TransformerSpec
     decoder: TransformerSpec
-    start_token: int
-    end_token: int | None
+    start_token: int  # begins every target
+    end_token: int | None  # a sequence classifier reads the last one of each document; None: not known
 
     @property
     def vocabulary(self) -> int:

@@ -66,19 +66,14 @@ Text = str | tuple[str | Messages, str]
 class Calibration:
     """gain * score + bias has mean 0 and deviation 1 on the samples that it was fitted on.
 
-    Attributes:
-        gain: 1 / deviation of the raw scores.
-        bias: -mean / deviation of the raw scores.
-        samples: number of samples; 0: not fitted.
-        of: what the samples were, in words.
-        theta: of Rao and Kupper's ties, learned or as it was set, for differences of raw scores; None: another loss.
+    config.json and the weights stay as they were trained, so transformers' logits are the raw scores.
     """
 
-    gain: float = 1.0
-    bias: float = 0.0
-    samples: int = 0
-    of: str = ""
-    theta: float | None = None
+    gain: float = 1.0  # 1 / deviation of the raw scores
+    bias: float = 0.0  # -mean / deviation of the raw scores
+    samples: int = 0  # 0: not fitted
+    of: str = ""  # what the samples were, in words
+    theta: float | None = None  # of Rao and Kupper's ties, for differences of raw scores; None: another loss
 
     @property
     def fitted(self) -> bool:
@@ -139,24 +134,18 @@ class Encoded(NamedTuple):
 class RewardModel:
     """A scalar model, an encoder with a score head, or an ensemble of either, and its tokenizer.
 
-    Attributes:
-        model: decoder with a score per token, or encoder with a score per text.
-        tokenizer: the model's.
-        calibration: gain and bias of the scores, from a run with `normalize`; raw scores are those before it.
-        combine: how the scores of an ensemble become one: their mean, their least ("min"), or mean - std_coef * deviation
-            ("lower").
-        std_coef: weight of the deviation in "lower".
-        loss: of its training, where its files name it.
+    The scores of an ensemble become one by `combine`: their mean, their least ("min"), or mean - std_coef * deviation
+    ("lower").
 
     Source: least and lower scores of an ensemble: Coste et al. 2023, arXiv:2310.02743, section 3.
     """
 
     model: Network
     tokenizer: Tokenizer
-    calibration: Calibration = Calibration()
+    calibration: Calibration = Calibration()  # from a run with `normalize`; raw scores are those before it
     combine: Combine = "mean"
     std_coef: float = 1.0
-    loss: str | None = None
+    loss: str | None = None  # of its training, where its files name it
 
     @property
     def is_encoder(self) -> bool:

@@ -184,27 +184,16 @@ def _tell(receive: Receiver, event: TokenEvent | BadRequest) -> None:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as the routes see it.
+    """The model as the routes see it."""
 
-    Attributes:
-        name: in requests and answers.
-        tokenizer: for the texts of single tokens; used by the event loop alone.
-        encode: ids of a text or of messages; called from several threads.
-        stop_ids: tokens that end a response.
-        vocabulary: rows of the token table.
-        positions: longest prompt and response together, tokens; of an encoder-decoder, longest response.
-        reads_apart: an encoder reads the prompts, so they take none of the positions.
-        max_tokens: longest chat response where a request names none.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    encode: Callable[[str | Messages], list[int]]
-    stop_ids: tuple[int, ...]
-    vocabulary: int
-    positions: int
-    reads_apart: bool = False
-    max_tokens: int = 512
+    name: str  # in requests and answers
+    tokenizer: Tokenizer  # for the texts of single tokens; used by the event loop alone
+    encode: Callable[[str | Messages], list[int]]  # ids of a text or of messages; called from several threads
+    stop_ids: tuple[int, ...]  # tokens that end a response
+    vocabulary: int  # rows of the token table
+    positions: int  # longest prompt and response together, tokens; of an encoder-decoder, longest response
+    reads_apart: bool = False  # an encoder reads the prompts, so they take none of the positions
+    max_tokens: int = 512  # longest chat response where a request names none
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; BadRequest also for one so long that it is not encoded."""

@@ -106,12 +106,11 @@ def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel
     trunk.config.update(score_settings({}))
     inner.config = trunk.config
     new = [module for module in inner.modules() if any(x.is_meta for x in module.parameters(recurse=False))]
-    if new != [getattr(inner, "score", None)] or not isinstance(inner.score, nn.Linear):
+    linear = scores_every_token(inner) and new == [inner.score] and inner.score.bias is None
+    if not linear or any(x.is_meta for x in inner.buffers()):
         return None
     inner.score.to_empty(device=next(trunk.parameters()).device).to(torch.float32)
     nn.init.zeros_(inner.score.weight)
-    if inner.score.bias is not None or any(x.is_meta for x in inner.buffers()) or not scores_every_token(inner):
-        return None
     return ExternalScalarModel(inner, inner.config.to_dict(), "scalar").eval()
 
 

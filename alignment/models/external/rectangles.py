@@ -72,19 +72,12 @@ NO_VIRTUAL_TOKENS = VirtualTokens()
 
 
 class PaddedRows(NamedTuple):
-    """Some documents of a ragged batch as one rectangle, padded on the right.
+    """Some documents of a ragged batch as one rectangle, padded on the right."""
 
-    Attributes:
-        ids: token ids, the padding token elsewhere, [b, T].
-        mask: 1 at tokens, 0 at padding, [b, T].
-        segments: as `Ragged.segments`, 0 at padding, [b, T]; or None.
-        token_index: index in the ragged batch of each token, row by row, [n].
-    """
-
-    ids: Tensor
-    mask: Tensor
-    segments: Tensor | None
-    token_index: Tensor
+    ids: Tensor  # token ids, the padding token elsewhere, [b, T]
+    mask: Tensor  # 1 at tokens, 0 at padding, [b, T]
+    segments: Tensor | None  # as `Ragged.segments`, 0 at padding, [b, T]; or None.
+    token_index: Tensor  # index in the ragged batch of each token, row by row, [n]
 
 
 def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) -> PaddedRows:
@@ -121,13 +114,9 @@ def forward_tokens(
     padding_id: int,
     token_index: Tensor | None = None,
 ) -> Tensor:
-    """The outputs of `forward` at some tokens of a ragged batch, [n, ...].
+    """The outputs of `forward` at the tokens `token_index` [n] (None: all) of a ragged batch, [n, ...].
 
-    Args:
-        forward: (rectangle of b rows, columns wanted [c] or None: all) -> [b, T or c, ...].
-        batch: the documents.
-        padding_id: token id at padding.
-        token_index: indices of the tokens in the batch, in any order, [n]; None: all tokens.
+    forward: (rectangle of b rows, columns wanted [c] or None: all) -> [b, T or c, ...].
     """
     wanted = torch.ones_like(batch.tokens, dtype=torch.bool)
     if token_index is not None:

@@ -60,14 +60,9 @@ def load_scalar_model(
 ) -> ScalarModel | ExternalScalarModel:
     """Load the scalar model (reward or value) of a Hugging Face directory in eval mode.
 
-    Args:
-        directory, dtype, device: as in `load_pretrained`.
-        new_head: None: the file must contain the head. Else the file's head, usually a language head, is dropped and a
-            new one drawn; see `draw_score_head`.
-        members: outputs of a new head, one for each member of an ensemble.
-
-    Raises:
-        UserError: as in `load_pretrained`; or the head is missing, or the model is an encoder.
+    The file must contain the head; with `new_head` its head, usually a language head, is dropped and a new one of
+    `members` outputs (those of an ensemble) drawn; see `draw_score_head`. UserError as in `load_pretrained`, and for an
+    encoder.
     """
     labels = None if new_head is None else score_labels(members)
     model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None, config=labels)

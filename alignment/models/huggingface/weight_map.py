@@ -28,21 +28,13 @@ COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # type
 
 
 class HFLocation(NamedTuple):
-    """The tensor of a Hugging Face file, or the part of it, that is one of our parameters.
+    """The tensor of a Hugging Face file, or the part of it, that is one of our parameters."""
 
-    Attributes:
-        name: the tensor's name in the file.
-        part: index of this parameter among those that the tensor is cut into.
-        rows: rows of each of them along the output axis.
-        transposed: the file stores the matrix as [in, out].
-        groups: number of groups of rows, each with some rows of every part.
-    """
-
-    name: str
-    part: int = 0
-    rows: tuple[int, ...] = (1,)
-    transposed: bool = False
-    groups: int = 1
+    name: str  # the tensor's name in the file
+    part: int = 0  # index of this parameter among those that the tensor is cut into
+    rows: tuple[int, ...] = (1,)  # rows of each of them along the output axis
+    transposed: bool = False  # the file stores the matrix as [in, out]
+    groups: int = 1  # number of groups of rows, each with some rows of every part
 
 
 def pattern_of(name: str) -> str:
