@@ -35,12 +35,10 @@ def rows_in(epochs: float, epoch_length: int) -> int:
 
 
 class Stream(Generic[Row]):
-    """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
+    """Global batches of rows, each row once per epoch; a batch may run across an epoch's end.
 
     Attributes:
-        rows: what is dealt out; each row once per epoch.
         batch_size: rows per batch, over all ranks.
-        seed: >= 0.
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
     """
 
@@ -55,11 +53,7 @@ class Stream(Generic[Row]):
         self._orders: dict[int, np.ndarray] = {}
 
     def positions_at(self, step: int) -> list[int]:
-        """Indices of the rows of batch `step` (from 0).
-
-        Raises:
-            IndexError: the step is negative, or at or after the stream's end.
-        """
+        """Indices of the rows of batch `step` (from 0)."""
         return [self.row_of(position)[0] for position in self._positions(step)]
 
     def epochs_at(self, step: int) -> list[int]:
@@ -101,14 +95,10 @@ class Stream(Generic[Row]):
 
 
 def mixing_shares(config: DataConfig, sizes: Sequence[int]) -> np.ndarray:
-    """The probability with which each source of `config.train` is drawn, [S].
+    """The probability with which each source of `config.train` is drawn, [S], by their numbers of rows.
 
     proportional: min(n, K) / sum; temperature: min(n, K)^(1/T) / sum, with n the rows of a source and K
     `mixing_maximum`; weights: weight / sum.
-
-    Args:
-        config: with a `mixing` other than concatenate.
-        sizes: rows of each source.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.5.2; Wei et al. 2022, arXiv:2109.01652, section 2.1.
     """
@@ -133,13 +123,9 @@ def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
 
 
 class SourceChoices:
-    """The source that each position of a mixture is drawn from: a pure function of (shares, seed, position).
+    """The source that each position of a mixture is drawn from: a pure function of (shares [S], seed, position).
 
     The sources of each `BLOCK` of positions are drawn together: how many from each source, and in which order.
-
-    Args:
-        shares: probability of each source, [S].
-        seed: >= 0.
     """
 
     def __init__(self, shares: Sequence[float], seed: int):
@@ -180,11 +166,7 @@ class SourceChoices:
 class MixtureStream(Stream[Row]):
     """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
 
-    A source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
-
-    Args:
-        shares: probability of each source, [S].
-        draws: length of an epoch.
+    A source repeats no row before it has shown all of them, whatever its share. An epoch is a number of `draws`.
     """
 
     def __init__(
@@ -227,18 +209,7 @@ def seed_of_source(seed: int, number: int) -> int:
 def stream_of(
     config: DataConfig, examples: Sequence[Row], *, batch_size: int, seed: int, epochs: float | None = None
 ) -> Stream[Row]:
-    """The training examples in the order that the data config asks for.
-
-    Args:
-        config: whose `train` the examples come from.
-        examples: source after source, `JoinedTables` where there are several.
-        batch_size: rows per batch, over all ranks.
-        seed: >= 0.
-        epochs: where the stream ends; None: it never ends.
-
-    Raises:
-        UserError: a source of a mixture has no row; the rows are streamed, which not every stage can do.
-    """
+    """The training examples, source after source, in the order that their data config asks for."""
     if config.streaming:
         raise UserError(NO_STREAMING)
     if config.mixing == "concatenate":
