@@ -8,7 +8,6 @@ from alignment.data.rows.records import Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
-from tests.examples import pair_example
 
 
 def found(report, level):
@@ -27,16 +26,6 @@ def test_healthy_demonstrations(jsonl, bpe, tmp_path):
     assert "no errors" in text and "2 of 2 rows kept" in text
     assert "<s>|the| cat [ sat|\\n|</s>]" in text
     assert "6 tokens, 3 count: context 0-2, counts 3-5" in text
-
-
-def test_duplicates_and_contradictions_are_counted_exactly(jsonl):
-    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    turned = {"prompt": "p", "chosen": "b", "rejected": "a"}
-    other = {"prompt": "q", "chosen": "b", "rejected": "a"}
-    report = check_file(jsonl(pair, pair, other, pair, turned), "comparisons")
-    warnings = found(report, "warning")
-    assert "2 rows are exact copies of an earlier one" in warnings
-    assert "1 prompts have the same two responses preferred both ways round" in warnings
 
 
 def test_length_gap_of_pairs(jsonl):
@@ -68,14 +57,6 @@ def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
     monkeypatch.setattr(chat, "encode_each_response", unended)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == [f"1 rows train no stop token ({report.source}:1)"]
-
-
-def test_double_bos_is_an_error(jsonl, chatml, templates, tmp_path):
-    (tmp_path / "template.jinja").write_text("{{ bos_token }}hi" + templates["chatml with bos"])
-    row = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
-    assert check_file(jsonl(row), "demonstrations", chatml).ok
-    report = check_file(jsonl(row), "demonstrations", chatml, tmp_path / "template.jinja")
-    assert found(report, "error") == [f"1 rows have more than one BOS ({report.source}:1)"]
 
 
 def test_every_kind_can_be_shown(jsonl, bpe):
@@ -110,14 +91,6 @@ def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
     [line] = [line for line in show_example(example, bpe).splitlines() if "[" in line]
     before, _, counted = line.partition("[")
     assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
-
-
-def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
-    chosen, rejected = (Example.single([5, index], [False, True], "r1") for index in (6, 7))
-    text = show_example(pair_example(chosen, rejected, 0.5, "r1"), bpe)
-    assert text.startswith("r1, margin 0.5\n chosen\n")
-    before, _, after = text.partition("\n rejected\n")
-    assert "ids 5 6" in before and "ids 5 7" in after
 
 
 def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):

@@ -39,12 +39,9 @@ def same(record, expected):
         ({"prompt": [HI], "completion": [HEY], "label": 1.0}, Label([HI], "hey", True, "")),
         ({"messages": [HI, HEY, HI, YO], "label": False}, Label([HI, HEY, HI], "yo", False, "")),
         ({"conversations": SHAREGPT, "kto_tag": True}, Label([HI], "hey", True, "")),
-        (
-            {"instruction": "Go.", "input": "", "output": "ok", "kto_tag": False},
-            Label(alpaca_prompt("Go."), "ok", False, ""),
-        ),
+        ({"instruction": "Go.", "input": "", "output": "ok", "kto_tag": False}, Label(alpaca_prompt("Go."), "ok", False, "")),
     ],
-)
+)  # fmt: skip
 def test_labels(jsonl, row, expected):
     assert same(read_one(jsonl(row), "labels"), expected)
 
@@ -79,10 +76,7 @@ def test_bad_labels(jsonl, row, message):
         ({**THREE, "ranking": ["b", ["c", "a"]]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "")),
         ({**THREE, "ranks": [3, 1, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 0), "")),
         ({**THREE, "scores": [1, 7.5, 1]}, Ranking("p", ("a", "b", "c"), (1, 0, 1), "", (1.0, 7.5, 1.0))),
-        (
-            {"instruction": "Go on.", "generations": ["a", "b"], "ratings": [4, 5]},
-            Ranking("Go on.", ("a", "b"), (1, 0), "", (4.0, 5.0)),
-        ),
+        ({"instruction": "Go on.", "generations": ["a", "b"], "ratings": [4, 5]}, Ranking("Go on.", ("a", "b"), (1, 0), "", (4.0, 5.0))),
         (  # UltraFeedback
             {
                 "instruction": "Go on.",
@@ -107,7 +101,7 @@ def test_bad_labels(jsonl, row, message):
         ),
         ({"chosen": [HI, HEY], "rejected": [HI, YO]}, Ranking([HI], ("hey", "yo"), (0, 1), "")),
     ],
-)
+)  # fmt: skip
 def test_rankings(jsonl, row, expected):
     assert same(read_one(jsonl(row), "rankings"), expected)
 
@@ -235,13 +229,10 @@ def test_steps_of_math_shepherd(jsonl):
             {"question": {"problem": "p"}, "label": {"steps": [{"completions": [{"text": "a", "rating": 3}]}]}},
             "label: the rating of a step must be -1, 0 or 1",
         ),
-        (
-            {"question": {"problem": "p"}, "label": {"steps": [{"completions": ["a"]}]}},
-            "completions: must be a list of obj",
-        ),
+        ({"question": {"problem": "p"}, "label": {"steps": [{"completions": ["a"]}]}}, "completions: must be a list of obj"),
         ({"question": "p", "label": {"steps": [1]}}, "question: must be an object, is text"),
     ],
-)
+)  # fmt: skip
 def test_bad_steps(jsonl, row, message):
     with pytest.raises(UserError, match=message):
         read_rows(jsonl(row), "steps")

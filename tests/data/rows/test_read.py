@@ -71,11 +71,7 @@ def read_one(path, kind, **options):
         (DEMO, {"system": "Be kind.", "conversations": SHAREGPT}, Demo([BE_KIND, HI], "hey", "")),
         (DEMO, {"system": " ", "tools": "[]", "messages": [HI, HEY]}, Demo([HI], "hey", "")),
         (DEMO, {"system": "Be kind.", "messages": [BE_KIND, HI, HEY]}, Demo([BE_KIND, HI], "hey", "")),
-        (
-            DEMO,
-            {"system": "Be kind.", "messages": [HI, HEY, HI, YO]},
-            Demo([BE_KIND, HI, HEY, HI], "yo", "", [BE_KIND, HI, HEY, HI, YO]),
-        ),
+        (DEMO, {"system": "Be kind.", "messages": [HI, HEY, HI, YO]}, Demo([BE_KIND, HI, HEY, HI], "yo", "", [BE_KIND, HI, HEY, HI, YO])),
         (DEMO, {"prompt": "hi", "completion": "hey", "label": True}, Demo("hi", "hey", "")),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0}, HI, YO]}, Demo([HI, HEY, HI], "yo", "")),
         (DEMO, {"messages": [HI, HEY, HI, {**YO, "weight": 0}]}, Demo([HI], "hey", "")),
@@ -85,16 +81,12 @@ def read_one(path, kind, **options):
             Pair([BE_KIND, HI], "hey", "yo", None, ""),
         ),
         ("prompts", {"system": "Be kind.", "messages": [HI]}, Prompt([BE_KIND, HI], {"system": "Be kind."}, "")),
-        (
-            "prompts",
-            {"prompt": "hi", "system": "a name", "tools": [1]},
-            Prompt("hi", {"system": "a name", "tools": [1]}, ""),
-        ),
+        ("prompts", {"prompt": "hi", "system": "a name", "tools": [1]}, Prompt("hi", {"system": "a name", "tools": [1]}, "")),
         ("prompts", {"prompt": "hi", "facts": [1], "id": "x"}, Prompt("hi", {"facts": [1], "id": "x"}, "")),
         ("prompts", {"prompt": [HI]}, Prompt([HI], {}, "")),
         ("prompts", {"messages": [HI, HEY, HI]}, Prompt([HI, HEY, HI], {}, "")),
     ],
-)
+)  # fmt: skip
 def test_every_shape_of_row(jsonl, kind, row, expected):
     record = read_one(jsonl(row), kind)
     for name in expected.__slots__:
@@ -171,13 +163,6 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(jsonl):
     assert counts.rows == 2
 
 
-def test_several_files_and_max_rows(jsonl):
-    first, second = (jsonl({"text": f"{n}a"}, {"text": f"{n}b"}, name=f"{n}.jsonl") for n in (1, 2))
-    records, counts = read_rows([first, second], "text", max_rows=3)
-    assert [record.text for record in records] == ["1a", "1b", "2a"]
-    assert counts.kept == 3
-
-
 FAULTS = [
     ({"prompt": "x", "response": ""}, ":response: is empty"),
     ({"prompt": "x", "response": " \n"}, ":response: is only white space"),
@@ -224,12 +209,9 @@ def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
         ({"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
         ({"messages": [HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "content of a message must be"),
         ({"messages": [HI, {**HEY, "reasoning": ["x"]}]}, "reasoning must be text"),
-        (
-            {"messages": [HI, {"role": "assistant", "content": [{"type": "image_url"}]}]},
-            "content of a message must be text",
-        ),
+        ({"messages": [HI, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "content of a message must be text"),
     ],
-)
+)  # fmt: skip
 def test_bad_messages(jsonl, row, message):
     with pytest.raises(UserError, match=message):
         read_rows(jsonl({"messages": [HI, HEY]}, row), DEMO)
@@ -382,30 +364,18 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
         (DEMO, {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
         (DEMO, {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
         (DEMO, {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
-        (
-            "labels",
-            {"messages": [HI, {**HEY, "reasoning": "x"}], "label": 1},
-            "messages: holds tool calls or reasoning",
-        ),
+        ("labels", {"messages": [HI, {**HEY, "reasoning": "x"}], "label": 1}, "messages: holds tool calls or reasoning"),
         (DEMO, {"prompt": "a", "response": {**HEY, "reasoning": "x"}}, "response: holds tool calls or reas"),
-        (
-            PAIRS,
-            {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}'},
-            "tools: must be a list of tool definitions",
-        ),
+        (PAIRS, {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}'}, "tools: must be a list of tool definitions"),
         (DEMO, {"prompt": "hi", "completion": "a", "system": "Be kind."}, "system: a plain text prompt has"),
         (DEMO, {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
         (DEMO, {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
-        (
-            "prompts",
-            {"prompt": [{**HI, "content": [{"type": "image"}]}]},
-            "prompt: content of a message must be text, is a list",
-        ),
+        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, is a list"),
     ],
-)
+)  # fmt: skip
 def test_what_a_record_cannot_say_is_refused_and_never_left_out_in_silence(jsonl, kind, row, message):
     with pytest.raises(UserError, match=f"rows.jsonl:1:{message}"):
         read_rows(jsonl(row), kind)
