@@ -43,12 +43,6 @@ class Stream(Generic[Row]):
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
-        if not rows:
-            raise ValueError("a stream needs at least one row")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
         self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
         self._orders: dict[int, np.ndarray] = {}
 
@@ -180,12 +174,7 @@ class MixtureStream(Stream[Row]):
         draws: int,
     ):
         super().__init__(rows, batch_size, seed, epochs)
-        tables = tables_of(rows)
-        if len(tables) != len(shares):
-            raise ValueError(f"{len(tables)} sources and {len(shares)} shares")
-        if not (abs(sum(shares) - 1) < 1e-9 and min(shares) > 0):
-            raise ValueError(f"shares must be above 0 and add up to 1, got {list(shares)}")
-        self.shares, self.draws = shares, draws
+        self.shares, self.draws, tables = shares, draws, tables_of(rows)
         self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
 
@@ -214,11 +203,10 @@ def stream_of(
         raise UserError(NO_STREAMING)
     if config.mixing == "concatenate":
         return Stream(examples, batch_size, seed, epochs)
-    sizes, sources = [len(table) for table in tables_of(examples)], config.sources("train")
-    if len(sizes) != len(sources):
-        raise ValueError(f"the examples come in {len(sizes)} parts, of {len(sources)} sources")
+    sizes = [len(table) for table in tables_of(examples)]
     if 0 in sizes:
-        raise UserError(f"{sources[sizes.index(0)].source}: no row of it can be drawn; take it out")
+        empty = config.sources("train")[sizes.index(0)]
+        raise UserError(f"{empty.source}: no row of it can be drawn; take it out")
     shares = mixing_shares(config, sizes).tolist()
     return MixtureStream(examples, batch_size, seed, epochs, shares=shares, draws=epoch_rows(config, sizes))
 

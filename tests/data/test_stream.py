@@ -51,12 +51,6 @@ def test_steps_of_an_endless_stream_need_epochs():
         stream.steps()
 
 
-@pytest.mark.parametrize(("rows", "batch_size", "seed"), [([], 1, 0), (ROWS, 0, 0), (ROWS, 1, -1)])
-def test_impossible_streams_are_refused(rows, batch_size, seed):
-    with pytest.raises(ValueError):
-        Stream(rows, batch_size, seed)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000, 65_537])
 def test_the_order_is_numpys_permutation_in_half_the_memory(rows):
     expected = np.random.default_rng([5, 3]).permutation(rows)

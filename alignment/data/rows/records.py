@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
@@ -216,21 +217,14 @@ class Tally:
         """Rows dropped, all reasons together."""
         return sum(self.dropped.values())
 
-    def drop(self, reason: str, row_id: str) -> None:
-        """Count a row that is left out."""
-        self._count(self.dropped, reason, row_id)
-
-    def note_cut(self, what: str, row_id: str) -> None:
-        """Count a row that is kept, but cut."""
-        self._count(self.cut, what, row_id)
-
-    def note(self, what: str, row_id: str) -> None:
-        """Count a row that is used, and has something worth knowing."""
-        self._count(self.noted, what, row_id)
-
-    def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
+    def _count(self, name: str, what: str, row_id: str) -> None:
+        table: dict[str, int] = getattr(self, name)
         table[what] = table.get(what, 0) + 1
         self.first[what] = [*self.first.get(what, ()), row_id][:SHOWN_IDS]
+
+    drop = partialmethod(_count, "dropped")  # a row that is left out, by the reason
+    note_cut = partialmethod(_count, "cut")  # a row that is kept, but cut
+    note = partialmethod(_count, "noted")  # a row that is used, and has something worth knowing
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally with the number of these documents and of their tokens filled in."""
