@@ -253,12 +253,9 @@ def test_clean_sets_raise_no_error_and_no_false_warning(real_data, templates, na
 def test_hh_rlhf_raises_the_faults_that_it_has_and_no_others(real_data):
     true = {
         "rejected: the dialogue before the last assistant turn differs from chosen's",
-        "rejected: the last assistant turn is empty",
-        "chosen: the last assistant turn is empty",
-        "rejected: ends with a human turn",
-        EqualResponses().reason,
-        "length bias",
-    }
+        "rejected: the last assistant turn is empty", "chosen: the last assistant turn is empty",
+        "rejected: ends with a human turn", EqualResponses().reason, "length bias",
+    }  # fmt: skip
     tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     for part in ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"):
         report = check_file(

@@ -97,15 +97,8 @@ def test_every_shape_of_row(jsonl, kind, row, expected):
 
 def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
     dialogue = [
-        HI,
-        HEY,
-        HI,
-        {**YO, "train": False},
-        {**HI, "train": None},
-        {**HEY, "train": True},
-        HI,
-        {**YO, "weight": 0},
-    ]
+        HI, HEY, HI, {**YO, "train": False}, {**HI, "train": None}, {**HEY, "train": True}, HI, {**YO, "weight": 0},
+    ]  # fmt: skip
     record = read_one(jsonl({"messages": dialogue}), DEMO)
     assert (record.prompt, record.response) == ([HI, HEY, HI, YO, HI], "hey")
     assert record.messages == [HI, HEY, HI, YO, HI, HEY]
@@ -113,10 +106,6 @@ def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
 
 
 ROWS = [{"prompt": "hi", "chosen": "ä", "rejected": 'b, "c"\nd'}, {"prompt": "ho", "chosen": "e", "rejected": "f"}]
-
-
-def write_jsonl_gz(path):
-    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
 
 
 def write_json(path):
@@ -130,20 +119,11 @@ def write_csv(path):
         writer.writerows(ROWS)
 
 
-def write_parquet(path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(ROWS), path)
-
-
 @pytest.mark.parametrize(
     ("name", "write", "places"),
     [
-        ("rows.jsonl.gz", write_jsonl_gz, [1, 2]),
         ("rows.json", write_json, [1, 2]),
         ("rows.csv", write_csv, [2, 4]),  # the first row takes two lines
-        ("rows.parquet", write_parquet, [1, 2]),
     ],
 )
 def test_every_file_format_gives_the_same_rows(tmp_path, name, write, places):
@@ -198,43 +178,35 @@ def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
     assert len(lines) == 22 and lines[-1] == "... and 10 more"
 
 
+# The first good row of a kind, and what is wrong with the second
+GOOD = {DEMO: {"messages": [HI, HEY]}, PAIRS: {"prompt": "x", "chosen": "a", "rejected": "b"}}
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("kind", "row", "message"),
     [
-        ({"messages": []}, "is an empty list"),
-        ({"messages": [{"role": "user", "content": " "}, HEY]}, "content of a message is only white space"),
-        ({"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "a tool call must be an object that names its function"),
-        ({"messages": [HI, {**HEY, "tool_calls": [{"name": "f", "arguments": "{x"}]}]}, "a tool call must be JSON"),
-        ({"messages": [{**HI, "tool_calls": [{"name": "f"}]}, HEY]}, "only the assistant can call tools"),
-        ({"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
-        ({"messages": [HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "content of a message must be"),
-        ({"messages": [HI, {**HEY, "reasoning": ["x"]}]}, "reasoning must be text"),
-        ({"messages": [HI, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "content of a message must be text"),
+        (DEMO, {"messages": []}, "is an empty list"),
+        (DEMO, {"messages": [{"role": "user", "content": " "}, HEY]}, "content of a message is only white space"),
+        (DEMO, {"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "a tool call must be an object that names its function"),
+        (DEMO, {"messages": [{**HI, "tool_calls": [{"name": "f"}]}, HEY]}, "only the assistant can call tools"),
+        (DEMO, {"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
+        (DEMO, {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "content of a message must be"),
+        (DEMO, {"messages": [HI, {**HEY, "reasoning": ["x"]}]}, "reasoning must be text"),
+        (DEMO, {"messages": [HI, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "content of a message must be text"),
+        (PAIRS, {"chosen": DIALOGUE + " a", "rejected": "\n\nHuman: other\n\nAssistant: b"}, "rejected: the dialogue before"),
+        (PAIRS, {"chosen": DIALOGUE + " ", "rejected": DIALOGUE + " b"}, "chosen: the last assistant turn is empty"),
+        (PAIRS, {"chosen": DIALOGUE + " a\n\nHuman: x", "rejected": DIALOGUE + " b"}, "chosen: ends with a human turn"),
+        (PAIRS, {"chosen": "a", "rejected": "b"}, "chosen: no prompt column"),
+        (PAIRS, {"prompt": None, "chosen": "a", "rejected": "b"}, "prompt: is null"),
+        (PAIRS, {"chosen": [HEY], "rejected": [YO]}, "shares no first message"),
+        (PAIRS, {"chosen": [HI, HEY, HI, YO], "rejected": [HI, YO]}, "must be one assistant message"),
+        (PAIRS, {"prompt": "x", "chosen": "a", "rejected": "b", "margin": True}, "margin: must be a finite number"),
+        (PAIRS, b'{"prompt": "x", "chosen": "a", "rejected": "b", "margin": 1e999}', "margin: must be a finite number"),
     ],
 )  # fmt: skip
-def test_bad_messages(jsonl, row, message):
+def test_bad_rows(jsonl, kind, row, message):
     with pytest.raises(UserError, match=message):
-        read_rows(jsonl({"messages": [HI, HEY]}, row), DEMO)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": DIALOGUE + " a", "rejected": "\n\nHuman: other\n\nAssistant: b"}, "rejected: the dialogue before"),
-        ({"chosen": DIALOGUE + " ", "rejected": DIALOGUE + " b"}, "chosen: the last assistant turn is empty"),
-        ({"chosen": DIALOGUE + " a\n\nHuman: x", "rejected": DIALOGUE + " b"}, "chosen: ends with a human turn"),
-        ({"chosen": "a", "rejected": "b"}, "chosen: no prompt column"),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "prompt: is null"),
-        ({"chosen": [HEY], "rejected": [YO]}, "shares no first message"),
-        ({"chosen": [HI, HEY, HI, YO], "rejected": [HI, YO]}, "must be one assistant message"),
-        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": True}, "margin: must be a finite number"),
-        (b'{"prompt": "x", "chosen": "a", "rejected": "b", "margin": 1e999}', "margin: must be a finite number"),
-    ],
-)
-def test_bad_pairs(jsonl, row, message):
-    path = jsonl({"prompt": "x", "chosen": "a", "rejected": "b"}, row)
-    with pytest.raises(UserError, match=message):
-        read_rows(path, PAIRS)
+        read_rows(jsonl(GOOD[kind], row), kind)
 
 
 def test_ties_are_counted_or_told(jsonl):
