@@ -47,11 +47,7 @@ NOT_OPEN = "a prompt of messages must end with a message of someone else than th
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
-    """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header.
-
-    Raises:
-        UserError: messages without a template, or that the template refuses, or that end with the assistant.
-    """
+    """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header."""
     return _accepted(encode_each_prompt(tokenizer, [prompt], [tools])[0])
 
 
@@ -65,7 +61,7 @@ def encode_each_prompt(
     if asked:
         controls, stops = control_strings(tokenizer), stop_strings(tokenizer)
         dialogues = [
-            escape(controls, replies_without_end(prompt, stops), every[number]).cut((len(prompt), True))
+            escape(controls, replies_without_end(prompt, stops), every[number], ((len(prompt), True),))
             for number, prompt in asked.items()
         ]
         rendered = attempt(render_dialogues, tokenizer, dialogues)
@@ -126,13 +122,11 @@ def encode_each_response(
     plans: list[TextPlan | UserError] = [_plain_plan(turn) for turn in turns]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.end is not None:
-        chosen = {
-            number: escape(chat.controls, [*turn.prompt, turn.reply], turn.tools).cut(
-                (len(turn.prompt), True), (len(turn.prompt) + 1, False)
-            )
-            for number, turn in enumerate(turns)
-            if isinstance(turn.prompt, list) and (chat.writes_around or turn.is_rich)
-        }
+        chosen = {}
+        for number, turn in enumerate(turns):
+            if isinstance(turn.prompt, list) and (chat.writes_around or turn.is_rich):
+                cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
+                chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
         written = render_dialogues(tokenizer, list(chosen.values()))
         for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
             if turns[number].is_rich or turns[number].reply["content"].strip():
@@ -141,7 +135,6 @@ def encode_each_response(
 
 
 def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
-    """The reply as a message, without the end tokens written at its end."""
     message: Message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
     return {**message, "content": without_end(message["content"], stops)}
 

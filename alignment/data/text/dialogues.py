@@ -7,7 +7,7 @@ earlier turns is noticed.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
@@ -122,9 +122,6 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
 
     Ids and mask end with the last reply. What the template writes between the assistant's header and the reply
     (Mistral's blank, an empty block of reasoning) counts with the reply: a prompt ends before it.
-
-    Raises:
-        UserError: there is no usable template, or it ends the assistant's turn with no control token.
     """
     if not rows:
         return []
@@ -136,7 +133,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     texts = render_dialogues(tokenizer, dialogues, training=True)
     generated = texts
     if chat.training != chat.template:
-        generated = render_dialogues(tokenizer, [each.cut(each.cuts[-1]) for each in dialogues])
+        generated = render_dialogues(tokenizer, [replace(each, cuts=each.cuts[-1:]) for each in dialogues])
     plan = partial(_plan, tokenizer=tokenizer, chat=chat)
     plans = [attempt(plan, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
     return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
@@ -150,22 +147,23 @@ def _require_reply(encoded: EncodedChat) -> EncodedChat:
 
 def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
-    messages = row.messages[: 1 + max((index for index, each in enumerate(row.messages) if _replies(each)), default=-1)]
+    messages = row.messages[
+        : 1 + max((index for index, each in enumerate(row.messages) if each["role"] == "assistant"), default=-1)
+    ]
     cuts = [(len(messages), False)]
     for index, message in enumerate(messages):
-        if _replies(message):
+        if message["role"] == "assistant":
             cuts += [(index, True)] if index else []
             cuts += [(index + 1, False)] if index + 1 < len(messages) else []
-    return escape(controls, replies_without_end(messages, stops), row.tools).cut(*cuts)
+    return escape(controls, replies_without_end(messages, stops), row.tools, tuple(cuts))
 
 
 def replies_without_end(messages: Messages, stops: Sequence[str]) -> Messages:
     """The messages, the assistant's without the end tokens written at their ends: the template writes its own."""
-    return [{**each, "content": without_end(each["content"], stops)} if _replies(each) else each for each in messages]
-
-
-def _replies(message: Message) -> bool:
-    return message["role"] == "assistant"
+    return [
+        {**each, "content": without_end(each["content"], stops)} if each["role"] == "assistant" else each
+        for each in messages
+    ]
 
 
 def _plan(
@@ -181,9 +179,9 @@ def _plan(
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
         raise UserError(NO_REPLY)
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
-    whole, messages, notes = texts[0], dialogue.messages, []
-    notes += [VARIANT] if chat.training != chat.template else []
-    replies = [index for index, message in enumerate(messages) if _replies(message)]
+    whole, messages = texts[0], dialogue.messages
+    notes = [VARIANT] if chat.training != chat.template else []
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     parts: list[Segment] = []
     position = start = 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
@@ -216,21 +214,13 @@ def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: Es
 
 
 class TurnSpan(NamedTuple):
-    """The place of an assistant's turn in a rendered dialogue.
+    """The place of an assistant's turn in a rendered dialogue, in characters."""
 
-    Attributes:
-        start: first character that the assistant writes.
-        words: first character of the message.
-        stop: the character after its last, end token not included.
-        end: the control token that ends it; None: none that counts.
-        resume: the character at which the text goes on after it.
-    """
-
-    start: int
-    words: int
-    stop: int
-    end: str | None
-    resume: int
+    start: int  # of all that the assistant writes
+    words: int  # of the message
+    stop: int  # after its last, end token not included
+    end: str | None  # the control token that ends it; None: none that counts
+    resume: int  # the text goes on there
 
 
 def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> TurnSpan | str:
@@ -246,9 +236,7 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
         if not opened.endswith(chat.header) or start < len(opened) - len(chat.header):
             return REWRITES
     stop, goes_on = len(closed), not whole.startswith(closed)
-    if (
-        goes_on
-    ):  # gpt-oss ends a turn in another token once the dialogue goes on, and Phi-3 a dialogue in one of its own
+    if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
         stop = _control_boundary(chat, whole, shared_length(whole, closed))
         if closed[stop:].strip() not in chat.controls:
             return REWRITES
