@@ -23,8 +23,7 @@ from alignment.algorithms.pretrain.objectives import (
 )
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import tokenize_for_corruption, tokenize_passages
-from alignment.data.pretraining.prepare import tokenize_plain
+from alignment.data.pretraining.prepare import tokenize_for_corruption, tokenize_passages, tokenize_plain
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError

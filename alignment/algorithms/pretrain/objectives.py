@@ -14,8 +14,16 @@ from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.masked import SentencePairBatch, collate_masked, collate_sentence_pairs, mask_tokens_of
-from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefix_modeling, span_corruption
+from alignment.data.pretraining.prepare import (
+    SentencePairBatch,
+    collate_masked,
+    collate_sentence_pairs,
+    collate_seq2seq,
+    infilling,
+    mask_tokens_of,
+    prefix_modeling,
+    span_corruption,
+)
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss, next_sentence_loss

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
-from alignment.data.text.dialogues import OTHER_PROMPT, DialogueRow, encode_dialogues
+from alignment.data.text.chat import OTHER_PROMPT, DialogueRow, encode_dialogues
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
