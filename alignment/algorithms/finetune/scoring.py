@@ -38,19 +38,12 @@ Entity = tuple[str, int, int]  # kind, first word, the one after the last
 
 
 class Predictions(NamedTuple):
-    """A model's predictions for a batch, compared with the labels.
+    """A model's predictions for a batch, compared with the labels."""
 
-    Attributes:
-        logits: of each row: classes [C]; tokens by classes [T, C]; tokens by start and end [T, 2]; choices [K].
-        loss: -log p of the labels, summed over those that count; for an answer the mean of its start and end.
-        correct: number of labels with the highest logit, likewise.
-        log_probs: of the documents' own tokens, if the model has a language head too, [M].
-    """
-
-    logits: Sequence[Tensor]
-    loss: Tensor
-    correct: Tensor
-    log_probs: Tensor | None
+    logits: Sequence[Tensor]  # of each row: classes [C]; tokens by classes [T, C], by start and end [T, 2]; choices [K]
+    loss: Tensor  # -log p of the labels, summed over those that count; for an answer the mean of its start and end
+    correct: Tensor  # number of labels with the highest logit, likewise
+    log_probs: Tensor | None  # of the documents' own tokens, if the model has a language head too, [M]
 
 
 def predict_batch(model: nn.Module, batch: TaskBatch, task: FinetuneTask) -> Predictions:
@@ -85,11 +78,9 @@ def _logits_by_row(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequ
 def finetune_loss_fn(model: nn.Module, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
     """The loss of the labels plus `language_coef` times the language-model loss of the same texts.
 
-    L3 = L2 + lambda L1; L1 is the mean over a text's tokens, the mean over the texts of a row, and summed over rows
-    as L2 is.
+    L3 = L2 + lambda L1; L1 is the mean over a text's tokens and over the texts of a row, summed over rows as L2 is.
 
-    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", eq. 5; the means are
-    those of their code.
+    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", eq. 5, and their code.
     """
 
     def loss_fn(batch: TaskBatch) -> LossSum:
@@ -156,9 +147,7 @@ def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tenso
 def best_span(logits: Tensor, allowed: Sequence[bool], max_answer: int) -> tuple[float, int, int] | None:
     """The likeliest answer in a window: its score (start + end logit), first and last token; None if no token is allowed.
 
-    Args:
-        logits: start and end logit of each token, [T, 2].
-        allowed: True where an answer may start and end, [T].
+    `logits` are [T, 2], start and end; `allowed` is True where an answer may start and end, [T].
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2.
     """
@@ -178,10 +167,7 @@ def best_answers(
     """The best answer to each question, by the sum of its start and end logits, over all windows of its context.
 
     With `form.no_answer` it is "" where in every window the first token, read as both ends, has more than the best answer.
-
-    Args:
-        logits: of start and end in each window, [T, 2].
-        contexts: by index of the question.
+    `logits` are of start and end in each window, [T, 2]; `contexts` go by the index of the question.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3, threshold 0.
     """
@@ -280,8 +266,7 @@ def normalized(text: str) -> str:
 def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
     """`exact_match` and `f1` of the words, each with the best of the correct answers; means over questions, in [0, 1].
 
-    Args:
-        golds: correct answers of each question; none: the context does not answer it, and "" is correct.
+    Where `golds` has no answer to a question, its context does not answer it, and "" is correct.
 
     Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
     """
