@@ -1,18 +1,12 @@
-"""Language models on batches: the loss of SFT and pretraining, and log-probabilities of whole responses."""
+"""The loss of SFT and pretraining, also of the text beside PPO."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor
-
 from alignment.losses.language import TokenLoss
-from alignment.models.outputs import LanguageOutput
+from alignment.models.outputs import LogProbModel
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import LossFn, LossSum
 from alignment.training.terms import ONE_SOURCE, Sources
-
-# A language model, or a reference: (batch=, temperature=, token_loss=) -> log-probabilities of the batch's targets.
-LogProbModel = Callable[..., LanguageOutput]
 
 
 def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_loss: TokenLoss | None = None) -> LossFn:
@@ -39,9 +33,3 @@ def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_l
         return LossSum(loss.total + balance, {**loss.metrics, "balance_loss": balance}, means)
 
     return loss_fn
-
-
-def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
-    """Log-probability of each document's targets together, nats, [B]."""
-    log_probs = model(batch=batch).log_probs  # [M]
-    return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)

@@ -1,5 +1,6 @@
 """Outputs of the models: named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,6 +24,10 @@ class LanguageOutput(NamedTuple):
     next_sentence_logits: Tensor | None = None
     losses: Tensor | None = None
     values: Tensor | None = None
+
+
+# A language model, or a reference: (batch=, temperature=, token_loss=) -> log-probabilities of the batch's targets.
+LogProbModel = Callable[..., LanguageOutput]
 
 
 class LogitsOutput(NamedTuple):

@@ -20,8 +20,8 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.config import DPOConfig
-from alignment.algorithms.dpo.global_inputs import joint_batches
-from alignment.algorithms.language import LogProbModel, sequence_log_probs
+from alignment.algorithms.dpo.kin import joint_batches
+from alignment.algorithms.dpo.responses import sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
 from alignment.data.batches import collate
 from alignment.data.examples import Example, RowSequence
@@ -29,6 +29,7 @@ from alignment.data.stream import Stream
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
+from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run

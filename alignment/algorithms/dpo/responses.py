@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.dpo.config import WeightedLoss
-from alignment.algorithms.language import LogProbModel, sequence_log_probs
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
 from alignment.errors import raise_all
 from alignment.losses.preference import f_divergence_scores, preference_metrics
 from alignment.losses.ranking import is_preferred, prompt_accuracy
+from alignment.models.outputs import LogProbModel
+from alignment.ragged import Ragged
 from alignment.training import Run
 
 Means = dict[str, tuple[Tensor, Tensor]]
@@ -77,6 +78,12 @@ def response_log_probs(
         theirs = sequence_log_probs(reference, batch.ragged)
     tokens = torch.zeros_like(ours).index_add(0, rows, torch.ones_like(rows, dtype=ours.dtype))
     return ResponseLogProbs(ours, theirs, tokens)
+
+
+def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
+    """Log-probability of each document's targets together, nats, [B]."""
+    log_probs = model(batch=batch).log_probs  # [M]
+    return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)
 
 
 def preferred_responses(batch: PreferenceBatch) -> Tensor:

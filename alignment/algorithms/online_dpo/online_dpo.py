@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
-from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
+from alignment.algorithms.dpo.kin import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
