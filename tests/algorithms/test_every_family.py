@@ -25,13 +25,9 @@ DECODERS = {
     if case["kind"] == "decoder"
 }
 FOREIGN = {
-    "model_type": "stablelm",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+    "model_type": "stablelm", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -70,16 +66,9 @@ def test_every_stage_takes_every_decoder(family, directory, make_stage, world, t
     run(config)
     assert read_metrics(tmp_path / "dpo")[0]["loss"] == pytest.approx(0.693147, abs=1e-4)
     run, config = make_stage(
-        "ppo",
-        policy,
-        tmp_path / "ppo",
-        reward_model=reward,
-        data=prompts,
-        max_new_tokens=4,
-        epochs=1,
-        minibatches=1,
+        "ppo", policy, tmp_path / "ppo", reward_model=reward, data=prompts, max_new_tokens=4, epochs=1, minibatches=1,
         **one,
-    )
+    )  # fmt: skip
     model, tokenizer = load_model(str(run(config))), load_tokenizer(policy)
     assert read_metrics(tmp_path / "ppo")[0]["first_ratio_error"] < 1e-5
     assert model.source == ("transformers" if family == "foreign" else "native")

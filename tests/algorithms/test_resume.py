@@ -27,12 +27,8 @@ def changes(stage, world):
     """What each kind of run is made of beside the defaults: all the state there is."""
     text = DataConfig(train=world["pretrain"], max_length=128)
     everything = {
-        "pretrain": text,
-        "pretrain_coef": 0.5,
-        "pretrain_batch_size": 4,
-        "kl_target": 0.1,
-        "kl_horizon": 50.0,
-    }
+        "pretrain": text, "pretrain_coef": 0.5, "pretrain_batch_size": 4, "kl_target": 0.1, "kl_horizon": 50.0,
+    }  # fmt: skip
     reward_model = str(stage("reward") / "model")
     return {
         "sft": {"training": TrainingConfig(batch_size=8, epochs=2)},
@@ -41,9 +37,7 @@ def changes(stage, world):
         "dpo": {"training": TrainingConfig(batch_size=8, epochs=2)},
         "ppo": {"training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model, **everything},
         "ppo behind": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "reward_model": reward_model,
-            "rollouts_behind": 1,
+            "training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model, "rollouts_behind": 1,
             "top_p": 0.9,
         },
         "ppo LoRA": {
@@ -52,16 +46,11 @@ def changes(stage, world):
             "adapter": LoRASpec(rank=2),
         },
         "online_dpo": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "judge": JUDGE,
-            "loss": "bco",
-            "beta": 2.0,
+            "training": TrainingConfig(batch_size=8, max_steps=4), "judge": JUDGE, "loss": "bco", "beta": 2.0,
         },
         "online_dpo LoRA": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "reward_model": reward_model,
-            "responses_per_prompt": 3,
-            "adapter": LoRASpec(rank=2),
+            "training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model,
+            "responses_per_prompt": 3, "adapter": LoRASpec(rank=2),
         },
         "online_dpo rewards": {
             "training": TrainingConfig(batch_size=8, max_steps=4),
@@ -71,25 +60,17 @@ def changes(stage, world):
             ],
             "loss": "odpo",
         },
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", [1, 3])
 @pytest.mark.parametrize(
     "name",
     [
-        "sft",
-        "sft LoRA",
-        "reward LoRA",
-        "dpo",
-        "ppo",
-        "ppo behind",
-        "ppo LoRA",
-        "online_dpo",
-        "online_dpo LoRA",
+        "sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo behind", "ppo LoRA", "online_dpo", "online_dpo LoRA",
         "online_dpo rewards",
     ],
-)
+)  # fmt: skip
 def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path, read_metrics):
     kind, policy = name.split()[0], str(stage("sft") / "model")
     run, config = make_stage(kind, policy, tmp_path / "whole", **changes[name])

@@ -76,12 +76,8 @@ def test_a_model_with_too_few_embeddings_is_refused_before_training(world, check
     from alignment.algorithms.pretrain import pretrain
 
     shape = {
-        "model_type": "llama",
-        "vocab_size": 200,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
+        "model_type": "llama", "vocab_size": 200, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+    }  # fmt: skip
     config = pretrain.PretrainConfig(
         data=DataConfig(train=world["pretrain"]), output=str(tmp_path), model=shape, tokenizer=checkpoints["llama"]
     )

@@ -64,12 +64,6 @@ def test_a_share_of_the_training_rows_is_held_out(sft, world, read_metrics):
     assert any(f"noted {kept[1]}: held out by data.evaluation_share" in note for note in notes)
 
 
-def test_the_z_loss_brings_the_normalizer_towards_one(sft, read_metrics):
-    lines = read_metrics(sft("run", z_loss=0.1))
-    sizes = [(line["loss"] - line["nll"]) / 0.1 for line in lines]  # mean of log(Z)^2
-    assert sizes[-1] < 0.8 * sizes[0]
-
-
 def test_the_prompt_counts_too_and_the_first_token_never():
     examples = [
         Example.single([1, 5, 6, 7, 2], [False, False, False, True, True], "a", 3),
