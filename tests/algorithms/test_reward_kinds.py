@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
-from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, objective_loss_fn
+from alignment.algorithms.reward_losses import bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import collate_pairs, collate_rankings
 from alignment.data.config import DataConfig
@@ -91,7 +91,7 @@ def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
     [two] = collate_pairs([pair_example(a, b, 0.5, "r") for a, b in rows], 100)
     [group] = collate_rankings([ranked_example((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
     found = [
-        objective_loss_fn(model, OBJECTIVES[loss], center_coef=0.1)(batch)
+        objective_loss_fn(model, loss, center_coef=0.1)(batch)
         for loss, batch in (("bradley_terry", two), ("ranking", group))
     ]
     assert_close(found[0].total, found[1].total)
@@ -113,9 +113,7 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
     ]  # fmt: skip
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for loss in ("ranking", "plackett_luce", "rao_kupper"):
-        loss_fn = objective_loss_fn(
-            lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), OBJECTIVES[loss]
-        )
+        loss_fn = objective_loss_fn(lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), loss)
         sums = []
         for tokens in (10**6, 40, 1):
             batches = collate_rankings(rows, tokens)
@@ -192,9 +190,9 @@ def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkp
 
 def test_bootstrap_counts_are_poisson_and_fixed_by_seed_member_and_row():
     rows = [f"rows.jsonl:{number}" for number in range(4000)]
-    counts = Bootstrap(0, 3).counts(rows)
-    assert_close(counts, Bootstrap(0, 3).counts(rows[::-1]).flip(0))
-    assert (counts != Bootstrap(1, 3).counts(rows)).any() and (counts[:, 0] != counts[:, 1]).any()
+    counts = bootstrap_counts(rows, 0, 3)
+    assert_close(counts, bootstrap_counts(rows[::-1], 0, 3).flip(0))
+    assert (counts != bootstrap_counts(rows, 1, 3)).any() and (counts[:, 0] != counts[:, 1]).any()
     assert counts.mean().item() == pytest.approx(1, abs=0.05) and counts.var().item() == pytest.approx(1, abs=0.1)
     assert (counts == 0).float().mean().item() == pytest.approx(0.3679, abs=0.02)
 
