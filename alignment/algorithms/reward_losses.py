@@ -91,7 +91,8 @@ class Objective:
         architecture, tokenize = architecture_of(start), self.tokenize
         if architecture != "decoder":
             if architecture != "encoder" or self.encode is None or is_external_type(read_config(start.base)):
-                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(encoder_families())}"
+                names = [name for name, f in FAMILIES.items() if f.architecture == "encoder" and "scalar" in f.tasks]
+                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(names)}"
                 raise UserError(
                     f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
                     f"reads prompt and response in one text{encoders}"
@@ -99,11 +100,6 @@ class Objective:
             tokenize = self.encode
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
         return Preparation(name, self.kind, tokenize)
-
-
-def encoder_families() -> list[str]:
-    """The `model_type` of each family of encoders with a score head."""
-    return [name for name, family in FAMILIES.items() if family.architecture == "encoder" and "scalar" in family.tasks]
 
 
 RANKED = Objective("rankings", tokenize_ordered_rankings, encode_ordered_rankings, collate_rankings)

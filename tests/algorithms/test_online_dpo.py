@@ -234,13 +234,12 @@ def test_kl_of_filtered_samples_is_that_of_the_policy(built):
 
 
 @pytest.mark.parametrize("changes", [{}, {"adapter": LoRASpec(rank=2)}], ids=["full", "lora"])
-def test_the_first_loss_is_log_2_and_everything_is_logged(stage, make_stage, tmp_path, read_metrics, changes):
+def test_the_first_loss_is_log_2_and_everything_is_logged(stage, ran, tmp_path, read_metrics, changes):
     reward_model = str(stage("reward") / "model")
-    run, config = make_stage(
+    ran(
         "online_dpo", str(stage("sft") / "model"), tmp_path, reward_model=reward_model, epochs=1, minibatches=1,
         responses_per_prompt=3, metrics=["hotel_gold"], **changes,
     )  # fmt: skip
-    run(config)
     first, second = read_metrics(tmp_path)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and second["loss"] != pytest.approx(
         math.log(2), abs=1e-5

@@ -11,7 +11,6 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
@@ -19,6 +18,7 @@ from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_l
 from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
 from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model

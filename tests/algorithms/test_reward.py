@@ -70,15 +70,14 @@ def test_centering_costs_the_square_of_the_sum():
     assert_close(centered - plain, torch.tensor(0.16))
 
 
-def test_margins_of_the_rows_reach_the_loss(make_stage, checkpoints, tmp_path, read_metrics):
+def test_margins_of_the_rows_reach_the_loss(ran, checkpoints, tmp_path, read_metrics):
     losses = []
     for margin in (None, 5.0):
         rows = [json.loads(line) for line in Path(planted(tmp_path / "rows.jsonl", 8, 0)).read_text().splitlines()]
         path = tmp_path / f"{margin}.jsonl"
         path.write_text("".join(json.dumps(row | ({"margin": margin} if margin else {})) + "\n" for row in rows))
         output = tmp_path / f"run{margin}"
-        run, config = make_stage("reward", checkpoints["llama"], output, data=DataConfig(train=str(path)))
-        run(config)
+        ran("reward", checkpoints["llama"], output, data=DataConfig(train=str(path)))
         losses.append(read_metrics(output)[0]["loss"])
     # softplus(5 - m) for small score differences m
     assert losses[1] == pytest.approx(

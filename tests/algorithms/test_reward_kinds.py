@@ -124,16 +124,15 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
         assert_close(sums[0], sums[2])
 
 
-def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, make_stage, tmp_path, capsys):
+def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, ran, tmp_path, capsys):
     rows = [json.loads(line) for line in Path(rankings(tmp_path / "r.jsonl", 20, 0)).read_text().splitlines()]
     rows[3]["scores"] = [1] * len(rows[3]["responses"])
     path = write(tmp_path / "tied.jsonl", rows)
     for loss, kept in (("ranking", 19), ("rao_kupper", 20)):
-        run, config = make_stage(
+        ran(
             "reward", checkpoints["llama"], tmp_path / loss, data=DataConfig(train=path), loss=loss,
             training=TrainingConfig(batch_size=8, max_steps=1),
         )  # fmt: skip
-        run(config)
         assert f"{kept} of 20 rows kept" in capsys.readouterr().err
 
 
@@ -171,14 +170,13 @@ def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
     assert other.std(1).mean() > 1.2 * same.std(1).mean()
 
 
-def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, make_stage, tmp_path):
+def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, ran, tmp_path):
     import transformers
 
-    run, config = make_stage(
+    directory = ran(
         "reward", checkpoints["llama"], tmp_path / "run", ensemble=EnsembleConfig(members=3),
         training=TrainingConfig(batch_size=8, max_steps=1),
     )  # fmt: skip
-    directory = run(config)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
     reward = load_reward_model(str(directory))
     ids = [list(one.ids) for one in reward.encode([("How are you?", " Well."), "A text"])]
@@ -284,17 +282,14 @@ def encoder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_an_encoder_is_trained_by_the_same_verb_and_opens_in_transformers(
-    family, encoder, make_stage, tmp_path, read_metrics
-):
+def test_an_encoder_is_trained_by_the_same_verb_and_opens_in_transformers(family, encoder, ran, tmp_path, read_metrics):
     import transformers
 
     data = replace(data_of(pairs, tmp_path), max_length=64)
-    run, config = make_stage(
+    directory = ran(
         "reward", encoder(family), tmp_path / "run", data=data, optim=OptimConfig(learning_rate=3e-3),
         training=TrainingConfig(batch_size=16, epochs=8 if family == "bert" else 1),
     )  # fmt: skip
-    directory = run(config)
     if family == "bert":
         assert read_metrics(tmp_path / "run")[-1]["held_out_accuracy"] > 0.85
     reward = load_reward_model(str(directory))
@@ -327,17 +322,14 @@ def test_an_encoder_takes_adapters_ensembles_and_rankings(settings, encoder, mak
     assert_close(load_reward_model(str(exported)).score_members(texts), reward.score_members(texts))
 
 
-def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, make_stage, tmp_path, capsys):
+def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, ran, tmp_path, capsys):
     rng = random.Random(0)
     rows = [
         {"prompt": "how is the " + "bus " * 60, "chosen": response(rng)[0] + " a", "rejected": response(rng)[0] + " b"}
         for _ in range(8)
     ]
     data = DataConfig(train=write(tmp_path / "long.jsonl", rows), max_length=40, max_cut_share=1.0)
-    run, config = make_stage(
-        "reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1)
-    )
-    run(config)
+    ran("reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1))
     assert "cut 8: prompt longer than fits" in capsys.readouterr().err
 
 

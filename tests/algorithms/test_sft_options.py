@@ -26,15 +26,14 @@ OPTIONS = {
 
 
 @pytest.fixture
-def sft(checkpoints, make_stage, world, tmp_path, read_metrics):
+def sft(checkpoints, ran, world, tmp_path, read_metrics):
     """`sft(name, training={...}, **settings)` runs on 16 demonstrations, which are also held out; its directory."""
     data = DataConfig(train=world["demonstrations"], evaluation=world["demonstrations"], max_rows=16)
 
     def run_one(name, training=(), **settings):
         training = TrainingConfig(**{"batch_size": 8, "max_steps": 9, "evaluate_every_steps": 3, **dict(training)})
         settings = {"optim": OptimConfig(learning_rate=1e-2), "data": data, **settings}
-        run, config = make_stage("sft", checkpoints["llama"], tmp_path / name, training=training, **settings)
-        run(config)
+        ran("sft", checkpoints["llama"], tmp_path / name, training=training, **settings)
         return tmp_path / name
 
     return run_one
