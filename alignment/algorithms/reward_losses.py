@@ -52,34 +52,21 @@ Means = dict[str, tuple[Tensor, Tensor]]  # (sum, weight) by metric, as in `Loss
 
 
 class Measured(NamedTuple):
-    """Metrics of a batch.
+    """Metrics of a batch."""
 
-    Attributes:
-        sums: over what the batch's weight counts.
-        means: metrics with a weight of their own.
-        accuracy: of each thing that the weight counts, [B].
-    """
-
-    sums: dict[str, Tensor]
-    means: Means
-    accuracy: Tensor
+    sums: dict[str, Tensor]  # over what the batch's weight counts
+    means: Means  # metrics with a weight of their own
+    accuracy: Tensor  # of each thing that the weight counts, [B]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The rows of one way to learn scores.
+    """The rows of one way to learn scores."""
 
-    Attributes:
-        kind: of the rows.
-        tokenize: rows -> examples, for a decoder.
-        encode: the same for an encoder; None: only decoders can learn this.
-        collate: examples -> batches.
-    """
-
-    kind: Kind
-    tokenize: Tokenize
-    encode: Tokenize | None
-    collate: Callable[..., Sequence[Any]]
+    kind: Kind  # of the rows
+    tokenize: Tokenize  # rows -> examples, for a decoder
+    encode: Tokenize | None  # the same for an encoder; None: only decoders can learn this
+    collate: Callable[..., Sequence[Any]]  # examples -> batches
 
     def collate_sharing(self, sharing: Sharing) -> Collate:
         """`collate` of batches in which responses share their prompt, where a prompt has several."""

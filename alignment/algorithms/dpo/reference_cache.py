@@ -44,17 +44,11 @@ CACHED_ROWS = 256  # of each rank, whose log-probabilities are computed between 
 
 @dataclass(frozen=True)
 class ReferencedRows(RowSequence[Any]):
-    """Rows whose responses know their log-probability under the reference.
+    """Rows whose responses know their log-probability under the reference."""
 
-    Attributes:
-        rows: as they were prepared.
-        values: log-probabilities of all rows' responses, nats, float32, in their order.
-        starts: index of each row's first response in `values`, then their number.
-    """
-
-    rows: Sequence[Any]
-    values: np.ndarray
-    starts: np.ndarray
+    rows: Sequence[Any]  # as they were prepared
+    values: np.ndarray  # log-probabilities of all rows' responses, nats, float32, in their order
+    starts: np.ndarray  # index of each row's first response in `values`, then their number
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -34,17 +34,11 @@ CORRELATION, LENGTH_SHARE = 0.5, 0.5
 
 @dataclass(frozen=True)
 class ResponseLogProbs:
-    """Log-probabilities of D responses.
+    """Log-probabilities of D responses."""
 
-    Attributes:
-        policy: of each whole response under the policy, nats, [D].
-        reference: under the reference, [D]; None where no loss asks for it.
-        tokens: of each response, the end token among them, [D].
-    """
-
-    policy: Tensor
-    reference: Tensor | None
-    tokens: Tensor
+    policy: Tensor  # of each whole response under the policy, nats, [D]
+    reference: Tensor | None  # under the reference, [D]; None where no loss asks for it
+    tokens: Tensor  # of each response, the end token among them, [D]
 
     def log_ratios(self, loss: WeightedLoss) -> Tensor:
         """log p - log p_ref of each response, [D], as the loss takes it: of means over tokens, of another divergence.
@@ -108,17 +102,11 @@ def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> No
 
 
 class WatchedMetrics(NamedTuple):
-    """Metrics of one micro-batch.
+    """Metrics of one micro-batch."""
 
-    Attributes:
-        sums: over its rows.
-        means: with weights of their own.
-        accuracy: of each row, [B].
-    """
-
-    sums: dict[str, Tensor]
-    means: Means
-    accuracy: Tensor
+    sums: dict[str, Tensor]  # over its rows
+    means: Means  # with weights of their own
+    accuracy: Tensor  # of each row, [B]
 
 
 def metrics_of(

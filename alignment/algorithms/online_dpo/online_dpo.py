@@ -41,14 +41,10 @@ from alignment.training.distributed import ProcessGroup, shares_weights
 
 @dataclass
 class OnlineDPOState(SamplingState):
-    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side.
-
-    Attributes:
-        updates: learns from pairs.
-    """
+    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side."""
 
     _: KW_ONLY
-    updates: PreferenceUpdates
+    updates: PreferenceUpdates  # learns from pairs
 
     def saved(self) -> dict[str, object]:
         return super().saved() | {"updates": self.updates.state()}
