@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import (
     Policy,
     check_new_tokens,
@@ -27,6 +26,7 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, sources_of
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
