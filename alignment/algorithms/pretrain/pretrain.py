@@ -154,14 +154,6 @@ class PretrainConfig(Settings):
             lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
             "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
         ),
-        Rule(
-            "data",
-            lambda c: (
-                (c.objective.kind == "sentence_pairs" or c.distillation is not None)
-                and ", ".join(c.data.unread("loss_weight"))
-            ),
-            "of distillation and sentence_pairs counts all rows alike, without {found}; draw by data.mixing",
-        ),
     )
 
     @property
@@ -206,14 +198,13 @@ def run(config: PretrainConfig) -> Path:
         )
         evaluate = None
         if held_out:
-            batches = sources.weighted(collate(held_out))(
-                fixed_seed_rows(held_out), micro_batch_tokens=config.training.tokens_per_forward
-            )
+            rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
+            batches = collate(held_out)(rows, micro_batch_tokens=tokens)
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         fit(
             engine,
             EpochStream(stream),
-            sources.weighted(collate(train)),
+            collate(train),
             loss_fn,
             training=config.training,
             run=run,
