@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from alignment.errors import UserError
-from alignment.ragged import Batch
 from alignment.training.backends.base import Backend, ReplicatedBackend
 from alignment.training.backends.state_files import local_tensor, read_into, write
 from alignment.training.distributed import ProcessGroup, init_distributed
@@ -143,7 +142,11 @@ class Engine:
                     loss = term.loss_fn(unwrap_batch(batch.to(device)))
                     self.backend.backward(loss.total * factor, last)
                 except torch.OutOfMemoryError as error:
-                    raise _out_of_memory(number, batch) from error
+                    raise UserError(
+                        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
+                        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
+                        "training.gradient_checkpointing=true"
+                    ) from error
                 term_sums.add(loss, batch)
         rate = learning_rate_at(number, self.config, self.total_steps)
         names, local_sums = flatten_sums(sums, device)
@@ -249,15 +252,6 @@ def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -
     if not hasattr(model, method):
         raise UserError(f"training.{setting}: {type(model).__name__} does not support it; set it to false")
     getattr(model, method)(*arguments)
-
-
-def _out_of_memory(number: int, batch: Batch) -> UserError:
-    """The error of an update for which the device has not enough memory."""
-    return UserError(
-        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
-        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
-        "training.gradient_checkpointing=true"
-    )
 
 
 def _join_names(names: Sequence[str], cap: int = 20) -> str:

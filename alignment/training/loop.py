@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -196,8 +197,16 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     """
     process_group = process_group_of(engines)
     run.random_start = generator_states()
-    # Rank 0 verifies the checkpoint; an error is raised on every rank.
-    path, problem = process_group.broadcast_object(_newest(run, training) if process_group.is_main else None)
+    newest: tuple[Path | None, str] = None, ""
+    if process_group.is_main:  # it verifies the checkpoint; an error is raised on every rank
+        try:
+            if not training.resume and any(checkpoints(run.checkpoints)):
+                why = f"training.resume is off, and {run.checkpoints} holds checkpoints"
+                raise UserError(f"{why}; remove them, or choose another output")
+            newest = latest_checkpoint(run.checkpoints), ""
+        except UserError as error:
+            newest = None, str(error)
+    path, problem = process_group.broadcast_object(newest)
     if problem:
         raise UserError(problem)
     if path is None:
@@ -214,18 +223,6 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
             "result is not that of a run of this length from the start"
         )
     return state
-
-
-def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
-    """The checkpoint to resume from, or None; and the problem with it, or ''."""
-    if not training.resume:
-        earlier = any(checkpoints(run.checkpoints))
-        why = f"training.resume is off, and {run.checkpoints} holds checkpoints; remove them, or choose another output"
-        return None, why if earlier else ""
-    try:
-        return latest_checkpoint(run.checkpoints), ""
-    except UserError as error:
-        return None, str(error)
 
 
 def save_run_state(
