@@ -37,19 +37,16 @@ class MovingAverage:
     """
 
     def __init__(self, backend: Backend, decay: float):
-        """Copy the weights; `UserError` where the backend holds none that could be averaged, as ZeRO-3."""
         self._backend, self._decay = backend, decay
         self._average = {name: weight.clone() for name, weight in backend.trained_weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights in, once after each update."""
         for name, weight in self._backend.trained_weights().items():
             local_tensor(self._average[name]).lerp_(local_tensor(weight), 1 - self._decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """While open, the model has the averaged weights; afterwards its own again, bit for bit."""
         self._swap()
         try:
             yield
@@ -64,11 +61,9 @@ class MovingAverage:
             self._average[name].copy_(kept)
 
     def save(self, directory: Path) -> None:
-        """Write the average beside the weights of a checkpoint; a collective operation."""
         write("average", self._average, directory, rank=self._backend.process_group.rank)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation."""
         read_into("average", self._average, directory)
 
 
@@ -89,12 +84,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, training: TrainingConfig, *, total_steps: int):
-        """Prepare `model` for training in the processes that were launched.
-
-        Args:
-            model: float32 weights; frozen parameters may have any type.
-            total_steps: updates of the whole run, over which the learning rate schedule is stretched.
-        """
+        """Prepare `model` for `total_steps` updates in the processes that were launched; what it trains is float32."""
         self.config, self.total_steps = config, total_steps
         self.step = 0
         self.untrained: list[str] = []
@@ -125,8 +115,6 @@ class Engine:
 
         Raises:
             NonFiniteError: loss or gradient norm is not finite; weights and optimizer are untouched.
-            UserError: the device ran out of memory.
-            ValueError: a term without micro-batches on some rank, or with weight 0 over all.
         """
         number, device = self.step + 1, self.process_group.device
         weights, counts, tokens = self._global_weights(terms)

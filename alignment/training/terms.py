@@ -33,9 +33,9 @@ class LossSum:
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
         metrics: sums likewise; each is divided by its term's global weight when logged.
-        means: (sum, weight) of metrics that have a weight of their own, such as the loss of one source's rows; left out
-            of the log where the weight is 0 over the whole update. The same names on every rank. Of `perplexity`, and of
-            `perplexity/SOURCE`, the mean is in nats, and its exponential is logged.
+        means: (sum, weight) of metrics with a weight of their own, the same names on every rank; left out of the log where
+            the weight is 0 over the whole update. Of `perplexity` and `perplexity/SOURCE` the mean is in nats, and its
+            exponential is logged.
     """
 
     total: Tensor

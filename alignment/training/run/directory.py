@@ -63,7 +63,7 @@ class Run:
         Args:
             config: as resolved, secrets left out.
             parents: models that the run starts from.
-            files: by dotted key, the files behind a setting that is no file's name; they are part of the identity.
+            files: as for `lineage.input_hashes`.
             again: start from the beginning: checkpoints and logs of a run with these settings are deleted.
         """
         self.output = Path(output)
