@@ -3,19 +3,17 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Text
 from alignment.data.text import chat
 from alignment.data.tokenize import (
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
-    tokenize_prompts,
     tokenize_rankings,
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
-from alignment.errors import UserError
 from tests.examples import sides
 
 CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
@@ -25,7 +23,6 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = [{"role": "user", "content": "Price: "}]
-DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +63,6 @@ def test_h02_exactly_one_end_token_is_trained(tokenizer, prompt, ending):
     assert text.ids[-1] == tokenizer.eos_token_id and text.ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_h02_the_last_trained_token_of_each_turn_is_one_that_generation_stops_at(tokenizer):
-    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
-    ends = [i for i, counts, after in zip(ids, mask, [*mask[1:], False], strict=True) if counts and not after]
-    assert len(ends) == 2 and set(ends) <= chat.stop_token_ids(tokenizer)
-
-
-@pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
-def test_h03_one_bos_in_every_kind_of_row_and_the_prompt_is_generations(tokenizer, prompt):
-    bos = tokenizer.bos_token_id
-    generation = chat.prompt_ids(tokenizer, prompt)
-    [sampled], _ = tokenize_prompts([Prompt(prompt, {}, "r")], tokenizer, 100)
-    assert sampled.ids == generation and generation[0] == bos and generation.count(bos) == 1
-    for kind, row in sequences(tokenizer, prompt).items():
-        assert row.ids.count(bos) == 1 and row.ids[: len(generation)] == generation, kind
-        assert row.mask == [False] * len(generation) + [True] * (len(row.ids) - len(generation)), kind
-    [text], _ = tokenize_texts([Text("Price: 46", "r")], tokenizer, 100)
-    assert text.ids.count(bos) == 1
-
-
 @pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
 def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
     """ "Price: " + "$46" as one text has the token " $", which neither prompt nor response has alone."""
@@ -97,13 +75,3 @@ def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
         words = "$46" if kind == "rejected" else "46"
         assert row.ids[: len(generation)] == generation, kind
         assert tokenizer.decode([i for i, counts in zip(row.ids, row.mask, strict=True) if counts]) == words + end, kind
-
-
-def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
-    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
-    assert any(mask) and not all(mask)
-    assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
-    with pytest.raises(UserError, match="needs an assistant message"):
-        chat.chat_ids(tokenizer, ASKED)
-    with pytest.raises(UserError, match="needs an assistant message"):  # nothing before it: everything would count
-        chat.chat_ids(tokenizer, [DIALOGUE[1]])
