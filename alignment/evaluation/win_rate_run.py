@@ -380,7 +380,7 @@ def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict
     print_tally("comparisons", tally)
     names = [name for name in config.models if _shares_vocabulary(config, name)]
     found = {name: pair_log_probs(_load(config, name), pairs) for name in names}
-    return {name: asdict(compare_pairs(values, found[config.measured_from])) for name, values in found.items()}
+    return {name: compare_pairs(values, found[config.measured_from]) for name, values in found.items()}
 
 
 def _load(config: WinRateConfig, name: str) -> Any:
