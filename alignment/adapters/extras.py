@@ -362,11 +362,7 @@ class InjectedKind(AdapterKind):
     def read_options(
         self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path
     ) -> Spec:
-        """The settings in a directory: ours where we wrote it, else `own` from peft's config, without its layers.
-
-        Raises:
-            UserError: naming every option that would change the result and is not supported.
-        """
+        """The settings in a directory: ours where we wrote it, else `own` from peft's config, without its layers."""
         if (settings := read_own_settings(directory)) is not None:
             return build_spec(spec, settings, str(directory / SPEC))
         raise_all(f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config))

@@ -174,11 +174,7 @@ class PrefixKind(VirtualTokensKind):
 
 
 def prefix_dimensions(model: AnyModel) -> tuple[int, int, int]:
-    """Number of layers, key-value heads and head_dim, which all layers must share.
-
-    Raises:
-        UserError: layers differ, or they keep no keys and values that a prefix could stand before.
-    """
+    """Number of layers, key-value heads and head_dim, which all layers must share."""
     if isinstance(model, ExternalModel):
         shapes = _external_shapes(model)
     else:
@@ -232,9 +228,6 @@ class PromptKind(VirtualTokensKind):
 
         Args:
             tokenizer: the model's, for a prompt that starts from `spec.init_text`.
-
-        Raises:
-            UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
         """
         device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
         prompt = SoftPrompt(spec, _vector_width(model)).to(device)

@@ -46,9 +46,6 @@ def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | 
         model: called as `model(batch=ragged)` in eval mode; its `.log_probs` [M] are those of the targets, nats.
         batches: moved to the model's device one by one.
         text_bytes: UTF-8 bytes of the text behind all targets.
-
-    Raises:
-        UserError: no target token in any batch.
     """
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64), 0

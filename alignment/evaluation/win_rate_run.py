@@ -167,11 +167,6 @@ def run(config: WinRateConfig) -> Path:
     """Judge every model's responses against the baseline's, and write `results.json`.
 
     The responses are sampled, or read from an earlier start in the same directory, see responses.py.
-
-    Raises:
-        UserError: bad prompts, prompts that the judge cannot judge, a missing model, no verdicts, or responses that
-            people judge and that this start would replace.
-        FormWritten: the verdicts are still to be filled in.
     """
     prompts: list[Prompt] = read_records(config.data, "prompts")
     if config.judge == "gold":
