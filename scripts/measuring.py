@@ -149,6 +149,17 @@ def write_rows(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
+def padded(rows: Iterable[Sequence[int]], side: str, device: str = "cpu") -> tuple[Any, Any]:
+    """input_ids and attention_mask [B, T] of rows of tokens, padded with 0 on this side."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.tensor(row) for row in rows]
+    columns = (ids, [torch.ones_like(row) for row in ids])
+    ids, mask = (pad_sequence(column, batch_first=True, padding_side=side).to(device) for column in columns)
+    return ids, mask
+
+
 def random_prompts(count: int) -> list[list[int]]:
     """Prompts of 16 to 64 random tokens."""
     generator = random.Random(0)
