@@ -3,17 +3,19 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Text
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
 from alignment.data.text import chat
 from alignment.data.tokenize import (
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
+    tokenize_prompts,
     tokenize_rankings,
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
+from alignment.errors import UserError
 from tests.examples import sides
 
 CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
@@ -23,6 +25,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = [{"role": "user", "content": "Price: "}]
+DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
 @pytest.fixture(scope="module")
