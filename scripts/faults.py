@@ -27,6 +27,7 @@ from typing import Any
 import accelerate.tracking  # noqa: F401 - so that no child has to
 import torch
 import torch.utils.tensorboard
+from measuring import write_checkpoint
 
 from alignment import files
 from alignment.adapters import LoRASpec, PrefixSpec
@@ -34,13 +35,9 @@ from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
 from alignment.cli import explain, terminate
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
-from alignment.data.tokenizers.train import train_bpe
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.loading import load_model, load_tokenizer
-from alignment.models.build import build_language_model
 from alignment.models.huggingface import weight_files as model_files
-from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, Run, TrainingConfig, latest_checkpoint
 from alignment.training.backends import state_files
 
@@ -149,13 +146,7 @@ class Bench:
     def write_start(self) -> None:
         """A model with random weights."""
         texts = (json.loads(line)["text"] for line in Path(self.rows["pretrain"]).read_text().splitlines())
-        tokenizer = train_bpe(texts, 300)
-        torch.manual_seed(0)
-        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        model = build_language_model(MODEL | {"vocab_size": len(tokenizer)} | special)
-        with files.atomic_directory(Path(self.start)) as directory:
-            save_model(model, directory)
-            save_tokenizer(tokenizer, directory)
+        write_checkpoint(Path(self.start), MODEL, texts, 300)
 
     def config(self, method: str, adapter: str, output: Path, **training: Any) -> Any:
         """A run of four updates with all state that a method has, dropout in LoRA where it is allowed included."""

@@ -27,7 +27,8 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from measuring import ROOT, write_checkpoint
+
 WAYS = ("ddp", "fsdp2", "zero2", "zero3")
 STAGES = ("sft", "reward", "dpo", "ppo")
 ADAPTERS = ("full", "lora", "prefix")
@@ -77,16 +78,11 @@ def prepare(folder: Path) -> None:
     """Data files of the embedded world, a tokenizer, two policies and a reward model."""
     import torch
 
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.data.tokenizers.train import train_bpe
     from alignment.hotel_world.datasets import RowCounts, generate_rows, write_world
-    from alignment.models.build import build_language_model
     from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 
     sizes = dict.fromkeys(("demonstrations", "comparisons", "comparisons_heldout", "prompts"), ROWS)
     write_world(folder / "world", sizes=RowCounts(pretrain=20, pretrain_heldout=2, prompts_eval=2, **sizes))
-    tokenizer = train_bpe((row["text"] for row in generate_rows("pretrain", seed=0, count=20)), 384)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     llama = {
         "model_type": "llama", "max_position_embeddings": 320, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -95,18 +91,18 @@ def prepare(folder: Path) -> None:
         "model_type": "gpt2", "n_positions": 320, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
     }  # fmt: skip
+
     for name, config in (("llama", llama), ("gpt2", gpt2), ("reward", llama)):
-        torch.manual_seed(0)
-        model = build_language_model({**config, **special, "vocab_size": len(tokenizer)})
-        with torch.no_grad():
+
+        def change(model: Any, ends: bool = name == "llama") -> None:
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape)
-            if name == "llama":
-                end_sometimes(model, tokenizer.eos_token_id)
-        save_model(model, folder / name)
-        if name == "reward":
-            save_model(load_scalar_model(folder / name, new_head="normal"), folder / name)
-        save_tokenizer(tokenizer, folder / name)
+            if ends:
+                end_sometimes(model, model.config["eos_token_id"])
+
+        texts = (row["text"] for row in generate_rows("pretrain", seed=0, count=20))
+        write_checkpoint(folder / name, config, texts, 384, change=change)
+    save_model(load_scalar_model(folder / "reward", new_head="normal"), folder / "reward")
 
 
 def end_sometimes(model: Any, end_id: int) -> None:
