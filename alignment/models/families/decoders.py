@@ -57,7 +57,7 @@ def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> Att
     return replace(attention, rotary=rotary)
 
 
-def rotary_decoder(
+def transformer_spec(
     value: HFConfig,
     attention: AttentionSpec | Sequence[AttentionSpec],
     *,
@@ -66,7 +66,7 @@ def rotary_decoder(
     block: HFConfig | None = None,
     **more: Any,
 ) -> TransformerSpec:
-    """A decoder without position embeddings, from Llama's keys; `more` are other fields.
+    """A decoder or encoder from Llama's keys; `more` are other fields, or others in place of these.
 
     Args:
         attention: of every layer, or of each.
@@ -81,16 +81,16 @@ def rotary_decoder(
     )
     # A dynamic scaling lengthens what the layers that see everything can place; those with a window have no say.
     turning = sorted((each for each in attentions if each.rotary), key=lambda each: each.window is not None)
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=value["hidden_size"],
-        max_positions=longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
-        blocks=tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
-        norm=norm,
-        init=InitSpec(value["initializer_range"], value["initializer_range"]),
-        tied_head=value["tie_word_embeddings"],
-        **more,
-    )
+    fields = {
+        "vocabulary": value["vocab_size"],
+        "width": value["hidden_size"],
+        "max_positions": longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
+        "blocks": tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
+        "norm": norm,
+        "init": InitSpec(value["initializer_range"], value["initializer_range"]),
+        "tied_head": value["tie_word_embeddings"],
+    }
+    return TransformerSpec(**(fields | more))
 
 
 def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
