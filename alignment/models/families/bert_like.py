@@ -5,6 +5,7 @@ The head of ELECTRA's discriminator, which detects replaced tokens, is not loade
 Source: transformers, `models/FAMILY`, and the papers named at each family.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from alignment.errors import UserError
@@ -12,7 +13,6 @@ from alignment.models.families.bert import (
     ENCODER_FIXED,
     HARMLESS,
     POSITION_IDS,
-    bert_block,
     bert_family,
     bert_names,
     bert_spec,
@@ -99,13 +99,13 @@ def _albert(value: HFConfig) -> TransformerSpec:
     layers, groups, width = value["num_hidden_layers"], value["num_hidden_groups"], value["embedding_size"]
     if groups > layers:
         raise UserError(f"config.json: num_hidden_groups = {groups} is more than num_hidden_layers = {layers}")
-    return bert_spec(
+    spec = bert_spec(
         value,
-        blocks=(bert_block(value),) * groups,
-        order=tuple(int(layer / (layers / groups)) for layer in range(layers)),
         projection=ProjectionSpec(width, bias=True, before_positions=False),
         head=language_head(value, value["hidden_act"], width),
     )
+    order = tuple(int(layer / (layers / groups)) for layer in range(layers))
+    return replace(spec, blocks=spec.blocks[:groups], order=order)
 
 
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0."

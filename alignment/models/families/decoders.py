@@ -10,6 +10,7 @@ from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
+    DisentangledSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
     NormSpec,
@@ -59,7 +60,7 @@ def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> Att
 
 def transformer_spec(
     value: HFConfig,
-    attention: AttentionSpec | Sequence[AttentionSpec],
+    attention: AttentionSpec | DisentangledSpec | Sequence[AttentionSpec],
     *,
     norm: NormSpec | None = None,
     feedforward: FeedForwardSpec | None = None,
@@ -74,13 +75,14 @@ def transformer_spec(
         feedforward: of every layer; None: gated, with biases as `mlp_bias` says.
         block: other fields of every layer.
     """
-    attentions = [attention] * value["num_hidden_layers"] if isinstance(attention, AttentionSpec) else attention
+    attentions = attention if isinstance(attention, Sequence) else [attention] * value["num_hidden_layers"]
     norm = norm or RMSNormSpec(value["rms_norm_eps"])
     feedforward = feedforward or GatedFeedForwardSpec(
         value["intermediate_size"], value["hidden_act"], value.get("mlp_bias", False)
     )
     # A dynamic scaling lengthens what the layers that see everything can place; those with a window have no say.
-    turning = sorted((each for each in attentions if each.rotary), key=lambda each: each.window is not None)
+    turning = [each for each in attentions if isinstance(each, AttentionSpec) and each.rotary]
+    turning.sort(key=lambda each: each.window is not None)
     fields = {
         "vocabulary": value["vocab_size"],
         "width": value["hidden_size"],
