@@ -12,7 +12,6 @@ from alignment.models.families.decoders import attention_spec, transformer_spec
 from alignment.models.families.family import (
     BLOCK,
     CLASSIFIER,
-    SPAN,
     Family,
     Head,
     Name,
@@ -20,7 +19,7 @@ from alignment.models.families.family import (
     dropout_of,
     names_under,
     num_labels,
-    span_head,
+    span_task,
     token_head,
 )
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
@@ -103,7 +102,7 @@ def encoder_tasks(
         "sequence": sequence,
         "scalar": sequence,
         "tokens": Task(f"{stem}ForTokenClassification", CLASSIFIER, token_head(*dropouts)),
-        "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head()),
+        "span": span_task(stem),
     }
 
 

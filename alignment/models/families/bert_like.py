@@ -22,8 +22,8 @@ from alignment.models.families.bert import (
     pooled_head,
 )
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import BLOCK, CLASSIFIER, SPAN, Family, Task, names_under, num_labels, span_head
-from alignment.models.heads import ClassificationHeadSpec, TransformSpec
+from alignment.models.families.family import BLOCK, CLASSIFIER, Family, Task, names_under, span_task
+from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import LearnedPositionsSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
@@ -154,19 +154,14 @@ ALBERT = bert_family(
 
 
 def _distilbert(value: HFConfig) -> TransformerSpec:
-    """Half of BERT's layers, no segments, no pooler.
-
-    Source: Sanh et al. 2019, arXiv:1910.01108.
-    """
+    """Half of BERT's layers, no segments, no pooler (Sanh et al. 2019, arXiv:1910.01108)."""
     attention_spec(value, "n_heads", "dim")  # refuses heads that do not divide the width, by the names of these keys
     renamed = {key: value[name] for key, name in DISTILBERT_KEYS.items()}
     return bert_spec({**value, **renamed, "type_vocab_size": 0, "layer_norm_eps": 1e-12})
 
 
 def _distilbert_head(value: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the first token through a dense layer."""
-    transform = TransformSpec(value["dim"], "relu", bias=True)
-    return ClassificationHeadSpec(num_labels(value), transform, dropout=value["seq_classif_dropout"], pooling="first")
+    return pooled_head({**value, "hidden_size": value["dim"]}, "relu", ("seq_classif_dropout",))
 
 
 DISTILBERT_KEYS = {  # BERT's name -> DistilBERT's
@@ -203,7 +198,7 @@ DISTILBERT = Family(
     trunk_prefix="distilbert.",
     tasks={
         **encoder_tasks("DistilBert", DISTILBERT_PREDICTIONS, PRE_CLASSIFIER, _distilbert_head, dropouts=("dropout",)),
-        "span": Task("DistilBertForQuestionAnswering", SPAN, span_head("qa_dropout")),
+        "span": span_task("DistilBert", "qa_dropout"),
     },
     # sinusoidal_pos_embds says what a table of positions once started as; it is trained and saved like any other.
     harmless=(*HARMLESS, "sinusoidal_pos_embds"),
