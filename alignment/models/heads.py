@@ -41,10 +41,6 @@ class TransformSpec:
     bias: bool
     norm: NormSpec = field(default_factory=NoNormSpec)
 
-    def build(self, width: int) -> "Transform":
-        """x [..., width] -> [..., self.width]."""
-        return Transform(self, width)
-
 
 @dataclass(frozen=True)
 class LanguageHeadSpec:
@@ -105,7 +101,7 @@ class LanguageHead(nn.Module):
 
     def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int):
         super().__init__()
-        self.transform = None if spec.transform is None else spec.transform.build(width)
+        self.transform = None if spec.transform is None else Transform(spec.transform, width)
         self.weight: Tensor = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
         self.offset: Tensor | None
@@ -133,7 +129,7 @@ class ClassificationHead(nn.Module):
     def __init__(self, spec: ClassificationHeadSpec, width: int):
         super().__init__()
         output = nn.Linear(spec.transform.width if spec.transform else width, spec.outputs, bias=spec.bias)
-        self.transform = None if spec.transform is None else spec.transform.build(width)
+        self.transform = None if spec.transform is None else Transform(spec.transform, width)
         self.output = output
         self.input_dropout = nn.Dropout(spec.input_dropout) if spec.input_dropout else nn.Identity()
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,18 +38,18 @@ STARTS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
 
 
 def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """Document by document, as the kernel's documentation says; refuses what the kernel would."""
-    assert starts_q.dtype == starts_k.dtype == torch.int32 and longest_q == longest_k == max(LENGTHS)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    pieces = []
-    for begin, end in zip(starts_q[:-1].tolist(), starts_q[1:].tolist(), strict=True):
-        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
-        apart = torch.arange(end - begin) - torch.arange(end - begin)[:, None]  # key place minus query place
-        left, right = (end - begin if size == -1 else size for size in window_size)
-        seen = (apart >= -left) & (apart <= right)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        pieces.append(mixed[0].transpose(0, 1))
-    return torch.cat(pieces)
+    """The variable-length kernel's contract, sequence by sequence: the last query has the position of the last key."""
+    assert starts_q.dtype == starts_k.dtype == torch.int32 and enable_gqa == (query.shape[1] != key.shape[1])
+    assert (longest_q, longest_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
+    mixed = []
+    for q_ends, k_ends in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        q, (k, v) = query[slice(*q_ends)], (x[slice(*k_ends)] for x in (key, value))
+        queries = torch.arange(len(q))[:, None] + len(k) - len(q)
+        left, right = (len(k) if size == -1 else size for size in window_size)
+        seen = (torch.arange(len(k)) >= queries - left) & (torch.arange(len(k)) <= queries + right)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat([x[0].transpose(0, 1) for x in mixed])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -15,7 +15,7 @@ from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.models.layers import NoNormSpec
 from alignment.ragged import Ragged
 
-from .encoders import SHAPE, TINY
+from .tiny import SHAPE, TINY, written_by_transformers
 
 CLASSES = {
     "language": "AutoModelForMaskedLM",
@@ -26,17 +26,8 @@ CLASSES = {
 }
 
 
-def written_by_transformers(model_type: str, task: str, directory, **changes: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**TINY[model_type], **changes})
-    model = getattr(transformers, CLASSES[task]).from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    return model
+def written(model_type: str, task: str, directory, **changes: Any) -> Any:
+    return written_by_transformers({"model_type": model_type, **TINY[model_type], **changes}, directory, CLASSES[task])
 
 
 def scores_of(output: Any) -> torch.Tensor:
@@ -57,7 +48,7 @@ def ids() -> torch.Tensor:
 def test_a_pretrained_encoder_gets_a_new_head_that_transformers_opens(model_type, task, ids, tmp_path):
     import transformers
 
-    written_by_transformers(model_type, "language", tmp_path / "pretrained")
+    written(model_type, "language", tmp_path / "pretrained")
     changes = {"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}  # of no use to a span
     model = load_pretrained(tmp_path / "pretrained", task, new_head=True, config=changes)
     assert model.head.output.weight.std() > 0
@@ -71,7 +62,7 @@ def test_a_pretrained_encoder_gets_a_new_head_that_transformers_opens(model_type
 @pytest.mark.parametrize("model_type", ["bert", "albert"])
 @torch.no_grad()
 def test_both_pretraining_heads_are_kept_and_one_may_be_left_aside(model_type, ids, tmp_path):
-    reference = written_by_transformers(model_type, "next_sentence", tmp_path)
+    reference = written(model_type, "next_sentence", tmp_path)
     segments = torch.zeros_like(ids)
     segments[:, 12:] = 1
     theirs = reference(ids, token_type_ids=segments)
@@ -86,7 +77,7 @@ def test_both_pretraining_heads_are_kept_and_one_may_be_left_aside(model_type, i
 
 @torch.no_grad()
 def test_the_pooler_of_a_pretrained_encoder_stays_under_a_new_head(tmp_path):
-    written_by_transformers("bert", "next_sentence", tmp_path)
+    written("bert", "next_sentence", tmp_path)
     pooler = load_file(tmp_path / "model.safetensors")["bert.pooler.dense.weight"]
     model = load_pretrained(tmp_path, "sequence", new_head=True)
     assert torch.equal(model.head.transform.dense.weight, pooler)
@@ -95,7 +86,7 @@ def test_the_pooler_of_a_pretrained_encoder_stays_under_a_new_head(tmp_path):
 @torch.no_grad()
 def test_names_of_the_first_files_are_understood(ids, tmp_path):
     """LayerNorm's gamma and beta, buffers of places, the tied decoder and its bias written out once more."""
-    written_by_transformers("bert", "next_sentence", tmp_path)
+    written("bert", "next_sentence", tmp_path)
     expected = load_pretrained(tmp_path, "language")(ids).logits
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {
@@ -112,7 +103,7 @@ def test_names_of_the_first_files_are_understood(ids, tmp_path):
 
 
 def test_a_copy_of_the_bias_that_differs_is_refused(tmp_path):
-    written_by_transformers("bert", "language", tmp_path)
+    written("bert", "language", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"] + 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -122,7 +113,7 @@ def test_a_copy_of_the_bias_that_differs_is_refused(tmp_path):
 
 @torch.no_grad()
 def test_an_encoder_saved_without_a_head_is_a_start_for_one(ids, tmp_path):
-    written_by_transformers("bert", "next_sentence", tmp_path)
+    written("bert", "next_sentence", tmp_path)
     with_head = load_pretrained(tmp_path, "tokens", new_head=True)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("bert."): x for name, x in tensors.items() if name.startswith("bert.")}
@@ -134,7 +125,7 @@ def test_an_encoder_saved_without_a_head_is_a_start_for_one(ids, tmp_path):
 
 @torch.no_grad()
 def test_what_debertas_files_carry_and_no_model_reads_is_left_out(ids, tmp_path):
-    written_by_transformers("deberta-v2", "sequence", tmp_path)
+    written("deberta-v2", "sequence", tmp_path)
     expected = load_pretrained(tmp_path, "sequence")(ids).logits
     tensors = load_file(tmp_path / "model.safetensors")
     surplus = {"deberta.embeddings.position_embeddings.weight": (64, 32), "mask_predictions.dense.weight": (32, 32)}
@@ -144,7 +135,7 @@ def test_what_debertas_files_carry_and_no_model_reads_is_left_out(ids, tmp_path)
 
 
 def test_absolute_places_that_the_config_asks_for_are_never_left_out(tmp_path):
-    written_by_transformers("deberta-v2", "sequence", tmp_path, position_biased_input=True)
+    written("deberta-v2", "sequence", tmp_path, position_biased_input=True)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["deberta.embeddings.position_embeddings.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -162,7 +153,7 @@ def test_debertas_documents_may_be_longer_than_any_it_was_trained_on():
 
 def test_new_encoders_have_no_dropout_and_loaded_ones_have_what_their_file_says(tmp_path):
     assert build_model({"model_type": "bert", **SHAPE}).spec.blocks[0].dropout == 0
-    written_by_transformers("bert", "language", tmp_path)
+    written("bert", "language", tmp_path)
     spec = load_pretrained(tmp_path, "language").spec
     assert (spec.embedding_dropout, spec.blocks[0].dropout, spec.blocks[0].attention.dropout) == (0.1, 0.1, 0.1)
 
@@ -171,7 +162,7 @@ def test_new_encoders_have_no_dropout_and_loaded_ones_have_what_their_file_says(
 def test_an_untied_decoder_keeps_its_own_weight_and_bias(ids, tmp_path):
     import transformers
 
-    reference = written_by_transformers("bert", "language", tmp_path / "theirs", tie_word_embeddings=False)
+    reference = written("bert", "language", tmp_path / "theirs", tie_word_embeddings=False)
     model = load_pretrained(tmp_path / "theirs", "language")
     assert torch.equal(model.head.bias, reference.cls.predictions.decoder.bias)
     save_model(model, tmp_path / "ours")

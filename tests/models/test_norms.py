@@ -64,18 +64,19 @@ class Part(nn.Module):
         return 3 * x + self.constant
 
 
-class Tenth(nn.Module):
-    """Stands for a norm: a tenth of x."""
+class Scaled(nn.Module):
+    """Stands for a norm: a share of x."""
+
+    def __init__(self, share: float):
+        super().__init__()
+        self.share = share
 
     def forward(self, x):
-        return x / 10
+        return self.share * x
 
 
-class Hundredth(nn.Module):
-    """Another norm, to be told from the first."""
-
-    def forward(self, x):
-        return x / 100
+def tenth() -> nn.Module:
+    return Scaled(0.1)
 
 
 A, F = Part(1.0), Part(2.0)
@@ -87,18 +88,18 @@ KEEP = nn.Identity()
     ("block", "expected"),
     [
         # x = 10. attention: 3 * 1 + 1 = 4, x = 14; feed-forward: 3 * 1.4 + 2 = 6.2
-        (Block(A, F, Tenth, KEEP), 20.2),
+        (Block(A, F, tenth, KEEP), 20.2),
         # attention: 3 * 0.1 + 1 = 1.3, x = 11.3; feed-forward: 3 * 1.13 + 2 = 5.39
-        (Block(A, F, Tenth, KEEP, attention_norm=Hundredth), 16.69),
+        (Block(A, F, tenth, KEEP, attention_norm=lambda: Scaled(0.01)), 16.69),
         # (10 + 31) / 10 = 4.1; (4.1 + 3 * 4.1 + 2) / 10
-        (PostNormBlock(A, F, Tenth, KEEP), 1.84),
+        (PostNormBlock(A, F, tenth, KEEP), 1.84),
         # attention: (3 * 1 + 1) / 10 = 0.4, x = 10.4; feed-forward: (3 * 1.04 + 2) / 10 = 0.512
-        (SandwichBlock(A, F, Tenth, KEEP), 10.912),
+        (SandwichBlock(A, F, tenth, KEEP), 10.912),
         # attention: 31 / 10, x = 13.1; feed-forward: (39.3 + 2) / 10 = 4.13
-        (SandwichBlock(A, F, Tenth, KEEP, attention_norm=nn.Identity, feedforward_norm=nn.Identity), 17.23),
+        (SandwichBlock(A, F, tenth, KEEP, attention_norm=nn.Identity, feedforward_norm=nn.Identity), 17.23),
         # both read 1: 4 + 5
-        (ParallelBlock(A, F, Tenth, KEEP, feedforward_norm=None), 19.0),
-        (ParallelBlock(A, F, Tenth, KEEP), 19.0),
+        (ParallelBlock(A, F, tenth, KEEP, feedforward_norm=None), 19.0),
+        (ParallelBlock(A, F, tenth, KEEP), 19.0),
     ],
 )
 def test_where_the_norms_of_a_layer_stand(block, expected):
@@ -106,7 +107,7 @@ def test_where_the_norms_of_a_layer_stand(block, expected):
 
 
 def test_a_parallel_block_with_two_norms_reads_the_same_x_through_each():
-    block = ParallelBlock(A, F, Tenth, KEEP)
-    block.feedforward_norm = Hundredth()
+    block = ParallelBlock(A, F, tenth, KEEP)
+    block.feedforward_norm = Scaled(0.01)
     # 10 + (3 * 1 + 1) + (3 * 0.1 + 2)
     assert_close(block(torch.tensor([10.0]), ALL), torch.tensor([16.3]))

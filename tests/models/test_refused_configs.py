@@ -6,7 +6,7 @@ from alignment.errors import UserError
 from alignment.models.families import FAMILIES, family_of
 from alignment.models.families.config_keys import KEYS
 
-from .encoders import TINY as ENCODERS
+from .tiny import TINY as ENCODERS
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 FULL, SLIDING = "full_attention", "sliding_attention"

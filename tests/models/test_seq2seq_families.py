@@ -16,6 +16,8 @@ from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.ragged import Ragged
 
+from .tiny import written_by_transformers
+
 T5 = {
     "vocab_size": 61, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
     "eos_token_id": 1, "decoder_start_token_id": 0,
@@ -39,16 +41,8 @@ def test_t5_scales_its_logits_unless_the_file_is_of_version_1_1():
     assert family_of({"model_type": "mt5"}).spec_from_config({"model_type": "mt5"}).decoder.head.scale == 1.0
 
 
-def written(directory, name, door="AutoModelForSeq2SeqLM", **more):
-    """A random checkpoint by transformers; returns its model."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **{**TINY[name], **more})
-    model = getattr(transformers, door).from_config(config).eval()
-    with torch.no_grad():
-        for tensor in {id(x): x for x in model.state_dict(keep_vars=True).values() if x.is_floating_point()}.values():
-            tensor += 0.15 * torch.randn_like(tensor)
-    model.save_pretrained(directory)
-    return model
+def written(directory, name, **more):
+    return written_by_transformers({"model_type": name, **TINY[name], **more}, directory, "AutoModelForSeq2SeqLM")
 
 
 def edit(directory, change, **keys):

@@ -1,13 +1,11 @@
 """A prompt computed once for several responses gives the numbers and gradients of prompts computed apart."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec, attach
@@ -19,6 +17,8 @@ from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySp
 from alignment.models.layers.sdpa import padded_attention
 from alignment.models.shared_prompts import prompt_sharing, supports_shared_prompts
 from alignment.ragged import Ragged
+
+from .test_attention import stand_in
 
 CASES = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -183,21 +183,6 @@ def test_responses_share_what_dropout_takes_from_their_prompt():
     together, apart = (model(batch=batch).log_probs.view(2, 3).T for batch in batches)
     assert together[0, 0] == together[0, 1] and apart[0, 0] != apart[0, 1]  # predicted by the prompt's last token
     assert all(a != b for a, b in together[1:].tolist())  # predicted by tokens of their own
-
-
-def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """The variable-length kernel's contract, sequence by sequence: the last query has the position of the last key."""
-    assert starts_q.dtype == starts_k.dtype == torch.int32 and enable_gqa == (query.shape[1] != key.shape[1])
-    assert (longest_q, longest_k) == (int(starts_q.diff().max()), int(starts_k.diff().max()))
-    mixed = []
-    for q_ends, k_ends in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
-        q, (k, v) = query[slice(*q_ends)], (x[slice(*k_ends)] for x in (key, value))
-        queries = torch.arange(len(q))[:, None] + len(k) - len(q)
-        left, right = (len(k) if size == -1 else size for size in window_size)
-        seen = (torch.arange(len(k)) >= queries - left) & (torch.arange(len(k)) <= queries + right)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        mixed.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa))
-    return torch.cat([x[0].transpose(0, 1) for x in mixed])
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -155,10 +155,8 @@ SAME = ["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pa
 @pytest.mark.parametrize("name", SAME)
 def test_a_model_and_a_batch_have_the_loss_and_gradients_of_trl(name):
     policy, reference = make_models()
-    settings = dict(LOSSES[name].defaults) | (
-        {"label_smoothing": 0.1} if "label_smoothing" in LOSSES[name].defaults else {}
-    )
-    settings["beta"] = 0.3
+    settings = {**LOSSES[name].defaults, "beta": 0.3}
+    settings |= {"label_smoothing": 0.1} if "label_smoothing" in settings else {}
     theirs = trl_dpo(policy, reference, loss_types=[name], **{k: v for k, v in settings.items() if k != "tau"})
     if name in ("sigmoid", "sigmoid_norm"):
         # trl's sigmoid takes no label smoothing, which Mitchell's cDPO does: the two are equal without it
@@ -177,9 +175,8 @@ def test_other_divergences_have_the_loss_and_gradients_of_trl(divergence, theirs
     with torch.no_grad():  # forward_kl grows with e to the log-ratio: keep it within a few nats
         for parameter, start in zip(policy.parameters(), reference.parameters(), strict=True):
             parameter.copy_(start + 0.03 * torch.randn_like(start))
-    wanted = trl_dpo(
-        policy, reference, loss_types=[name], f_divergence_type=theirs, f_alpha_divergence_coef=0.7, beta=0.3
-    )
+    options = {"f_divergence_type": theirs, "f_alpha_divergence_coef": 0.7, "beta": 0.3}
+    wanted = trl_dpo(policy, reference, loss_types=[name], **options)
     alpha = {"f_alpha": 0.3} if divergence == "alpha" else {}
     compare(policy, ours(policy, reference, loss=name, f_divergence=divergence, beta=0.3, **alpha), wanted)
 
@@ -212,26 +209,18 @@ def trl_reference_free(trainer_class, policy, **settings):
     for name in ("concatenated_forward", "cpo_loss", "odds_ratio_loss"):
         if hasattr(trainer_class, name):
             setattr(trainer, name, MethodType(getattr(trainer_class, name), trainer))
-    trainer.concatenated_inputs, trainer.get_batch_logps = (
-        trainer_class.concatenated_inputs,
-        trainer_class.get_batch_logps,
-    )
+    trainer.concatenated_inputs = trainer_class.concatenated_inputs
+    trainer.get_batch_logps = trainer_class.get_batch_logps
     model = lambda ids, attention_mask, **_: policy(ids, attention_mask=attention_mask)  # noqa: E731
     return MethodType(trainer_class.get_batch_loss_metrics, trainer)(model, concatenated(make_pairs()))[0]
 
 
-def test_simpo_has_the_loss_and_gradients_of_trl():
+def test_simpo_and_cpo_with_its_likelihood_have_the_loss_and_gradients_of_trl():
     from trl.experimental.cpo import CPOTrainer
 
     policy, reference = make_models()
     wanted = trl_reference_free(CPOTrainer, policy, loss_type="simpo", beta=2.0, simpo_gamma=0.5, cpo_alpha=0.0)
     compare(policy, ours(policy, reference, loss="simpo", beta=2.0, gamma=0.5), wanted)
-
-
-def test_cpo_with_its_likelihood_has_the_loss_and_gradients_of_trl():
-    from trl.experimental.cpo import CPOTrainer
-
-    policy, reference = make_models()
     given = all_inputs(policy, reference)
     wanted = trl_reference_free(CPOTrainer, policy, loss_type="sigmoid", beta=0.2, label_smoothing=0.1, cpo_alpha=0.7)
     compare(policy, ours(policy, reference, given, loss="cpo", beta=0.2, label_smoothing=0.1, sft_coef=0.7), wanted)
@@ -290,9 +279,8 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
     with torch.no_grad():
         ratios = sequence_log_probs(policy, batch.ragged) - sequence_log_probs(reference, batch.ragged)
     kl = ratios.mean().clamp(min=0)
-    config = DPOConfig(
-        "p", DataConfig(train="t"), "o", loss=name, beta=0.3, desirable_weight=1.2, undesirable_weight=0.7
-    )
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    config = DPOConfig("p", DataConfig(train="t"), "o", loss=name, beta=0.3, **weights)
     loss_fn = dpo_loss_fn(policy, torch.no_grad()(reference), config)
     total = sum(loss_fn(batch, GlobalInputs(kl=kl)).total for batch in collate_labeled(rows, 20))
     compare(policy, total / len(rows), theirs)

@@ -40,14 +40,8 @@ def trainer_of(checkpoints, tmp_path_factory):
     )
 
     def build(**options: Any) -> Any:
-        settings = {
-            "report_to": [],
-            "use_cpu": True,
-            "max_length": None,
-            "bf16": False,
-        }
         output = str(tmp_path_factory.mktemp("trl"))
-        args = TheirConfig(output_dir=output, **settings, **options)
+        args = TheirConfig(output, report_to=[], use_cpu=True, max_length=None, bf16=False, **options)
         return SFTTrainer(model=checkpoints["llama"], args=args, train_dataset=rows)
 
     return build
@@ -73,9 +67,8 @@ def ours(checkpoint: str, config: SFTConfig, rows: list, folder: Path) -> tuple[
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_equal_trl(case, checkpoints, trainer_of, tmp_path):
     config = SFTConfig(checkpoints["llama"], DataConfig(train="rows.jsonl"), str(tmp_path / "out"), **CASES[case])
-    rows = (
-        ROWS if config.neftune_alpha is None else ROWS[:1]
-    )  # TRL divides by the padded length, ours by each row's own
+    # TRL divides NEFTune's noise by the padded length, ours by each row's own.
+    rows = ROWS if config.neftune_alpha is None else ROWS[:1]
     trainer = trainer_of(
         completion_only_loss=config.loss_on == "completion",
         label_smoothing_factor=config.label_smoothing,

@@ -8,7 +8,7 @@ from functools import partial
 
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import SPAN, Family, Name, Task, names_under, span_head
+from alignment.models.families.family import Family, Name, Task, names_under, span_task
 from alignment.models.families.t5 import SEQUENCE, sequence_head
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import InitSpec
@@ -97,7 +97,7 @@ BART = Family(
             "BartForConditionalGeneration", (("lm_head.weight", "head.weight"), ("final_logits_bias", "head.offset"))
         ),
         "sequence": Task("BartForSequenceClassification", SEQUENCE, partial(sequence_head, default_labels=3)),
-        "span": Task("BartForQuestionAnswering", SPAN, span_head()),
+        "span": span_task("Bart"),
     },
     # Of training and generation, or older names of keys that are there as well.
     harmless=(

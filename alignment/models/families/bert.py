@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from alignment.models.families.decoders import attention_spec
+from alignment.models.families.decoders import attention_spec, transformer_spec
 from alignment.models.families.family import (
     BLOCK,
     CLASSIFIER,
-    SPAN,
     Family,
     Head,
     Name,
@@ -20,12 +19,18 @@ from alignment.models.families.family import (
     dropout_of,
     names_under,
     num_labels,
-    span_head,
+    span_task,
     token_head,
 )
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
-from alignment.models.init_weights import InitSpec
-from alignment.models.layers import BlockSpec, LayerNormSpec, LearnedPositionsSpec, NoNormSpec, PlainFeedForwardSpec
+from alignment.models.layers import (
+    AttentionSpec,
+    DisentangledSpec,
+    LayerNormSpec,
+    LearnedPositionsSpec,
+    NoNormSpec,
+    PlainFeedForwardSpec,
+)
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
@@ -97,7 +102,7 @@ def encoder_tasks(
         "sequence": sequence,
         "scalar": sequence,
         "tokens": Task(f"{stem}ForTokenClassification", CLASSIFIER, token_head(*dropouts)),
-        "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head()),
+        "span": span_task(stem),
     }
 
 
@@ -111,35 +116,27 @@ def pooled_head(
     return ClassificationHeadSpec(num_labels(value), transform, dropout=dropout, pooling="first", input_dropout=before)
 
 
-def bert_block(value: HFConfig) -> BlockSpec:
-    """One post-norm layer."""
-    attention = attention_spec(value, dropout=value["attention_probs_dropout_prob"], causal=False)
-    feedforward = PlainFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=True)
+def bert_spec(
+    value: HFConfig, attention: AttentionSpec | DisentangledSpec | None = None, **more: Any
+) -> TransformerSpec:
+    """An encoder of post-norm layers from BERT's keys; `more` are further fields, or others in place of these."""
     norm = LayerNormSpec(value["layer_norm_eps"])
-    return BlockSpec(attention, feedforward, norm, value["hidden_dropout_prob"], wiring="post")
-
-
-def bert_spec(value: HFConfig, **more: Any) -> TransformerSpec:
-    """An encoder from BERT's keys; `more` are further fields of the specification, or others in place of these."""
-    width, longest = value["hidden_size"], value["max_position_embeddings"]
     fields = {
-        "max_positions": longest,
-        "positions": LearnedPositionsSpec(longest),
-        "blocks": (bert_block(value),) * value["num_hidden_layers"],
-        "head": language_head(value, value["hidden_act"], width),
-        **more,
+        "positions": LearnedPositionsSpec(value["max_position_embeddings"]),
+        "head": language_head(value, value["hidden_act"], value["hidden_size"]),
+        "embedding_dropout": value["hidden_dropout_prob"],
+        "embedding_norm": norm,
+        "segments": value["type_vocab_size"],
     }
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=width,
-        norm=NoNormSpec(),
-        init=InitSpec(value["initializer_range"], value["initializer_range"]),
-        tied_head=value["tie_word_embeddings"],
-        embedding_dropout=value["hidden_dropout_prob"],
-        embedding_norm=LayerNormSpec(value["layer_norm_eps"]),
-        segments=value["type_vocab_size"],
-        **fields,
+    spec = transformer_spec(
+        value,
+        attention or attention_spec(value, dropout=value["attention_probs_dropout_prob"], causal=False),
+        norm=norm,
+        feedforward=PlainFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=True),
+        block={"dropout": value["hidden_dropout_prob"], "wiring": "post"},
+        **{**fields, **more},
     )
+    return replace(spec, norm=NoNormSpec())
 
 
 def language_head(value: HFConfig, activation: str, width: int) -> LanguageHeadSpec:

@@ -5,6 +5,7 @@ The head of ELECTRA's discriminator, which detects replaced tokens, is not loade
 Source: transformers, `models/FAMILY`, and the papers named at each family.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from alignment.errors import UserError
@@ -12,7 +13,6 @@ from alignment.models.families.bert import (
     ENCODER_FIXED,
     HARMLESS,
     POSITION_IDS,
-    bert_block,
     bert_family,
     bert_names,
     bert_spec,
@@ -22,8 +22,8 @@ from alignment.models.families.bert import (
     pooled_head,
 )
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import BLOCK, CLASSIFIER, SPAN, Family, Task, names_under, num_labels, span_head
-from alignment.models.heads import ClassificationHeadSpec, TransformSpec
+from alignment.models.families.family import BLOCK, CLASSIFIER, Family, Task, names_under, span_task
+from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import LearnedPositionsSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
@@ -99,13 +99,13 @@ def _albert(value: HFConfig) -> TransformerSpec:
     layers, groups, width = value["num_hidden_layers"], value["num_hidden_groups"], value["embedding_size"]
     if groups > layers:
         raise UserError(f"config.json: num_hidden_groups = {groups} is more than num_hidden_layers = {layers}")
-    return bert_spec(
+    spec = bert_spec(
         value,
-        blocks=(bert_block(value),) * groups,
-        order=tuple(int(layer / (layers / groups)) for layer in range(layers)),
         projection=ProjectionSpec(width, bias=True, before_positions=False),
         head=language_head(value, value["hidden_act"], width),
     )
+    order = tuple(int(layer / (layers / groups)) for layer in range(layers))
+    return replace(spec, blocks=spec.blocks[:groups], order=order)
 
 
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0."
@@ -154,19 +154,14 @@ ALBERT = bert_family(
 
 
 def _distilbert(value: HFConfig) -> TransformerSpec:
-    """Half of BERT's layers, no segments, no pooler.
-
-    Source: Sanh et al. 2019, arXiv:1910.01108.
-    """
+    """Half of BERT's layers, no segments, no pooler (Sanh et al. 2019, arXiv:1910.01108)."""
     attention_spec(value, "n_heads", "dim")  # refuses heads that do not divide the width, by the names of these keys
     renamed = {key: value[name] for key, name in DISTILBERT_KEYS.items()}
     return bert_spec({**value, **renamed, "type_vocab_size": 0, "layer_norm_eps": 1e-12})
 
 
 def _distilbert_head(value: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the first token through a dense layer."""
-    transform = TransformSpec(value["dim"], "relu", bias=True)
-    return ClassificationHeadSpec(num_labels(value), transform, dropout=value["seq_classif_dropout"], pooling="first")
+    return pooled_head({**value, "hidden_size": value["dim"]}, "relu", ("seq_classif_dropout",))
 
 
 DISTILBERT_KEYS = {  # BERT's name -> DistilBERT's
@@ -203,7 +198,7 @@ DISTILBERT = Family(
     trunk_prefix="distilbert.",
     tasks={
         **encoder_tasks("DistilBert", DISTILBERT_PREDICTIONS, PRE_CLASSIFIER, _distilbert_head, dropouts=("dropout",)),
-        "span": Task("DistilBertForQuestionAnswering", SPAN, span_head("qa_dropout")),
+        "span": span_task("DistilBert", "qa_dropout"),
     },
     # sinusoidal_pos_embds says what a table of positions once started as; it is trained and saved like any other.
     harmless=(*HARMLESS, "sinusoidal_pos_embds"),

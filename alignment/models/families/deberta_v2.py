@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from alignment.errors import raise_all
 from alignment.models.families.bert import (
-    bert_block,
     bert_family,
     bert_spec,
     bias_names,
@@ -71,17 +70,17 @@ def _spec(value: HFConfig) -> TransformerSpec:
     absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
     longest = max(value["max_relative_positions"], 0) or value["max_position_embeddings"]
     attention = _attention(value, longest)
-    block = replace(bert_block(value), attention=attention)
-    convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None
     relative = max(value["position_buckets"], 0) or longest
-    return bert_spec(
+    spec = bert_spec(
         value,
+        attention,
         max_positions=value["max_position_embeddings"] if absolute else UNLIMITED,
-        blocks=(replace(block, convolution=convolution), *(block,) * (value["num_hidden_layers"] - 1)),
         positions=LearnedPositionsSpec(value["max_position_embeddings"]) if absolute else None,
         relative=relative if isinstance(attention, DisentangledSpec) else 0,
         relative_norm=LayerNormSpec(value["layer_norm_eps"]) if "layer_norm" in _norms(value) else NoNormSpec(),
     )
+    convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None
+    return replace(spec, blocks=(replace(spec.blocks[0], convolution=convolution), *spec.blocks[1:]))
 
 
 def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpec:

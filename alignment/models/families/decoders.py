@@ -10,6 +10,7 @@ from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
+    DisentangledSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
     NormSpec,
@@ -57,16 +58,16 @@ def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> Att
     return replace(attention, rotary=rotary)
 
 
-def rotary_decoder(
+def transformer_spec(
     value: HFConfig,
-    attention: AttentionSpec | Sequence[AttentionSpec],
+    attention: AttentionSpec | DisentangledSpec | Sequence[AttentionSpec],
     *,
     norm: NormSpec | None = None,
     feedforward: FeedForwardSpec | None = None,
     block: HFConfig | None = None,
     **more: Any,
 ) -> TransformerSpec:
-    """A decoder without position embeddings, from Llama's keys; `more` are other fields.
+    """A decoder or encoder from Llama's keys; `more` are other fields, or others in place of these.
 
     Args:
         attention: of every layer, or of each.
@@ -74,23 +75,24 @@ def rotary_decoder(
         feedforward: of every layer; None: gated, with biases as `mlp_bias` says.
         block: other fields of every layer.
     """
-    attentions = [attention] * value["num_hidden_layers"] if isinstance(attention, AttentionSpec) else attention
+    attentions = attention if isinstance(attention, Sequence) else [attention] * value["num_hidden_layers"]
     norm = norm or RMSNormSpec(value["rms_norm_eps"])
     feedforward = feedforward or GatedFeedForwardSpec(
         value["intermediate_size"], value["hidden_act"], value.get("mlp_bias", False)
     )
     # A dynamic scaling lengthens what the layers that see everything can place; those with a window have no say.
-    turning = sorted((each for each in attentions if each.rotary), key=lambda each: each.window is not None)
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=value["hidden_size"],
-        max_positions=longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
-        blocks=tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
-        norm=norm,
-        init=InitSpec(value["initializer_range"], value["initializer_range"]),
-        tied_head=value["tie_word_embeddings"],
-        **more,
-    )
+    turning = [each for each in attentions if isinstance(each, AttentionSpec) and each.rotary]
+    turning.sort(key=lambda each: each.window is not None)
+    fields = {
+        "vocabulary": value["vocab_size"],
+        "width": value["hidden_size"],
+        "max_positions": longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
+        "blocks": tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
+        "norm": norm,
+        "init": InitSpec(value["initializer_range"], value["initializer_range"]),
+        "tied_head": value["tie_word_embeddings"],
+    }
+    return TransformerSpec(**(fields | more))
 
 
 def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:

@@ -163,7 +163,6 @@ def tensor_names(table: Iterable[Name]) -> Iterable[Name]:
 
 
 CLASSIFIER = (("classifier", "head.output"),)
-SPAN = (("qa_outputs", "head.output"),)
 
 
 def decoder_tasks(
@@ -182,12 +181,16 @@ def decoder_tasks(
         classifier: keys of the dropout before a head for tokens that is named so; none: it is named score.
     """
     tokens = (("classifier" if classifier else "score", "head.output"),)
+
+    def last_token(value: HFConfig) -> ClassificationHeadSpec:
+        return ClassificationHeadSpec(num_labels(value), pooling="last", bias=False)
+
     tasks = {
         "language": Task(stem + language[0], ((f"{language[1]}.weight", "head.weight"),)),
         "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
-        "sequence": Task(f"{stem}ForSequenceClassification", (("score", "head.output"),), last_token_head),
+        "sequence": Task(f"{stem}ForSequenceClassification", (("score", "head.output"),), last_token),
         "tokens": Task(f"{stem}ForTokenClassification", tokens, token_head(*classifier)),
-        "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head(), span_prefix),
+        "span": span_task(stem, trunk_prefix=span_prefix),
     }
     return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}
 
@@ -202,16 +205,15 @@ def dropout_of(value: HFConfig, *keys: str) -> float:
     return next((value[key] for key in keys if value.get(key) is not None), 0.0)
 
 
-def last_token_head(value: HFConfig) -> ClassificationHeadSpec:
-    """One linear layer without bias on the last token."""
-    return ClassificationHeadSpec(num_labels(value), pooling="last", bias=False)
-
-
 def token_head(*dropout: str) -> Head:
     """One linear layer on every token, after the first of these dropouts that the config sets."""
     return lambda value: ClassificationHeadSpec(num_labels(value), dropout=dropout_of(value, *dropout))
 
 
-def span_head(*dropout: str) -> Head:
-    """One linear layer on every token with two outputs, start and end of the answer; dropout as `token_head`."""
-    return lambda value: ClassificationHeadSpec(2, dropout=dropout_of(value, *dropout))
+def span_task(stem: str, *dropout: str, trunk_prefix: str | None = None) -> Task:
+    """Start and end of an answer: one linear layer on every token with two outputs; dropout as `token_head`."""
+
+    def head(value: HFConfig) -> ClassificationHeadSpec:
+        return ClassificationHeadSpec(2, dropout=dropout_of(value, *dropout))
+
+    return Task(f"{stem}ForQuestionAnswering", (("qa_outputs", "head.output"),), head, trunk_prefix)

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Literal
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import attention_spec, rotary_attention, rotary_decoder
+from alignment.models.families.decoders import attention_spec, rotary_attention, transformer_spec
 from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.init_weights import InitSpec
-from alignment.models.layers import AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.layers import AlibiSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
@@ -36,7 +35,7 @@ def _gpt_neox(value: HFConfig) -> TransformerSpec:
     """Attention and feed-forward side by side, rotary positions on a quarter of each head."""
     rope = {"rope_theta": value["rotary_emb_base"], "partial_rotary_factor": value["rotary_pct"]}
     dropout = value["hidden_dropout"]
-    return rotary_decoder(
+    return transformer_spec(
         value,
         rotary_attention({**rope, **value}, whole=False),
         norm=LayerNormSpec(value["layer_norm_eps"]),
@@ -80,18 +79,14 @@ BLOOM_FALCON = (
 
 def _bloom(value: HFConfig) -> TransformerSpec:
     """ALiBi instead of positions, and a norm right after the embedding."""
-    norm, width = LayerNormSpec(value["layer_norm_epsilon"]), value["hidden_size"]
-    attention = attention_spec(value, "n_head", dropout=value["attention_dropout"], position_bias=AlibiSpec())
-    feedforward = PlainFeedForwardSpec(4 * width, "gelu_new", bias=True)
-    wiring = "residual" if value["apply_residual_connection_post_layernorm"] else "pre"
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=width,
-        max_positions=UNLIMITED,
-        blocks=(BlockSpec(attention, feedforward, norm, value["hidden_dropout"], wiring),) * value["n_layer"],
+    norm = LayerNormSpec(value["layer_norm_epsilon"])
+    residual = value["apply_residual_connection_post_layernorm"]
+    return transformer_spec(
+        {**value, "num_hidden_layers": value["n_layer"], "max_position_embeddings": UNLIMITED},
+        attention_spec(value, "n_head", dropout=value["attention_dropout"], position_bias=AlibiSpec()),
         norm=norm,
-        init=InitSpec(value["initializer_range"], value["initializer_range"]),
-        tied_head=value["tie_word_embeddings"],
+        feedforward=PlainFeedForwardSpec(4 * value["hidden_size"], "gelu_new", bias=True),
+        block={"dropout": value["hidden_dropout"], "wiring": "residual" if residual else "pre"},
         embedding_norm=norm,
     )
 
@@ -133,7 +128,7 @@ def _falcon(value: HFConfig) -> TransformerSpec:
     if value["alibi"]:
         attention = replace(attention, rotary=None, position_bias=AlibiSpec(attention.scale, bfloat16=True))
     inner = value["ffn_hidden_size"] or 4 * value["hidden_size"]
-    return rotary_decoder(
+    return transformer_spec(
         {**value, "max_position_embeddings": UNLIMITED} if value["alibi"] else value,
         attention,
         norm=LayerNormSpec(value["layer_norm_epsilon"]),

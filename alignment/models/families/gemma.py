@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import layer_ropes, rotary_attention, rotary_decoder, windows
+from alignment.models.families.decoders import layer_ropes, rotary_attention, transformer_spec, windows
 from alignment.models.families.family import BLOCK, Name, decoder_tasks, names_under
 from alignment.models.families.llama import LAYER, PROJECTIONS, QUERY_KEY_NORMS, llama_family
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
@@ -26,7 +26,7 @@ def _gemma(value: HFConfig) -> TransformerSpec:
     """Llama with norms that multiply by 1 + weight, scaled token vectors, a tied head and GeGLU."""
     # The first files say "gelu" and mean the tanh form, as transformers knows.
     activation = TANH_GELU if value["hidden_act"] == "gelu" else value["hidden_act"]
-    return rotary_decoder(
+    return transformer_spec(
         value,
         rotary_attention(value),
         norm=RMSNormSpec(value["rms_norm_eps"], "unit_offset"),
@@ -57,7 +57,7 @@ def _gemma2(value: HFConfig) -> TransformerSpec:
 def _sandwich_decoder(value: HFConfig, attentions: list[AttentionSpec]) -> TransformerSpec:
     """Gemma 2's shape around one attention per layer, whose scale is `query_pre_attn_scalar` ** -0.5."""
     scale = value["query_pre_attn_scalar"] ** -0.5
-    return rotary_decoder(
+    return transformer_spec(
         value,
         [replace(attention, scale=scale) for attention in attentions],
         norm=RMSNormSpec(value["rms_norm_eps"], "unit_offset"),

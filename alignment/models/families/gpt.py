@@ -6,19 +6,13 @@ et al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `mo
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from alignment.errors import UserError
-from alignment.models.families.decoders import attention_spec
+from alignment.models.families.decoders import attention_spec, transformer_spec
 from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.init_weights import InitSpec
-from alignment.models.layers import (
-    BlockSpec,
-    LayerNormSpec,
-    LearnedPositionsSpec,
-    NoNormSpec,
-    NormSpec,
-    PlainFeedForwardSpec,
-)
+from alignment.models.layers import AttentionSpec, LayerNormSpec, LearnedPositionsSpec, NoNormSpec, PlainFeedForwardSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
@@ -47,30 +41,28 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 def _gpt2(value: HFConfig) -> TransformerSpec:
     """Norms before each part; scores may shrink from layer to layer."""
-    norm, layers = LayerNormSpec(value["layer_norm_epsilon"]), value["n_layer"]
+    layers, std = value["n_layer"], value["initializer_range"]
     attention = attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"])
     scale = attention.scale if value["scale_attn_weights"] else 1.0
-    inner = value["n_inner"] or 4 * value["n_embd"]
-    feedforward = PlainFeedForwardSpec(inner, value["activation_function"], bias=True)
-    block = BlockSpec(replace(attention, scale=scale), feedforward, norm, value["resid_pdrop"])
-    blocks = (block,) * layers
-    if value["scale_attn_by_inverse_layer_idx"]:
-        attentions = [replace(attention, scale=scale / (layer + 1)) for layer in range(layers)]
-        blocks = tuple(replace(block, attention=each) for each in attentions)
-    std = value["initializer_range"]
-    return _decoder(value, blocks, norm, InitSpec(std, std / math.sqrt(2 * layers)))
+    shrinks = value["scale_attn_by_inverse_layer_idx"]
+    return _gpt(
+        value,
+        [replace(attention, scale=scale / (layer + 1) if shrinks else scale) for layer in range(layers)],
+        feedforward=PlainFeedForwardSpec(
+            value["n_inner"] or 4 * value["n_embd"], value["activation_function"], bias=True
+        ),
+        block={"dropout": value["resid_pdrop"]},
+        init=InitSpec(std, std / math.sqrt(2 * layers)),
+    )
 
 
-def _decoder(value: HFConfig, blocks: tuple[BlockSpec, ...], norm: NormSpec, init: InitSpec) -> TransformerSpec:
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=value["n_embd"],
-        max_positions=value["n_positions"],
+def _gpt(value: HFConfig, attention: AttentionSpec | list[AttentionSpec], **more: Any) -> TransformerSpec:
+    names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"}
+    return transformer_spec(
+        {**value, **{key: value[name] for key, name in names.items()}},
+        attention,
+        **{"norm": LayerNormSpec(value["layer_norm_epsilon"]), **more},
         positions=LearnedPositionsSpec(value["n_positions"]),
-        blocks=blocks,
-        norm=norm,
-        init=init,
-        tied_head=value["tie_word_embeddings"],
         embedding_dropout=value["embd_pdrop"],
     )
 
@@ -99,10 +91,8 @@ def _gpt1(value: HFConfig) -> TransformerSpec:
         raise UserError(f"config.json: afn {value['afn']!r} is not one of {', '.join(ACTIVATIONS)}")
     attention = attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"])
     feedforward = PlainFeedForwardSpec(4 * value["n_embd"], ACTIVATIONS[value["afn"]], bias=True)
-    norm = LayerNormSpec(value["layer_norm_epsilon"])
-    block = BlockSpec(attention, feedforward, norm, value["resid_pdrop"], "post")
-    init = InitSpec(value["initializer_range"], value["initializer_range"])
-    return _decoder(value, (block,) * value["n_layer"], NoNormSpec(), init)
+    block = {"dropout": value["resid_pdrop"], "wiring": "post"}
+    return replace(_gpt(value, attention, feedforward=feedforward, block=block), norm=NoNormSpec())
 
 
 OPENAI_GPT = Family(
@@ -129,20 +119,18 @@ def _opt(value: HFConfig) -> TransformerSpec:
     feedforward = PlainFeedForwardSpec(
         value["ffn_dim"], value["activation_function"], bias, value["activation_dropout"]
     )
-    block = BlockSpec(attention, feedforward, norm, value["dropout"], "pre" if before else "post")
     narrow = None if value["word_embed_proj_dim"] in (None, width) else value["word_embed_proj_dim"]
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=width,
-        max_positions=longest,
+    spec = transformer_spec(
+        {**value, "initializer_range": value["init_std"]},
+        attention,
+        norm=norm,
+        feedforward=feedforward,
+        block={"dropout": value["dropout"], "wiring": "pre" if before else "post"},
         positions=LearnedPositionsSpec(longest, first=2),
-        blocks=(block,) * value["num_hidden_layers"],
-        norm=norm if before and not value["_remove_final_layer_norm"] else NoNormSpec(),
-        init=InitSpec(value["init_std"], value["init_std"]),
-        tied_head=value["tie_word_embeddings"],
         projection=None if narrow is None else ProjectionSpec(narrow, bias=False, before_positions=True),
         output_width=narrow,
     )
+    return spec if before and not value["_remove_final_layer_norm"] else replace(spec, norm=NoNormSpec())
 
 
 STEM = "model.decoder."

@@ -7,7 +7,7 @@ Source: Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288; Dubey et al.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from alignment.models.families.decoders import rotary_attention, rotary_decoder
+from alignment.models.families.decoders import rotary_attention, transformer_spec
 from alignment.models.families.family import BLOCK, Family, Name, decoder_tasks, names_under
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.safetensors_files import HFConfig
@@ -62,7 +62,7 @@ def llama_family(
 LLAMA = llama_family(
     "llama",
     "Llama",
-    lambda value: rotary_decoder(value, rotary_attention(value)),
+    lambda value: transformer_spec(value, rotary_attention(value)),
     ("attention_bias", "mlp_bias"),
     span_prefix="transformer.",
     harmless=("is_llama_config",),

@@ -6,7 +6,7 @@ Source: transformers, `models/FAMILY`, and the papers named at each family.
 from dataclasses import replace
 
 from alignment.errors import UserError
-from alignment.models.families.decoders import rotary_attention, rotary_decoder, windows
+from alignment.models.families.decoders import rotary_attention, transformer_spec, windows
 from alignment.models.families.family import BLOCK, GATE_UP, QUERY_KEY_VALUE, names_under
 from alignment.models.families.llama import LAYER, NAMES, PROJECTIONS, QUERY_KEY_NORMS, llama_family
 from alignment.models.families.rope import ORIGINAL
@@ -18,7 +18,7 @@ from alignment.models.transformer import TransformerSpec
 MISTRAL = llama_family(
     "mistral",
     "Mistral",
-    lambda value: rotary_decoder(value, rotary_attention(value, window=value["sliding_window"])),
+    lambda value: transformer_spec(value, rotary_attention(value, window=value["sliding_window"])),
     ("sliding_window",),
     fixed={"attention_bias": (False,), "mlp_bias": (False,)},  # there are no such layers to have one
 )
@@ -38,7 +38,7 @@ def _mixtral(value: HFConfig) -> TransformerSpec:
     expert = GatedFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=False)
     # As over there: the balance is part of the loss only where the router's logits are asked for.
     balance_coef = value["router_aux_loss_coef"] if value["output_router_logits"] else 0.0
-    return rotary_decoder(value, attention, feedforward=ExpertsSpec(expert, count, chosen, balance_coef=balance_coef))
+    return transformer_spec(value, attention, feedforward=ExpertsSpec(expert, count, chosen, balance_coef=balance_coef))
 
 
 MIXTRAL = llama_family(
@@ -62,7 +62,7 @@ def _with_upper_windows(value: HFConfig, attention: AttentionSpec) -> Transforme
     """A decoder with windows in layers from `max_window_layers` on, where `use_sliding_window`."""
     window = value["sliding_window"] if value["use_sliding_window"] else None
     spans = windows(value, window, lambda layer: window is not None and layer >= value["max_window_layers"])
-    return rotary_decoder(value, [replace(attention, window=span) for span in spans])
+    return transformer_spec(value, [replace(attention, window=span) for span in spans])
 
 
 QWEN_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -100,7 +100,7 @@ def _smollm3(value: HFConfig) -> TransformerSpec:
     window = value["sliding_window"] if value["use_sliding_window"] else None
     spans = windows(value, window, lambda layer: window is not None and not turned[layer])
     plain = replace(attention, rotary=None)
-    return rotary_decoder(
+    return transformer_spec(
         value, [replace(attention if turns else plain, window=span) for turns, span in zip(turned, spans, strict=True)]
     )
 
@@ -136,7 +136,7 @@ def _olmo2(value: HFConfig) -> TransformerSpec:
     """
     norm = RMSNormSpec(value["rms_norm_eps"], "round_last")
     attention = rotary_attention(value, query_key_norm=norm, norm_heads="all")
-    return rotary_decoder(value, attention, norm=norm, block={"wiring": "output"})
+    return transformer_spec(value, attention, norm=norm, block={"wiring": "output"})
 
 
 OLMO2 = llama_family(
@@ -166,7 +166,7 @@ def _phi3(value: HFConfig) -> TransformerSpec:
     attention = rotary_attention({ORIGINAL: 4096, **value}, whole=False, window=value["sliding_window"])
     if attention.rotary and not isinstance(attention.rotary.scaling, LongScaling | None):
         raise UserError("config.json: rope_type of a phi3 model is default or longrope")
-    return rotary_decoder(
+    return transformer_spec(
         value, attention, block={"dropout": value["resid_pdrop"]}, embedding_dropout=value["embd_pdrop"]
     )
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from alignment.models.families.bert import encoder_tasks
-from alignment.models.families.decoders import LAYER_TYPES, attention_spec, layer_ropes, windows
+from alignment.models.families.decoders import LAYER_TYPES, attention_spec, layer_ropes, transformer_spec, windows
 from alignment.models.families.family import (
     BLOCK,
     CLASSIFIER,
@@ -21,7 +21,7 @@ from alignment.models.families.family import (
 from alignment.models.families.rope import read_rotary
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import InitSpec
-from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, LayerNormSpec, NoNormSpec
+from alignment.models.layers import GatedFeedForwardSpec, LayerNormSpec, NoNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
@@ -49,23 +49,19 @@ def _spec(value: HFConfig) -> TransformerSpec:
         read_rotary({**value, "rope_theta": theta, "rope_parameters": ropes.get(kind)}, attention.head_dim)
         for kind, theta in zip(LAYER_TYPES, thetas, strict=True)
     ]
-    blocks = [
-        BlockSpec(replace(attention, window=span, rotary=rotaries[span is not None]), feedforward, norm)
-        for span in spans
-    ]
-    return TransformerSpec(
-        vocabulary=value["vocab_size"],
-        width=value["hidden_size"],
-        max_positions=value["max_position_embeddings"],
-        # The embedding has just been normed: the first layer's attention has no norm of its own.
-        blocks=(replace(blocks[0], attention_norm=NoNormSpec()), *blocks[1:]),
+    spec = transformer_spec(
+        value,
+        [replace(attention, window=span, rotary=rotaries[span is not None]) for span in spans],
         norm=norm,
-        init=InitSpec(value["initializer_range"], value["initializer_range"] / math.sqrt(2 * len(blocks))),
-        tied_head=value["tie_word_embeddings"],
+        feedforward=feedforward,
+        max_positions=value["max_position_embeddings"],
+        init=InitSpec(value["initializer_range"], value["initializer_range"] / math.sqrt(2 * len(spans))),
         embedding_dropout=value["embedding_dropout"],
         embedding_norm=norm,
         head=LanguageHeadSpec(_transform(value), bias=value["decoder_bias"]),
     )
+    # The embedding has just been normed: the first layer's attention has no norm of its own.
+    return replace(spec, blocks=(replace(spec.blocks[0], attention_norm=NoNormSpec()), *spec.blocks[1:]))
 
 
 def _transform(value: HFConfig) -> TransformSpec:

@@ -17,13 +17,12 @@ from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import (
     CLASSIFIER,
-    SPAN,
     Family,
     Name,
     Task,
     names_under,
     num_labels,
-    span_head,
+    span_task,
     token_head,
 )
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
@@ -83,15 +82,11 @@ def _table(lines: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
     return tuple((f"transformer.{hf}", ours) for hf, ours in (*lines, *alone))
 
 
-def _t5(value: HFConfig) -> EncoderDecoderSpec:
-    scaled = value[SCALE]
-    # Before there was a key for it, files of version 1.1 were known by their untied head.
-    return _spec(value, value["tie_word_embeddings"] if scaled is None else scaled)
-
-
-def _spec(value: HFConfig, scaled: bool = False) -> EncoderDecoderSpec:
-    """The specification; `scaled`: logits are multiplied by D ** -0.5."""
+def _spec(value: HFConfig) -> EncoderDecoderSpec:
     raise_all(_problems(value))
+    scaled = value.get(SCALE, False)  # logits are multiplied by D ** -0.5; never mT5's
+    if scaled is None:  # before there was a key for it, files of version 1.1 were known by their untied head
+        scaled = value["tie_word_embeddings"]
     start, end, layers = value["decoder_start_token_id"], value.get("eos_token_id", 1), value["num_decoder_layers"]
     return EncoderDecoderSpec(
         encoder=_stack(value, value["num_layers"], decodes=False, scaled=scaled),
@@ -187,7 +182,7 @@ def _family(name: str, stem: str, **more: Any) -> Family:
                 token_head("classifier_dropout"),
                 unused=(r"transformer\.decoder\..*",),
             ),
-            "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head(), trunk_prefix=""),
+            "span": span_task(stem, trunk_prefix=""),
         },
         by_hand=DERIVED,
         # Documents may be longer than the `n_positions` of pretraining.
@@ -210,5 +205,5 @@ def _family(name: str, stem: str, **more: Any) -> Family:
 
 
 DEFAULTS = {"tie_word_embeddings": True, "decoder_start_token_id": None}
-T5 = _family("t5", "T5", spec=_t5, keys=(*KEYS, SCALE), defaults={**DEFAULTS, SCALE: None})
+T5 = _family("t5", "T5", spec=_spec, keys=(*KEYS, SCALE), defaults={**DEFAULTS, SCALE: None})
 MT5 = _family("mt5", "MT5", spec=_spec, keys=KEYS, defaults=DEFAULTS)

@@ -109,8 +109,8 @@ class DisentangledAttention(nn.Module):
         to_key, to_query = (
             (self.key, self.query) if spec.shared_projection else (self.position_key, self.position_query)
         )
-        relative_key = self._heads(to_key(vectors)) if spec.content_to_position else None
         relative_query = self._heads(to_query(vectors)) if spec.position_to_content else None
+        relative_key = self._heads(to_key(vectors)) if spec.content_to_position else None
         dropout = spec.dropout if self.training else 0.0
         mixed = []
         masks = key_masks(layout, x.device)

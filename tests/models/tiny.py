@@ -1,6 +1,9 @@
-"""Tiny configs of every encoder family."""
+"""Tiny configs of every encoder family, and random checkpoints that transformers writes."""
 
 from typing import Any
+
+import torch
+import transformers
 
 SHAPE = {
     "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 48,
@@ -20,3 +23,16 @@ TINY: dict[str, dict[str, Any]] = {
     "deberta-v2": {**SHAPE, **V3},
     "modernbert": {**SHAPE, "pad_token_id": 0, "cls_token_id": 3, "sep_token_id": 4, "local_attention": 8},
 }  # fmt: skip
+
+
+def written_by_transformers(config: dict[str, Any], directory: Any, auto_class: str = "AutoModelForCausalLM") -> Any:
+    """A random model of transformers, saved there; as drawn, logits are too near zero to show an error."""
+    torch.manual_seed(0)
+    keys = dict(config)
+    full = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    model = getattr(transformers, auto_class).from_config(full).eval()
+    with torch.no_grad():
+        for tensor in {id(x): x for x in model.state_dict(keep_vars=True).values() if x.is_floating_point()}.values():
+            tensor += 0.15 * torch.randn_like(tensor)
+    model.save_pretrained(directory)
+    return model
