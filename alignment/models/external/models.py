@@ -175,8 +175,7 @@ class ExternalLanguageModel(ExternalDecoder):
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
             return output
-        losses = smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
-        return output._replace(losses=losses)
+        return output._replace(losses=smoothed_token_loss(logits / temperature, batch.target_labels, token_loss))
 
     padded_outputs = ExternalModel.padded_logits
 
@@ -184,8 +183,7 @@ class ExternalLanguageModel(ExternalDecoder):
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
         virtual, capacity = self.active_virtual_tokens(), capacity + self.virtual_tokens()
         check_capacity(capacity, self.spec.max_positions)
-        kind = SharedCache if can_share_cache(self.inner, virtual) else RereadCache
-        return kind(rows, capacity, virtual)
+        return (SharedCache if can_share_cache(self.inner, virtual) else RereadCache)(rows, capacity, virtual)
 
 
 class ExternalMaskedLanguageModel(ExternalModel):
