@@ -201,16 +201,12 @@ def reference_texts(config: NormalizeConfig, rows: Sequence[Example]) -> list[En
     """
     wanted = min(len(rows), -(-config.samples // len(rows[0].documents)))
     found = [rows[number * len(rows) // wanted] for number in range(wanted)]
-    texts = [text for row in found for text in encoded_documents(row)]
+    # An encoder's segments are the masks of its texts.
+    masked = [pair for row in found for pair in zip(row.documents, row.masks, strict=True)]
+    texts = [Encoded(ids, [int(second) for second in mask]) for ids, mask in masked]
     if len(texts) < 2:
         raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
     return texts[: config.samples]
-
-
-def encoded_documents(row: Example) -> list[Encoded]:
-    """The documents of an example; an encoder's segments are the masks of its texts."""
-    masks = zip(row.documents, row.masks, strict=True)
-    return [Encoded(ids, [int(second) for second in mask]) for ids, mask in masks]
 
 
 def measure_reference(

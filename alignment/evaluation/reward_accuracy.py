@@ -122,11 +122,7 @@ class RewardEvalConfig(Settings):
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card.
-
-    Raises:
-        UserError: bad rows, a checkpoint without a score head, or a process reward model.
-    """
+    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card."""
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output, (sources, tally) = Path(config.output), read_preferences(config.data)

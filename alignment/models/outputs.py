@@ -3,6 +3,7 @@
 Outputs are named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,10 @@ class LanguageOutput(NamedTuple):
     next_sentence_logits: Tensor | None = None  # not next, next, [B, 2]; of encoders with a next-sentence head
     losses: Tensor | None = None  # of each target with label smoothing or z-loss, [M]
     values: Tensor | None = None  # of a value head before each target, [M]
+
+
+# A language model, or a reference: (batch=, temperature=, token_loss=) -> log-probabilities of the batch's targets.
+LogProbModel = Callable[..., LanguageOutput]
 
 
 class LogitsOutput(NamedTuple):

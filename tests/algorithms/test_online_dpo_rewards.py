@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_update
@@ -231,24 +230,3 @@ def test_it_learns_what_a_function_pays_for(settings, read_metrics, tmp_path):
         shares = [line["score/vowels"] for line in lines]
         found[weight] = sum(shares[-3:]) / sum(shares[:3])
     assert found[1.0] > 1.4 and found[-1.0] < 0.6, found
-
-
-def test_a_run_on_several_rewards_logs_each_and_writes_samples(settings, stage, read_metrics, tmp_path):
-    model = str(stage("reward") / "model")
-    rewards = [
-        RewardSpec(model),
-        RewardSpec(model, name="again", weight=0.5, normalize="running", clip=(-1.0, 1.0)),
-        RewardSpec(function=f"{__name__}:vowels", weight=2.0),
-    ]
-    run, config = settings("run", rewards=rewards)
-    saved = run(config)
-    for line in read_metrics(tmp_path / "run"):
-        total = line["score/reward_model"] + 0.5 * line["score/again"] + 2 * line["score/vowels"]
-        assert line["score"] == pytest.approx(total, abs=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text("utf-8").splitlines()]
-    for line in lines:
-        total = line["score/reward_model"] + 0.5 * line["score/again"] + 2 * line["score/vowels"]
-        assert line["score"] == pytest.approx(total, abs=1e-5)
-    lineage = json.loads((tmp_path / "run" / "lineage.json").read_text("utf-8"))
-    assert any(note.startswith("memory: reward model again") for note in lineage["notes"])
-    assert all(map(torch.isfinite, (tensor.sum() for tensor in load_file(saved / "model.safetensors").values())))

@@ -13,7 +13,7 @@ from alignment.models.layers import AttentionSpec
 from alignment.models.layers.attention import AttentionContext, CrossAttention
 from alignment.models.layers.kv_cache import CrossAttentionCache
 from alignment.models.layers.padded_layout import pad_layouts, padding_mask
-from alignment.models.layers.sdpa import CachedCrossAttention, Source, cross_attentions
+from alignment.models.layers.sdpa import Source, cached_cross_attention, cross_attentions
 from alignment.ragged import Ragged, Seq2Seq
 from tests.models.conftest import roughen
 
@@ -81,10 +81,10 @@ def test_cross_attention_from_memory_equals_the_whole_one():
     [attend] = cross_attentions([layer.spec], source, Ragged.build([[1]] * 3), memory)
     whole = layer(x, AttentionContext(attend=None, cross_attend=attend))  # type: ignore[arg-type]
     assert memory.keys[0].shape == memory.values[0].shape == (3, 3, 9, 5)
-    kept = layer(x, AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    kept = layer(x, AttentionContext(attend=None, cross_attend=cached_cross_attention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(kept, whole)
     memory.select(torch.tensor([2, 0]))
-    chosen = layer(x[[2, 0]], AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    chosen = layer(x[[2, 0]], AttentionContext(attend=None, cross_attend=cached_cross_attention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(chosen, whole[[2, 0]])
 
 
