@@ -20,10 +20,9 @@ from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
 from alignment.models.families.family import Architecture
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
-from alignment.models.safetensors_files import read_config
+from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config, set_end_tokens
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, warn_of_slow_bfloat16
 

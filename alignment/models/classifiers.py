@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from alignment.models.heads import ClassificationHead, Pooling, float32_logits, score_outputs
 from alignment.models.layers.padded_layout import select_rows
-from alignment.models.model import Model, Padded, padded_values
+from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
-from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
+from alignment.models.outputs import ClassifierOutput, Padded, ValueOutput, padded_values, value_output
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged

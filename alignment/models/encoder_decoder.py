@@ -13,9 +13,8 @@ from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.layers.sdpa import Source
-from alignment.models.model import Padded, from_padded
 from alignment.models.native_model import NativeModel, empty_cache
-from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
+from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, Padded, from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged, Seq2Seq

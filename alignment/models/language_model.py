@@ -12,9 +12,8 @@ from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows, states_before_targets
-from alignment.models.model import Padded
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
-from alignment.models.outputs import LanguageOutput, LogitsOutput
+from alignment.models.outputs import LanguageOutput, LogitsOutput, Padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged

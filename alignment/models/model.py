@@ -2,58 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.models.outputs import ValueOutput, value_output
+from alignment.models.outputs import Padded, from_padded
 from alignment.models.safetensors_files import HFConfig
-from alignment.ragged import DeviceBatch, Ragged
-
-
-class Padded(NamedTuple):
-    """Documents that lay in a padded rectangle [B, T]; their tokens' indices in it, flat, [N], None: all."""
-
-    batch: Ragged
-    indices: Tensor | None
-    shape: torch.Size
-
-    def restore(self, x: Tensor) -> Tensor:
-        """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere."""
-        if self.indices is not None:
-            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.indices, x)
-        return x.unflatten(0, tuple(self.shape))
-
-
-def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
-    """A padded rectangle [B, T] as documents end to end; ValueError for a row without tokens."""
-    if input_ids is None:
-        raise ValueError("a model call needs input_ids or batch")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask > 0
-    lengths = tuple(real.sum(1).tolist())
-    if 0 in (*lengths, len(lengths)):
-        raise ValueError(f"attention_mask marks no token in row {lengths.index(0) if lengths else 0}")
-    indices = None if min(lengths) == input_ids.shape[1] else real.flatten().nonzero().squeeze(1)
-
-    def kept(x: Tensor) -> Tensor:
-        return x.flatten() if indices is None else x.flatten()[indices]
-
-    nothing = torch.empty(0, dtype=torch.long, device=input_ids.device)
-    batch = Ragged(
-        tokens=kept(input_ids),
-        positions=kept(real.cumsum(1) - 1),
-        starts=F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32),
-        lengths=lengths,
-        target_index=nothing,
-        target_rows=nothing,
-        weight=0.0,
-        segments=None if segments is None else kept(segments),
-    )
-    return Padded(batch, indices, input_ids.shape)
+from alignment.ragged import DeviceBatch
 
 
 class Model(nn.Module):
@@ -130,13 +87,6 @@ class Model(nn.Module):
         return sum(
             int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
         )
-
-
-def padded_values(padded: Padded, outputs: Tensor) -> ValueOutput:
-    """The output of a scalar model's padded call from the outputs of each token, [N, k]; see `ValueOutput`."""
-    plain = value_output(outputs)
-    members = None if plain.members is None else padded.restore(plain.members)
-    return ValueOutput(padded.restore(plain.values), outputs[padded.batch.last], members)
 
 
 def check_capacity(capacity: int, positions: int) -> None:

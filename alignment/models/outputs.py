@@ -1,21 +1,24 @@
-"""Outputs of the models: named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them."""
+"""Outputs of the models, and the padded rectangles that a call may come in.
+
+Outputs are named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from alignment.ragged import Ragged
 
 
 class LanguageOutput(NamedTuple):
     """Log-probabilities of a batch's targets, from a language model called with `batch`; nats, fp32, the rest if asked for."""
 
     log_probs: Tensor  # of each target token, [M]
-    entropy: Tensor | None = (
-        None  # of the distribution behind each target, [M]; has a gradient where no loss was asked for
-    )
-    balance: Tensor | None = (
-        None  # load-balancing loss of the experts times its coefficient, where the model trains one
-    )
+    entropy: Tensor | None = None  # of the distribution behind each target, [M]; has a gradient where no loss was
+    balance: Tensor | None = None  # load-balancing loss of the experts times its coefficient
     next_sentence_logits: Tensor | None = None  # not next, next, [B, 2]; of encoders with a next-sentence head
     losses: Tensor | None = None  # of each target with label smoothing or z-loss, [M]
     values: Tensor | None = None  # of a value head before each target, [M]
@@ -59,3 +62,54 @@ class DoubleHeadsOutput(NamedTuple):
 
     logits: Tensor  # [B, C]
     log_probs: Tensor  # of all tokens but first ones, nats, fp32, [M]
+
+
+# Padded rectangles
+
+
+class Padded(NamedTuple):
+    """Documents that lay in a padded rectangle [B, T]; their tokens' indices in it, flat, [N], None: all."""
+
+    batch: Ragged
+    indices: Tensor | None
+    shape: torch.Size
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere."""
+        if self.indices is not None:
+            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.indices, x)
+        return x.unflatten(0, tuple(self.shape))
+
+
+def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
+    """A padded rectangle [B, T] as documents end to end; ValueError for a row without tokens."""
+    if input_ids is None:
+        raise ValueError("a model call needs input_ids or batch")
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask > 0
+    lengths = tuple(real.sum(1).tolist())
+    if 0 in (*lengths, len(lengths)):
+        raise ValueError(f"attention_mask marks no token in row {lengths.index(0) if lengths else 0}")
+    indices = None if min(lengths) == input_ids.shape[1] else real.flatten().nonzero().squeeze(1)
+
+    def kept(x: Tensor) -> Tensor:
+        return x.flatten() if indices is None else x.flatten()[indices]
+
+    nothing = torch.empty(0, dtype=torch.long, device=input_ids.device)
+    batch = Ragged(
+        tokens=kept(input_ids),
+        positions=kept(real.cumsum(1) - 1),
+        starts=F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32),
+        lengths=lengths,
+        target_index=nothing,
+        target_rows=nothing,
+        weight=0.0,
+        segments=None if segments is None else kept(segments),
+    )
+    return Padded(batch, indices, input_ids.shape)
+
+
+def padded_values(padded: Padded, outputs: Tensor) -> ValueOutput:
+    """The output of a scalar model's padded call from the outputs of each token, [N, k]; see `ValueOutput`."""
+    plain = value_output(outputs)
+    members = None if plain.members is None else padded.restore(plain.members)
+    return ValueOutput(padded.restore(plain.values), outputs[padded.batch.last], members)

@@ -1,4 +1,4 @@
-"""config.json and safetensors files of a model directory, in one file or in shards, checked before they are read."""
+"""The files of a model directory: config.json, generation_config.json, and safetensors in one file or in shards, checked."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from alignment.errors import UserError, raise_all
-from alignment.files import check_directory, read_json_object
+from alignment.files import check_directory, read_json_object, write_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+GENERATION_CONFIG = "generation_config.json"  # stop tokens and defaults for other programs; our sampling ignores it
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys that count modules
 SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # config keys that are widths
@@ -140,3 +141,39 @@ def max_dtype(directory: Path) -> torch.dtype:
     types = {tensor.dtype for tensor in stored_tensors(directory).values()}
     (low,) = types if len(types) == 1 else (torch.float32,)
     return low if low in (torch.bfloat16, torch.float16) else torch.float32
+
+
+# generation_config.json
+
+
+def read_generation_config(directory: Path) -> dict[str, Any] | None:
+    """The content of a directory's generation_config.json; None if there is no such file."""
+    path = Path(directory) / GENERATION_CONFIG
+    try:
+        return read_json_object(path) if path.is_file() else None
+    except UserError as error:
+        raise UserError(f"{error}; mend it or delete it") from error
+
+
+def write_generation_config(model: Any, directory: Path) -> None:
+    """Write the model's generation config, if it has one."""
+    if model.generation_config is not None:
+        write_json(Path(directory) / GENERATION_CONFIG, model.generation_config)
+
+
+def set_end_tokens(model: Any, end_ids: list[int], pad_id: int | None) -> None:
+    """Set the end tokens (if there are any) and the padding token in both configs of a model that generates."""
+    if not hasattr(model, "new_cache"):
+        return
+    config = model.generation_config
+    if config is None:  # transformers takes the same keys of config.json in its place
+        from transformers import GenerationConfig
+
+        keys = [key for key in vars(GenerationConfig()) if not key.startswith("_") and key != "transformers_version"]
+        config = {key: model.config[key] for key in keys if model.config.get(key) is not None}
+    model.generation_config = dict(config)
+    if end_ids:
+        model.config["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
+        model.generation_config["eos_token_id"] = model.config["eos_token_id"]
+    if pad_id is not None:
+        model.generation_config["pad_token_id"] = pad_id

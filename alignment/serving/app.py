@@ -346,8 +346,7 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
     async def encode() -> list[list[int]]:  # each by a call of its own, so that other requests come between them
         return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
 
-    encoded = await while_connected(request, encode())
-    answer = Answer(thread, served.requests(asked, encoded))
+    answer = Answer(thread, served.requests(asked, await while_connected(request, encode())))
     writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
     if asked.stream:
         headers = {"Cache-Control": "no-cache"}

@@ -37,6 +37,18 @@ def roughen(model: Any, seed: int = 0) -> Any:
     return model
 
 
+def written_by_transformers(directory, model_type: str, config: dict[str, Any], door="AutoModelForCausalLM", **more):
+    """A random model of one of transformers' auto classes, saved by it."""
+    import transformers
+
+    torch.manual_seed(0)
+    keys = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **config, **more}
+    settings = transformers.AutoConfig.for_model(model_type, **keys)
+    model = roughen(getattr(transformers, door).from_config(settings)).eval()
+    model.save_pretrained(directory)
+    return model
+
+
 @pytest.fixture(params=sorted(CONFIGS))
 def config(request) -> dict[str, Any]:
     return dict(CONFIGS[request.param])

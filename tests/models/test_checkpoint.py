@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alignment.errors import UserError
 from alignment.files import byte_count
@@ -24,28 +24,23 @@ from alignment.models.huggingface.checkpoint import (
 from alignment.models.huggingface.weight_map import read_parameters
 from alignment.ragged import Ragged
 from alignment.training import TrainingConfig
+from tests.models.conftest import roughen, written_by_transformers
 
 IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
-def rough(reference, seed=0):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter += 0.15 * torch.randn_like(parameter)
-    return reference.eval()
+SCORES = "AutoModelForSequenceClassification"
 
 
-def theirs(config, kind=AutoModelForCausalLM, **keys):
-    """A random transformers model of the fixture's config."""
-    keys = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **keys}
+def written(directory, config, *door, **keys):
+    """A random transformers model of the fixture's config in a directory."""
     plain = {key: value for key, value in config.items() if key != "model_type"}
-    return rough(kind.from_config(AutoConfig.for_model(config["model_type"], **{**plain, **keys})))
+    return written_by_transformers(directory, config["model_type"], plain, *door, **keys)
 
 
 @pytest.fixture
 def directory(config, tmp_path):
-    theirs(config).save_pretrained(tmp_path)
+    written(tmp_path, config)
     return tmp_path
 
 
@@ -68,7 +63,7 @@ def names(directory):
 
 
 def test_saved_scalar_model_opens_in_transformers_with_equal_scores(config, tmp_path):
-    model = rough(build_scalar_model({**config, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}))
+    model = roughen(build_scalar_model({**config, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}))
     save_model(model, tmp_path)
     reference, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -81,7 +76,7 @@ def test_saved_scalar_model_opens_in_transformers_with_equal_scores(config, tmp_
 
 def test_i10_save_and_load_keep_every_bit(config, tmp_path):
     for build, load in ((build_language_model, load_language_model), (build_scalar_model, load_scalar_model)):
-        model = rough(build(config))
+        model = roughen(build(config))
         save_model(model, tmp_path / build.__name__)
         again = load(tmp_path / build.__name__)
         for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
@@ -130,25 +125,22 @@ def test_a_wrong_shape_is_refused_with_both_shapes(directory):
         load_language_model(directory)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_unopened(directory, name):
-    (directory / "model.safetensors").unlink()
-    (directory / name).write_bytes(b"not even a pickle")
-    with pytest.raises(UserError, match=rf"pickle \({name}\)"):
-        load_language_model(directory)
-
-
-def test_directories_without_a_model_are_refused(tmp_path, directory):
-    with pytest.raises(UserError, match=r"nowhere: no config\.json"):
-        load_language_model(tmp_path / "nowhere")
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_language_model(directory)
-    (directory / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        load_language_model(directory)
-    (directory / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="one JSON object, got list"):
+@pytest.mark.parametrize(
+    ("lost", "file", "content", "problem"),
+    [
+        ("model.safetensors", "pytorch_model.bin", "not even a pickle", r"pickle \(pytorch_model\.bin\)"),
+        ("model.safetensors", "consolidated.00.pth", "not even a pickle", r"pickle \(consolidated"),
+        ("model.safetensors", "model.pt", "not even a pickle", r"pickle \(model\.pt\)"),
+        ("model.safetensors", "notes.txt", "", r"no model\.safetensors"),
+        ("config.json", "notes.txt", "", r"no config\.json"),
+        ("config.json", "config.json", "{", "not valid JSON"),
+        ("config.json", "config.json", "[]", "one JSON object, got list"),
+    ],
+)
+def test_directories_without_a_model_are_refused_and_pickles_unopened(directory, lost, file, content, problem):
+    (directory / lost).unlink()
+    (directory / file).write_text(content)
+    with pytest.raises(UserError, match=problem):
         load_language_model(directory)
 
 
@@ -163,8 +155,7 @@ def test_old_buffers_are_no_weights(config, directory):
 
 
 def test_a_bare_trunk_without_prefix_loads(config, tmp_path):
-    reference = theirs(config, AutoModel, tie_word_embeddings=True)
-    reference.save_pretrained(tmp_path)
+    reference = written(tmp_path, config, "AutoModel", tie_word_embeddings=True)
     assert not any(name.startswith(("transformer.", "model.")) for name in names(tmp_path))
     model = load_language_model(tmp_path)
     hidden = model.trunk(Ragged.build(IDS.tolist()))
@@ -189,21 +180,21 @@ def test_a_tied_head_that_is_another_matrix_is_refused(config, directory):
 def test_h24_a_reward_model_without_its_head_is_refused(config, tmp_path, directory):
     with pytest.raises(UserError, match=r"score\.weight is missing"):
         load_scalar_model(directory)
-    theirs(config, AutoModelForSequenceClassification, num_labels=1).save_pretrained(tmp_path / "reward")
+    written(tmp_path / "reward", config, SCORES, num_labels=1)
     change_tensors(tmp_path / "reward", lambda tensors: tensors.pop("score.weight"))
     with pytest.raises(UserError, match=r"score\.weight is missing"):
         load_scalar_model(tmp_path / "reward")
 
 
 def test_a_head_with_two_labels_is_refused(config, tmp_path):
-    theirs(config, AutoModelForSequenceClassification, num_labels=2).save_pretrained(tmp_path)
+    written(tmp_path, config, SCORES, num_labels=2)
     with pytest.raises(UserError, match=r"score\.weight has shape \(2, 32\)"):
         load_scalar_model(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_opens_as_a_scalar_model_with_a_new_head(config, tmp_path, tied):
-    theirs(config, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    written(tmp_path, config, tie_word_embeddings=tied)
     policy, zero = load_language_model(tmp_path), load_scalar_model(tmp_path, new_head="zero")
     assert torch.equal(zero.trunk.embed.weight, policy.trunk.embed.weight)
     assert (zero(IDS).values == 0).all()
@@ -298,7 +289,7 @@ FUSED = {  # families whose files hold several of our matrices in one tensor, in
 def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {} if family in ("bloom", "falcon") else {"intermediate_size": 48}
-    save_model(rough(build_language_model({"model_type": family, **sizes, **FUSED[family]})), tmp_path)
+    save_model(roughen(build_language_model({"model_type": family, **sizes, **FUSED[family]})), tmp_path)
     whole, unread = load_language_model(tmp_path), load_language_model(tmp_path, device="meta")
     for (name, parameter), real in zip(unread.named_parameters(), whole.parameters(), strict=True):
         for ranks in (2, 3, 7):
@@ -312,7 +303,7 @@ def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tm
 
 
 def test_shards_open_here_and_in_transformers_and_a_model_that_fits_is_one_file_with_the_same_bytes(config, tmp_path):
-    model = rough(build_language_model({**config, "bos_token_id": 1, "eos_token_id": 2}))
+    model = roughen(build_language_model({**config, "bos_token_id": 1, "eos_token_id": 2}))
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()
     save_model(model, tmp_path / "one")

@@ -15,6 +15,7 @@ from alignment.models.layers.kv_cache import CrossAttentionCache
 from alignment.models.layers.padded_layout import pad_layouts, padding_mask
 from alignment.models.layers.sdpa import Source, cached_cross_attention, cross_attentions
 from alignment.ragged import Ragged, Seq2Seq
+from tests.models.conftest import roughen
 
 T5 = {
     "model_type": "t5", "vocab_size": 61, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_heads": 4,
@@ -46,12 +47,7 @@ def batch_of(sources, targets):
 @pytest.fixture(params=sorted(CONFIGS))
 def model(request):
     torch.manual_seed(0)
-    model = build_model(CONFIGS[request.param])
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return roughen(build_model(CONFIGS[request.param]))
 
 
 def cross_attention():

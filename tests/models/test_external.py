@@ -16,8 +16,8 @@ from alignment.generation.sampling import SamplingConfig
 from alignment.models.external.load import load_external, save_external
 from alignment.models.external.rectangles import RereadCache, SharedCache, groups_with_little_padding
 from alignment.ragged import Ragged, Seq2Seq
+from tests.models.conftest import written_by_transformers as written
 
-IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
 OLD = {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
@@ -45,20 +45,6 @@ MPNET = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 130}
 DOCUMENTS = [[5, 9, 44, 3, 8, 61, 99, 7, 31, 15, 16, 23, 42], [88], [17, 3, 90, 21], [6, 6, 7]]
 
 
-def write(family, config, directory, door="AutoModelForCausalLM", **extra):
-    """A random model of transformers, saved by it; returns it."""
-    import transformers
-
-    torch.manual_seed(0)
-    settings = transformers.AutoConfig.for_model(family, **{**IDS, **config, **extra})
-    model = getattr(transformers, door).from_config(settings).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    return model
-
-
 def rectangle(documents, side="right", filler=0):
     width = max(map(len, documents))
     rows = [(document, [1] * len(document), width - len(document)) for document in documents]
@@ -72,7 +58,7 @@ def rectangle(documents, side="right", filler=0):
 @pytest.fixture(params=DECODERS)
 def decoder(request, tmp_path):
     """Ours, theirs."""
-    theirs = write(request.param, DECODERS[request.param], tmp_path)
+    theirs = written(tmp_path, request.param, DECODERS[request.param])
     return load_external(tmp_path), theirs
 
 
@@ -198,7 +184,7 @@ def counted_calls(ours):
 
 @pytest.mark.parametrize("family", ["stablelm", "cohere", "granite", "gptj"])
 def test_the_head_reads_the_columns_with_targets_only(family, tmp_path):
-    write(family, DECODERS[family], tmp_path)
+    written(tmp_path, family, DECODERS[family])
     ours, rows = load_external(tmp_path), []
     head = ours.inner.get_output_embeddings()
     head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[:2].numel()))
@@ -235,7 +221,7 @@ def test_what_is_saved_opens_in_transformers_bit_for_bit(decoder, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gpt_neo", "stablelm", "gptj"])
 def test_a_scalar_model_has_one_value_per_token(family, tmp_path):
-    theirs = write(family, DECODERS[family], tmp_path, "AutoModelForSequenceClassification", num_labels=1)
+    theirs = written(tmp_path, family, DECODERS[family], "AutoModelForSequenceClassification", num_labels=1)
     ours = load_external(tmp_path, "scalar")
     values = ours(batch=Ragged.build(DOCUMENTS)).values
     assert values.shape == (21,) and values.dtype == torch.float32
@@ -251,7 +237,7 @@ def test_a_scalar_model_has_one_value_per_token(family, tmp_path):
 
 @torch.no_grad()
 def test_a_language_model_starts_models_with_new_heads(tmp_path):
-    theirs = write("stablelm", DECODERS["stablelm"], tmp_path)
+    theirs = written(tmp_path, "stablelm", DECODERS["stablelm"])
     with pytest.raises(UserError, match=r"tensor score\.weight is missing"):
         load_external(tmp_path, "scalar")
     torch.manual_seed(0)
@@ -269,7 +255,7 @@ def test_a_language_model_starts_models_with_new_heads(tmp_path):
 
 @torch.no_grad()
 def test_an_encoder(tmp_path):
-    theirs = write("mpnet", MPNET, tmp_path, "AutoModelForMaskedLM", pad_token_id=1)
+    theirs = written(tmp_path, "mpnet", MPNET, "AutoModelForMaskedLM", pad_token_id=1)
     ours = load_external(tmp_path)
     alone = torch.cat([theirs(input_ids=torch.tensor([document])).logits[0] for document in DOCUMENTS])
     for side in ("left", "right"):
@@ -291,7 +277,7 @@ def test_an_encoder(tmp_path):
 def test_classifiers(task, family, config, tmp_path):
     door = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "span": "QuestionAnswering"}[task]
     labels = 2 if task == "span" else 3
-    theirs = write(family, config, tmp_path, f"AutoModelFor{door}", pad_token_id=1, num_labels=labels)
+    theirs = written(tmp_path, family, config, f"AutoModelFor{door}", pad_token_id=1, num_labels=labels)
     ours = load_external(tmp_path, task)
     outs = [theirs(input_ids=torch.tensor([document])) for document in DOCUMENTS]
     if task == "span":
@@ -306,7 +292,7 @@ def test_classifiers(task, family, config, tmp_path):
 
 @torch.no_grad()
 def test_an_encoder_decoder(tmp_path):
-    theirs = write("pegasus", PEGASUS, tmp_path, "AutoModelForSeq2SeqLM", eos_token_id=2)
+    theirs = written(tmp_path, "pegasus", PEGASUS, "AutoModelForSeq2SeqLM", eos_token_id=2)
     ours = load_external(tmp_path)
     targets = [[0, 9, 8, 7, 6], [0, 5], [0], [0, 44, 43]]
     alone = [
@@ -332,7 +318,7 @@ def test_an_encoder_decoder(tmp_path):
 
 
 def test_damage_is_refused_by_name(tmp_path):
-    write("stablelm", DECODERS["stablelm"], tmp_path)
+    written(tmp_path, "stablelm", DECODERS["stablelm"])
     weights, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(weights)
     victim = "model.layers.1.mlp.up_proj.weight"
@@ -362,7 +348,7 @@ def test_damage_is_refused_by_name(tmp_path):
 
 
 def test_other_refusals(tmp_path):
-    write("codegen", OLD, tmp_path)
+    written(tmp_path, "codegen", OLD)
     with pytest.raises(UserError, match="no ModelForSequenceClassification for 'codegen'"):
         load_external(tmp_path, "scalar", new_head=True)
     with pytest.raises(UserError, match="no head for 'next_sentence'"):
@@ -370,10 +356,10 @@ def test_other_refusals(tmp_path):
     model = load_external(tmp_path)
     with pytest.raises(UserError, match="129 tokens"):
         model.new_cache(1, 129)
-    write("mpnet", MPNET, tmp_path / "e", "AutoModelForSequenceClassification", num_labels=1)
+    written(tmp_path / "e", "mpnet", MPNET, "AutoModelForSequenceClassification", num_labels=1)
     with pytest.raises(UserError, match="gives no number per token"):
         load_external(tmp_path / "e", "scalar")
-    write("mpnet", MPNET, tmp_path / "m", "AutoModelForMaskedLM")
+    written(tmp_path / "m", "mpnet", MPNET, "AutoModelForMaskedLM")
     with pytest.raises(UserError, match="needs layers that keep keys and values, and MPNetForMaskedLM"):
         attach(load_external(tmp_path / "m"), PrefixSpec())
 

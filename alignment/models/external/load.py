@@ -28,8 +28,16 @@ from alignment.models.external.models import (
 from alignment.models.external.rectangles import scores_every_token
 from alignment.models.families.family import Architecture
 from alignment.models.heads import score_labels, score_outputs
-from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
-from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, max_dtype, read_config, read_shapes
+from alignment.models.safetensors_files import (
+    CONFIG,
+    HFConfig,
+    check_sizes,
+    max_dtype,
+    read_config,
+    read_generation_config,
+    read_shapes,
+    write_generation_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -30,8 +30,17 @@ from alignment.models.external.rectangles import (
     scores_every_token,
 )
 from alignment.models.heads import float32_logits
-from alignment.models.model import Model, Padded, check_capacity, from_padded, padded_values
-from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput, value_output
+from alignment.models.model import Model, check_capacity
+from alignment.models.outputs import (
+    ClassifierOutput,
+    LanguageOutput,
+    LogitsOutput,
+    Padded,
+    ValueOutput,
+    from_padded,
+    padded_values,
+    value_output,
+)
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -115,8 +124,10 @@ class ExternalModel(Model):
 
         return [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
-    def padded_logits(self, padded: Padded) -> LogitsOutput:
-        """Logits of padded rows, [B, T, V], zeros at padding."""
+    def padded_outputs(self, padded: Padded) -> Any:
+        """As of `Model`; of language models logits [B, T, V], zeros at padding."""
+        if self.task != "language":
+            return super().padded_outputs(padded)
         return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
 
     def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
@@ -135,7 +146,7 @@ class ExternalModel(Model):
             checkpoint_calls(layer, enabled)
 
     def compile_blocks(self) -> None:
-        """Run the layers through torch.compile from now on; UserError where the class has none that can be told apart."""
+        """Run the layers through torch.compile from now on; UserError where the class has no separate ones."""
         from alignment.models.compilation import compile_blocks
 
         layers = self._layers()
@@ -175,17 +186,13 @@ class ExternalLanguageModel(ExternalDecoder):
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
             return output
-        losses = smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
-        return output._replace(losses=losses)
-
-    padded_outputs = ExternalModel.padded_logits
+        return output._replace(losses=smoothed_token_loss(logits / temperature, batch.target_labels, token_loss))
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
         virtual, capacity = self.active_virtual_tokens(), capacity + self.virtual_tokens()
         check_capacity(capacity, self.spec.max_positions)
-        kind = SharedCache if can_share_cache(self.inner, virtual) else RereadCache
-        return kind(rows, capacity, virtual)
+        return (SharedCache if can_share_cache(self.inner, virtual) else RereadCache)(rows, capacity, virtual)
 
 
 class ExternalMaskedLanguageModel(ExternalModel):
@@ -197,8 +204,6 @@ class ExternalMaskedLanguageModel(ExternalModel):
         """Log-probabilities of the labels at the batch's targets, or their logits."""
         logits = self.token_logits(batch, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
-
-    padded_outputs = ExternalModel.padded_logits
 
 
 class ExternalSeq2SeqModel(ExternalDecoder):

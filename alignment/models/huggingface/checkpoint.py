@@ -20,7 +20,6 @@ from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.heads import score_labels
-from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
 from alignment.models.huggingface.weight_files import write_weights
 from alignment.models.huggingface.weight_map import (
     HFLocation,
@@ -38,7 +37,16 @@ from alignment.models.huggingface.weight_map import (
 from alignment.models.init_weights import initialize_layer
 from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
-from alignment.models.safetensors_files import CONFIG, HFConfig, StoredTensor, check_sizes, read_config, stored_tensors
+from alignment.models.safetensors_files import (
+    CONFIG,
+    HFConfig,
+    StoredTensor,
+    check_sizes,
+    read_config,
+    read_generation_config,
+    stored_tensors,
+    write_generation_config,
+)
 from alignment.models.transformer import Transformer
 
 MAX_SHARD_SIZE = "5GB"  # of a file of weights, as transformers had it for long
