@@ -39,7 +39,7 @@ WITHOUT_EFFECT = frozenset(
         "temperature", "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
     }
 )  # fmt: skip
-WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})
+WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "max_rows"})
 ORIGIN = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
 
 

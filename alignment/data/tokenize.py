@@ -24,7 +24,7 @@ from alignment.data.rows.records import (
     single_turns,
 )
 from alignment.data.text import chat
-from alignment.data.text.dialogues import DialogueRow, encode_dialogues
+from alignment.data.text.chat import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
 from alignment.errors import UserError, list_problems

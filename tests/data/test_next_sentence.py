@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import (
+from alignment.data.pretraining.prepare import (
     FOLLOWS,
     collate_sentence_pairs,
     group_sentences,

@@ -88,7 +88,7 @@ def test_a_text_and_a_pair_are_encoded_and_truncated_at_the_longer_text(wordpiec
     assert [example.labels for example in whole] == [[1], [0], [0]]
     assert cut[0] == whole[0]
     assert ids_of(cut[1])[:-1] == ids_of(whole[1])[: len(ids_of(whole[0])) - 1]
-    assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1}
+    assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1} and len(ids_of(cut[2])) == len(ids_of(whole[0]))
     assert counts.tokens == sum(len(ids_of(example)) for example in cut)
     [batch] = collate_tasks(whole, 1000)
     assert batch.weight == batch.ragged.weight == 3
@@ -172,10 +172,7 @@ def test_gpt1_inputs(tokenizers):
     choices = LabeledRow(("the fox", ["cats", "lazy dog"]), (1,), "c")
 
     classes, _ = encode_texts([one, pair], tokenizer, 64, form="gpt1")
-    assert [example.documents for example in classes] == [
-        [[start, *a, extract]],
-        [[start, *a, delimiter, *b, extract]],
-    ]
+    assert [example.documents for example in classes] == [[[start, *a, extract]], [[start, *a, delimiter, *b, extract]]]
     [similar], _ = encode_texts([pair], tokenizer, 64, form="gpt1_similarity")
     assert similar.documents == [[start, *a, delimiter, *b, extract], [start, *b, delimiter, *a, extract]]
     [choice], _ = encode_texts([choices], tokenizer, 64, task="multiple_choice", form="gpt1")
