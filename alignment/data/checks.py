@@ -14,9 +14,10 @@ from zlib import crc32
 
 from alignment.data.examples import Example, TokenizedRow
 from alignment.data.rows.fields import EqualResponses
-from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES, NO_STEPS, ordered_pairs
+from alignment.data.rows.rankings import NO_RANKED_REPLIES, NO_STEPS
 from alignment.data.rows.read import prompt_key, record_key, text_hash
 from alignment.data.rows.records import (
+    ALL_TIED,
     SHOWN_IDS,
     Comparison,
     Kind,
@@ -27,6 +28,7 @@ from alignment.data.rows.records import (
     Steps,
     Tally,
     Text,
+    ordered_pairs,
     replies_of,
 )
 from alignment.data.text import chat
@@ -326,18 +328,18 @@ class Checks:
         for example in examples if self.special is not None else ():
             for fault in TOKEN_FAULTS if self._draws(example.row_id) else ():
                 if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.special):
-                    self._count(fault.name, self.weight, [example.row_id])
+                    self._add_rows(fault.name, self.weight, [example.row_id])
 
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
         self.rows += other.rows
         for name, (number, first) in other.faults.items():
-            self._count(name, number, first)
+            self._add_rows(name, number, first)
         for name, seen in other.seen.items():
             self.seen[name].update(seen)
         self.sums.update(other.sums)
 
-    def _count(self, name: str, number: int, first: list[str]) -> None:
+    def _add_rows(self, name: str, number: int, first: list[str]) -> None:
         before, names = self.faults.get(name, (0, []))
         self.faults[name] = before + number, (names + first)[:SHOWN_IDS]
 
@@ -350,13 +352,13 @@ class Checks:
         weight, names = self.weight, [row.record.row_id]
         for fault in FAULTS:
             if fault.found(row):
-                self._count(fault.name, weight, names)
+                self._add_rows(fault.name, weight, names)
         self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:
             ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
             for string in self.special.control_strings:
                 if any(string in text for text in (row.prompt, *ended)):
-                    self._count(LITERAL + string, weight, names)
+                    self._add_rows(LITERAL + string, weight, names)
         labels = row.record.labels if isinstance(row.record, Steps) else ()
         if isinstance(row.record, LabeledResponse):
             labels = (row.record.desirable,)

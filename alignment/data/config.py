@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
@@ -222,9 +222,8 @@ class DataConfig(Settings):
 
     def missing(self) -> Iterator[tuple[str, str]]:
         """The key, `train` or `evaluation`, of each source that is not there, and why; Hub data sets are not looked for."""
-        named = {"train": self.train, "evaluation": self.evaluation}
-        for part in (part for part in get_args(Part) if named[part]):
-            for source in self.sources(part):
+        for part in ("train", "evaluation"):
+            for source in self.sources(part) if getattr(self, part) else ():
                 try:
                     find_rows(source.source, str(source.split))
                 except UserError as error:

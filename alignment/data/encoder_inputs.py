@@ -83,8 +83,7 @@ def with_segments(batch: Ragged) -> Ragged:
     """A batch of these examples with the segments that their masks stand for."""
     if not len(batch.target_index):
         return batch
-    segments = torch.zeros_like(batch.tokens).index_fill(0, batch.target_index, 1)
-    return replace(batch, segments=segments)
+    return replace(batch, segments=torch.zeros_like(batch.tokens).index_fill(0, batch.target_index, 1))
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 Row = TypeVar("Row")
 Values = dict[str, Any]  # of an example, JSON-like
@@ -16,11 +16,7 @@ class RowSequence(Sequence[Row]):
     def row_at(self, index: int) -> Row:
         """The row of an index from 0."""
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: int | slice) -> Any:
         found = range(len(self))[index]
         return [self.row_at(each) for each in found] if isinstance(found, range) else self.row_at(found)
 

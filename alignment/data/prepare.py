@@ -8,7 +8,7 @@ import gc
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -141,8 +141,7 @@ def prepare_with(
         examples = view_of_part(examples, config, part)
         return examples, examples.tally
     if part == "evaluation" and not config.streaming:
-        train = prepare_tables(preparation, config, tokenizer, part="train")
-        counts.trained_on = trained_on(train, examples)
+        counts.trained_on = trained_on(prepare_tables(preparation, config, tokenizer, part="train"), examples)
     return examples, counts
 
 
@@ -154,7 +153,7 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
 
 
 def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part) -> Rows:
-    """The tables of the sources of one part, from the cache or made; bad rows of all sources are told at once."""
+    """The tables of the sources of one part, from the cache or made; bad rows of all sources are raised at once."""
     names, tables, problems, read = config.source_names, list[Table](), list[str](), 0
     for source in config.require_sources(part):
         left = rows_left(config.max_rows, read, source)
@@ -163,7 +162,7 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         own = with_chat_template(tokenizer, source.chat_template)
         name = f"{preparation.kind}: {preparation.name}"
         key = table_key(source, config, own, name=name, max_rows=left)
-        make = partial(_make, preparation, source, config, own, left)
+        make = partial(_make, preparation, source, config, own, max_rows=left)
         try:
             entry = get_entry(cache_directory(config.cache), key, make)
             table = Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
@@ -183,8 +182,9 @@ def _make(
     source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
-    max_rows: int | None,
     directory: Path,
+    *,
+    max_rows: int | None,
 ) -> dict[str, Any]:
     """Fill the directory of a table, and return the content of its manifest."""
     size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])
@@ -354,7 +354,7 @@ def _without(counts: Tally, number: int, first: list[str]) -> Tally:
     return replace(counts, rows=counts.rows - number, kept=counts.kept - number, noted=noted, first=names)
 
 
-def _require_rows(found: Sequence[Any], config: DataConfig, part: Part, rows: int) -> None:
+def _require_rows(found: Sized, config: DataConfig, part: Part, rows: int) -> None:
     """Refuse a part without rows, of `rows` in all."""
     if len(found):
         return

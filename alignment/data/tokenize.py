@@ -149,7 +149,7 @@ def tokenize_ordered_rankings(
     rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[Example], Tally]:
     """`tokenize_rankings` without those whose responses are all tied."""
-    return tokenize_responses(rows, tokenizer, max_length, ordered=True)
+    return tokenize_rankings(rows, tokenizer, max_length, ordered=True)
 
 
 def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:

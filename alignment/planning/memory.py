@@ -323,15 +323,14 @@ class Tracer:
     def rollouts(self, rows: DeviceRows) -> tuple[list[Length], bool]:
         """Prompts with responses of full length, as many as fit."""
         new: int = self.config.max_new_tokens  # type: ignore[union-attr]
-        document = (self.longest_prompt(rows) + new, new)
-        return rows.take([[document]] * (rows.per_update * self.stage.responses))
+        return rows.take([[(self.longest_prompt(rows) + new, new)]] * (rows.per_update * self.stage.responses))
 
     def rows_of_update(self, rows: DeviceRows) -> tuple[list[Length], bool]:
         """The largest micro-batch of an update: the longest rows, or rows as long as the config allows."""
         stage, length = self.stage, self.config.data.max_length
         if stage.responses:
-            pairs = stage.documents > 1  # one from each prompt
-            count = math.ceil(rows.per_update * (1 if pairs else stage.responses) / stage.minibatches)
+            learned = 1 if stage.documents > 1 else stage.responses  # of each prompt: one pair, or every response
+            count = math.ceil(rows.per_update * learned / stage.minibatches)
             return rows.take([self.rollouts(rows)[0][:1] * stage.documents] * count)
         if not rows.longest:
             return rows.take([[(length, length - 1)] * stage.documents] * rows.per_update)
@@ -361,8 +360,7 @@ def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
     """The tokens that are computed of each document of a row: of a shared prompt once."""
     sizes, masks = [len(ids) for ids in row.documents], getattr(row, "masks", None)
     common = common_prompt(row.documents, masks) if masks is not None and allowed(share, sizes) else 0
-    own = [size - (common if number else 0) for number, size in enumerate(sizes)]
-    return [(size, max(size - 1, 1)) for size in own]
+    return [(size, max(size - 1, 1)) for size in (sizes[0], *(size - common for size in sizes[1:]))]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -34,7 +34,7 @@ TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, a
 
 
 def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> Networks:
-    """The networks of a stage by role; `weights`: how frozen ones are held; `shared`: those of one base hold it together."""
+    """The networks of a stage by role; `weights`: how frozen ones are held; `shared`: networks over one base share it."""
     bases: dict[str, Any] = {}
 
     def base_of(start: Start) -> Any:

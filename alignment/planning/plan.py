@@ -85,7 +85,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RoleCount:
-    """Weights of a network, and the checkpoint (`base`, with frozen `adapters` on it) that its shapes are those of."""
+    """Weights of a network, and the checkpoint (`base`, with frozen `adapters` on it) that gives its shapes."""
 
     role: str
     parameters: int
@@ -141,8 +141,7 @@ def make_plan(
     """The plan of a run; `near`: folder of the user's config."""
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
-        number = DEFAULT_TOKENS if tokens == "auto" else tokens
-        return plan_at(config, layout, device, number, data=data, near=near)
+        return plan_at(config, layout, device, DEFAULT_TOKENS if tokens == "auto" else tokens, data=data, near=near)
     plans: dict[int, Plan] = {}
 
     def needed(tokens: int) -> int:
@@ -192,9 +191,8 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     length = run_length(config, stage, data, networks, layout.gpus)
     per_update = math.ceil(config.training.batch_size / layout.gpus)
     rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
-    room = device.available_bytes(layout.gpus)
-    peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
-    return Plan(config, layout, device, tokens, roles, peaks, length)
+    tracer = Tracer(config, stage, networks, layout, gpu=device.gpu)
+    return Plan(config, layout, device, tokens, roles, tracer.peaks(rows, device.available_bytes(layout.gpus)), length)
 
 
 # The length of a run
@@ -281,8 +279,7 @@ def run_length(
     if isinstance(config, OnlineDPOConfig | PPOConfig):
         responses = math.ceil(training.batch_size / gpus) * stage.responses
         passes = steps * math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
-        types = computing_types(networks["policy"], training.precision)
-        decoding = float(passes * whole_bytes(types, lambda _: True))
+        decoding = float(passes * whole_bytes(computing_types(networks["policy"], training.precision), lambda _: True))
     return RunLength(data.rows, steps, tokens, tokens * operations, counted, decoding)
 
 

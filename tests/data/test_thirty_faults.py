@@ -9,7 +9,7 @@ import pytest
 
 from alignment.data.doctor import check_file
 from alignment.data.rows.fields import EqualResponses
-from alignment.data.rows.rankings import ALL_TIED
+from alignment.data.rows.records import ALL_TIED
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.load import read_tokenizer_files
 

@@ -22,11 +22,10 @@ from alignment.data.rows.fields import (
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow, Steps
+from alignment.data.rows.records import Columns, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
-ALL_TIED = "all responses are tied, so no pair prefers one"
 NO_RANKED_REPLIES = "no two ranked replies in the tree"
 TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
 TAG = "\u043a\u0438"  # the token that ends a step in Math-Shepherd's `input`
@@ -141,16 +140,6 @@ def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
     rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
     scores = None if None in rated else cast("tuple[float, float]", rated)
     return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
-
-
-def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
-    """Each response beside every worse one; the row id of each pair ends in their numbers: ROW[better>worse]."""
-    for better, first in enumerate(ranking.ranks):
-        for worse, second in enumerate(ranking.ranks):
-            if first < second:
-                row_id = f"{ranking.row_id}[{better}>{worse}]"
-                chosen, rejected = ranking.responses[better], ranking.responses[worse]
-                yield Comparison(ranking.prompt, chosen, rejected, ranking.margin, row_id)
 
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:

@@ -12,6 +12,7 @@ from alignment.data.rows import formats, rankings
 from alignment.data.rows.fields import BadRow, EqualResponses
 from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.records import (
+    ALL_TIED,
     EXPANDED,
     Columns,
     Comparison,
@@ -23,6 +24,7 @@ from alignment.data.rows.records import (
     SkippedRow,
     Steps,
     Tally,
+    ordered_pairs,
     replies_of,
 )
 from alignment.errors import UserError, list_problems, raise_all, suggest
@@ -138,10 +140,9 @@ def read_rows(
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
-        raw = list(read_raw(each.source, str(each.split)))
-        row_format = choose_row_format(each.source, raw, kind, each.columns or {})
-        parser = RecordParser(row_format, skip_ties, as_messages)
-        return parse_rows(raw, parser, columns=each.columns or {}, max_rows=left)
+        raw, names = list(read_raw(each.source, str(each.split))), each.columns or {}
+        parser = RecordParser(choose_row_format(each.source, raw, kind, names), skip_ties, as_messages)
+        return parse_rows(raw, parser, columns=names, max_rows=left)
 
     return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
 
@@ -238,9 +239,9 @@ class RecordParser:
             raise
         records = found if isinstance(found, list) else [found]
         if self.row_format.paired:
-            records = [pair for each in records for pair in rankings.ordered_pairs(cast("Ranking", each))]
+            records = [pair for each in records for pair in ordered_pairs(cast("Ranking", each))]
             if not records:
-                raise SkippedRow(rankings.ALL_TIED)
+                raise SkippedRow(ALL_TIED)
         if self.as_messages:
             records = [formats.with_messages(record) for record in records]
         records = [formats.complete(record, values) for record in records]

@@ -1,9 +1,8 @@
 """The records that data rows become, one class per kind, and the tally of what was dropped and cut on the way."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
 from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
@@ -142,6 +141,7 @@ Turns = Literal["all", "last", "each"]  # see `choose_turns`
 Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 
 SHOWN_IDS = 3
+ALL_TIED = "all responses are tied, so no pair prefers one"
 EXPANDED = "a row of several records: each counts as a row"
 
 
@@ -186,6 +186,16 @@ def single_turns(row: Demonstration) -> list[tuple[Demonstration, str | Message]
     ]
 
 
+def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
+    """Each response beside every worse one; the row id of each pair ends in their numbers: ROW[better>worse]."""
+    for better, first in enumerate(ranking.ranks):
+        for worse, second in enumerate(ranking.ranks):
+            if first < second:
+                row_id = f"{ranking.row_id}[{better}>{worse}]"
+                chosen, rejected = ranking.responses[better], ranking.responses[worse]
+                yield Comparison(ranking.prompt, chosen, rejected, ranking.margin, row_id)
+
+
 class SkippedRow(Exception):
     """A row that is left out and counted, without being a bad one."""
 
@@ -217,14 +227,21 @@ class Tally:
         """Rows dropped, all reasons together."""
         return sum(self.dropped.values())
 
-    def _count(self, name: str, what: str, row_id: str) -> None:
-        table: dict[str, int] = getattr(self, name)
+    def drop(self, reason: str, row_id: str) -> None:
+        """Count a row that is left out."""
+        self._count(self.dropped, reason, row_id)
+
+    def note_cut(self, what: str, row_id: str) -> None:
+        """Count a row that is kept, but cut."""
+        self._count(self.cut, what, row_id)
+
+    def note(self, what: str, row_id: str) -> None:
+        """Count a row that is used, and has something worth knowing."""
+        self._count(self.noted, what, row_id)
+
+    def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
         table[what] = table.get(what, 0) + 1
         self.first[what] = [*self.first.get(what, ()), row_id][:SHOWN_IDS]
-
-    drop = partialmethod(_count, "dropped")  # a row that is left out, by the reason
-    note_cut = partialmethod(_count, "cut")  # a row that is kept, but cut
-    note = partialmethod(_count, "noted")  # a row that is used, and has something worth knowing
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally with the number of these documents and of their tokens filled in."""

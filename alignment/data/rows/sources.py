@@ -79,8 +79,7 @@ def _files_of_split(directory: Path, files: list[Path], split: str) -> list[Path
     """The files of one split; all files where none is named after a split."""
     splits = {path: _split_named(path.relative_to(directory)) for path in files}
     found = set(splits.values()) - {None}
-    same = next((words for words in SPLIT_WORDS if split in words), ())
-    wanted = {split} if split in found else set(same)
+    wanted = {split} if split in found else {word for words in SPLIT_WORDS if split in words for word in words}
     if found and not found & wanted:
         names = ", ".join(sorted(map(str, found)))
         raise UserError(f"{directory}: there is no split '{split}' among its files; it has {names}")

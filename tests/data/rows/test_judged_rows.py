@@ -3,9 +3,9 @@
 import pytest
 
 from alignment.data.rows.formats import alpaca_prompt
-from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
+from alignment.data.rows.rankings import NO_RANKED_REPLIES
 from alignment.data.rows.read import TIE, read_rows
-from alignment.data.rows.records import EXPANDED, Comparison, Ranking, Steps
+from alignment.data.rows.records import ALL_TIED, EXPANDED, Comparison, Ranking, Steps
 from alignment.data.rows.records import LabeledResponse as Label
 from alignment.errors import UserError
 
