@@ -326,7 +326,10 @@ def _encode_texts(
     rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, ids: Mapping[str, int]
 ) -> tuple[list[TaskExample], Tally]:
     """Texts, pairs and choices; the longer text of a pair loses its end first."""
-    template = special_token_template(tokenizer) if form.format == "tokenizer" else gpt1_template(tokenizer)
+    template = special_token_template(tokenizer)
+    if form.format != "tokenizer":  # the tokenizer is one of `add_gpt1_tokens`
+        start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
+        template = SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
     counts, examples = Tally(rows=len(rows)), []
     documents = [_documents(row, form) for row in rows]
     encoded = iter(tokenize_with_offsets(tokenizer, [text for row in documents for texts in row for text in texts]))
@@ -360,12 +363,6 @@ def add_gpt1_tokens(tokenizer: Tokenizer) -> Tokenizer:
     lacking = [token for token in GPT1_TOKENS if token not in extended.get_vocab()]
     extended.add_special_tokens({"extra_special_tokens": lacking}, replace_extra_special_tokens=False)
     return extended
-
-
-def gpt1_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
-    """The special tokens of GPT-1's inputs; the tokenizer is one of `add_gpt1_tokens`."""
-    start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
-    return SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
 
 
 def _encode_words(

@@ -114,8 +114,9 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
     """The special tokens that a fast tokenizer adds, found by encoding one text and a pair of texts."""
     [one] = _encodings(tokenizer, ["a"], add_special_tokens=True)
     [two] = _encodings(tokenizer, ["a"], ["a"], add_special_tokens=True)
+    of_texts = ((one.sequence_ids, 0), (two.sequence_ids, 0), (two.sequence_ids, 1))
     (head, end), (first, last), (start, stop) = (
-        _range_of(text, each.sequence_ids) for text, each in ((0, one), (0, two), (1, two))
+        (ids.index(text), len(ids) - ids[::-1].index(text)) for ids, text in of_texts
     )
     types = two.type_ids
     return SpecialTokenTemplate(
@@ -123,12 +124,6 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
         (two.ids[:first], two.ids[last:start], two.ids[stop:]),
         (types[0], types[first], types[last] if start > last else types[first], types[start], types[-1]),
     )
-
-
-def _range_of(text: int, sequence_ids: Sequence[int | None]) -> tuple[int, int]:
-    """First token of text number `text` and the one after its last."""
-    positions = [position for position, sequence in enumerate(sequence_ids) if sequence == text]
-    return positions[0], positions[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
