@@ -210,25 +210,19 @@ def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str,
 class TaskExample:
     """A row, or one window of it, as token ids.
 
-    Attributes:
-        encoded: its documents: one, both orders of a pair, or one for each choice.
-        labels: the class, [1]; the class of each token, `IGNORED` where none counts, [N]; first and last token of the
-            answer, 0 and 0 where the window does not contain it, [2]; the index of the right choice, [1].
-        row_id: name of the data row.
-        weight: number of labels that count; 1 of an answer.
-        word_tokens: token_classification: first token of each word; None for a word without one.
-        offsets: question_answering: first character in the context of each token and the one after its last; None
-            outside the context, [N].
-        question: question_answering: index of the row.
+    The labels are the class; or the class of each token, `IGNORED` where none counts; or first and last token of the answer,
+    0 and 0 where the window does not contain it; or the index of the right choice.
     """
 
-    encoded: tuple[EncodedText, ...]
+    encoded: tuple[EncodedText, ...]  # its documents: one, both orders of a pair, or one for each choice
     labels: list[int]
     row_id: str
-    weight: int = 1
-    word_tokens: tuple[int | None, ...] = ()
-    offsets: tuple[tuple[int, int] | None, ...] = ()
-    question: int = 0
+    weight: int = 1  # number of labels that count; 1 of an answer
+    word_tokens: tuple[int | None, ...] = ()  # of tagged words: first token of each; None for a word without one
+    offsets: tuple[
+        tuple[int, int] | None, ...
+    ] = ()  # of a question: the context's characters of each token; None outside
+    question: int = 0  # index of the question's row
 
     @property
     def documents(self) -> list[list[int]]:
@@ -238,15 +232,10 @@ class TaskExample:
 
 @dataclass(frozen=True)
 class TaskBatch(RaggedBatch):
-    """B rows as D documents, with their labels; its weight is the sum of the rows' weights.
+    """B rows as D documents, with their labels; its weight is the sum of the rows' weights."""
 
-    Attributes:
-        labels: those of all rows, end to end, [L].
-        rows: row, within the batch, that each document belongs to, [D]; a row's documents come in order.
-    """
-
-    labels: Tensor
-    rows: Tensor
+    labels: Tensor  # those of all rows, end to end, [L]
+    rows: Tensor  # row, within the batch, that each document belongs to, [D]; a row's documents come in order
 
 
 def collate_tasks(examples: Sequence[TaskExample], micro_batch_tokens: int) -> list[TaskBatch]:
