@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig, as_sources
 from alignment.data.prepare import require_enough, rows_of_part
-from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
+from alignment.data.rows.fields import BadRow, list_field, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import ParsedRows, overlap, parse_rows, read_sources
 from alignment.data.rows.records import Columns, Tally
@@ -121,7 +121,7 @@ Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
 
 
 def _words(row: Columns) -> Values:
-    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in _list(row, "labels"))
+    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in list_field(row, "labels"))
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
     return (words,), labels
@@ -131,7 +131,7 @@ def _question(row: Columns) -> Values:
     context = text_field(row, "context")
     answers = row.get("answers")
     if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
-        texts, starts = _list(answers, "text", empty=True), _list(answers, "answer_start", empty=True)
+        texts, starts = (list_field(answers, key, may_be_empty=True) for key in ("text", "answer_start"))
         if len(texts) != len(starts):
             raise BadRow("answers", "must have as many starts as texts", f"{len(texts)} and {len(starts)}")
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
@@ -155,14 +155,7 @@ def _choice(row: Columns) -> Values:
 
 
 def _texts(row: Columns, key: str) -> list[str]:
-    return [text_field({key: text}, key) for text in _list(row, key)]
-
-
-def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
-    value = row.get(key)
-    if not isinstance(value, list) or not (value or empty):
-        raise BadRow(key, "must be a list that is not empty" if not empty else "must be a list", type_name(value))
-    return value
+    return [text_field({key: text}, key) for text in list_field(row, key)]
 
 
 def _label(value: object, key: str = "label") -> str:

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.pretraining.prepare import prepare_text
+from alignment.data.config import DataConfig
 from alignment.data.tasks import (
     GPT1_TOKENS,
     NO_TEXT,
@@ -234,14 +233,6 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
         label_ids(words, {0: "O", 1: "I-PER"})
 
 
-def test_rows_are_read_under_other_names(jsonl):
-    path = jsonl({"sentence1": "a", "sentence2": "b", "gold": 1}, {"sentence1": "c", "sentence2": "d", "gold": "0"})
-    columns = {"text": "sentence1", "pair": "sentence2", "label": "gold"}
-    rows, counts = read_labeled(SourceConfig(path, columns=columns), "pair_classification")
-    assert rows == [text_row("a", "b", "1", f"{path}:1"), text_row("c", "d", "0", f"{path}:2")]
-    assert counts.kept == counts.rows == 2
-
-
 @pytest.mark.parametrize(
     ("task", "values", "inputs", "labels"),
     [
@@ -304,14 +295,6 @@ def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     tokenizer = add_gpt1_tokens(wordpiece)
     sequences = prepare_labeled(config, TaskFormat("classification", "gpt1"), tokenizer).examples
     assert sequences[0].documents[0][-1] == tokenizer.convert_tokens_to_ids("<extract>")
-
-
-@pytest.mark.parametrize("objective", ["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"])
-def test_running_text_is_prepared_for_every_objective(jsonl, objective):
-    path = jsonl({"text": "the dog. the fox."}, {"text": "the fox. the cats."})
-    tokenizer = train_tokenizer("characters", ["the dog. the fox. the cats."])
-    examples, counts = prepare_text(DataConfig(train=path, max_length=64), objective, tokenizer)
-    assert counts.kept == counts.rows == 2 and examples
 
 
 @pytest.mark.real_data

@@ -126,7 +126,7 @@ class FinetuneConfig(Settings):
         ),
         Rule(
             "data",
-            lambda c: ", ".join(c.data.unread("mixing", "loss_weight", "chat_template", "as_messages")),
+            lambda c: ", ".join(c.data.unread("mixing", "chat_template", "as_messages")),
             "is read whole, every row once per epoch and alike; leave out {found}",
         ),
     )

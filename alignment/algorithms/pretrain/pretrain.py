@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import (
     Policy,
     check_new_tokens,
@@ -27,6 +26,7 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, sources_of
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
@@ -154,14 +154,6 @@ class PretrainConfig(Settings):
             lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
             "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
         ),
-        Rule(
-            "data",
-            lambda c: (
-                (c.objective.kind == "sentence_pairs" or c.distillation is not None)
-                and ", ".join(c.data.unread("loss_weight"))
-            ),
-            "of distillation and sentence_pairs counts all rows alike, without {found}; draw by data.mixing",
-        ),
     )
 
     @property
@@ -199,13 +191,12 @@ def run(config: PretrainConfig) -> Path:
         )
         evaluate = None
         if held_out:
-            batches = sources.weighted(collate(held_out))(
-                fixed_seed_rows(held_out), micro_batch_tokens=config.training.tokens_per_forward
-            )
+            rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
+            batches = collate(held_out)(rows, micro_batch_tokens=tokens)
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(
-            engine, EpochStream(stream), sources.weighted(collate(train)), loss_fn,
+            engine, EpochStream(stream), collate(train), loss_fn,
             training=config.training, run=run, evaluate=evaluate, save=save,
         )  # fmt: skip
         return run.output / "model"
