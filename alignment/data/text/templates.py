@@ -65,8 +65,8 @@ class ChatFormat:
         return made
 
 
-def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", call))
+def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
+    function = dict(cast("Mapping[str, object]", call.get("function", call)))
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
