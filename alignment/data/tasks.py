@@ -203,25 +203,19 @@ def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str,
 class TaskExample:
     """A row, or one window of it, as token ids.
 
-    Attributes:
-        encoded: its documents: one, both orders of a pair, or one for each choice.
-        labels: the class, [1]; the class of each token, `IGNORED` where none counts, [N]; first and last token of the
-            answer, 0 and 0 where the window does not contain it, [2]; the index of the right choice, [1].
-        row_id: name of the data row.
-        weight: number of labels that count; 1 of an answer.
-        word_tokens: token_classification: first token of each word; None for a word without one.
-        offsets: question_answering: first character in the context of each token and the one after its last; None
-            outside the context, [N].
-        question: question_answering: index of the row.
+    The labels are the class; or the class of each token, `IGNORED` where none counts; or first and last token of the answer,
+    0 and 0 where the window does not contain it; or the index of the right choice.
     """
 
-    encoded: tuple[EncodedText, ...]
+    encoded: tuple[EncodedText, ...]  # its documents: one, both orders of a pair, or one for each choice
     labels: list[int]
     row_id: str
-    weight: int = 1
-    word_tokens: tuple[int | None, ...] = ()
-    offsets: tuple[tuple[int, int] | None, ...] = ()
-    question: int = 0
+    weight: int = 1  # number of labels that count; 1 of an answer
+    word_tokens: tuple[int | None, ...] = ()  # of tagged words: first token of each; None for a word without one
+    offsets: tuple[
+        tuple[int, int] | None, ...
+    ] = ()  # of a question: the context's characters of each token; None outside
+    question: int = 0  # index of the question's row
 
     @property
     def documents(self) -> list[list[int]]:
@@ -231,15 +225,10 @@ class TaskExample:
 
 @dataclass(frozen=True)
 class TaskBatch(RaggedBatch):
-    """B rows as D documents, with their labels; its weight is the sum of the rows' weights.
+    """B rows as D documents, with their labels; its weight is the sum of the rows' weights."""
 
-    Attributes:
-        labels: those of all rows, end to end, [L].
-        rows: row, within the batch, that each document belongs to, [D]; a row's documents come in order.
-    """
-
-    labels: Tensor
-    rows: Tensor
+    labels: Tensor  # those of all rows, end to end, [L]
+    rows: Tensor  # row, within the batch, that each document belongs to, [D]; a row's documents come in order
 
 
 def collate_tasks(examples: Sequence[TaskExample], micro_batch_tokens: int) -> list[TaskBatch]:
@@ -319,7 +308,10 @@ def _encode_texts(
     rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, ids: Mapping[str, int]
 ) -> tuple[list[TaskExample], Tally]:
     """Texts, pairs and choices; the longer text of a pair loses its end first."""
-    template = special_token_template(tokenizer) if form.format == "tokenizer" else gpt1_template(tokenizer)
+    template = special_token_template(tokenizer)
+    if form.format != "tokenizer":  # the tokenizer is one of `add_gpt1_tokens`
+        start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
+        template = SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
     counts, examples = Tally(rows=len(rows)), []
     documents = [_documents(row, form) for row in rows]
     encoded = iter(tokenize_with_offsets(tokenizer, [text for row in documents for texts in row for text in texts]))
@@ -353,12 +345,6 @@ def add_gpt1_tokens(tokenizer: Tokenizer) -> Tokenizer:
     lacking = [token for token in GPT1_TOKENS if token not in extended.get_vocab()]
     extended.add_special_tokens({"extra_special_tokens": lacking}, replace_extra_special_tokens=False)
     return extended
-
-
-def gpt1_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
-    """The special tokens of GPT-1's inputs; the tokenizer is one of `add_gpt1_tokens`."""
-    start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
-    return SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
 
 
 def _encode_words(

@@ -1,7 +1,7 @@
 """The hotel data set's files, one per stage, generated from a seed."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -82,17 +82,21 @@ def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None
 def generate_rows(name: str, *, seed: int, count: int) -> Iterator[dict[str, Any]]:
     """The rows of one file (a key of `RANGES`), one at a time."""
     rng = Random(f"{seed}/{name}")
-    generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
     for _ in range(count):
         sheet = grammar.sample_sheet(rng)
         while grammar.fold(sheet.facts, FOLDS) not in RANGES[name]:
             sheet = grammar.sample_sheet(rng)
-        yield generate(rng, sheet)
-
-
-def _demonstration(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
-    prompt = grammar.write_prompt(sheet, grammar.sample_request(rng, sheet))
-    return {"prompt": prompt, "completion": _reply(rng, prompt)}
+        if name.startswith("pretrain"):  # dialogues at a hotel's desk, a letter, or a guide's entry
+            yield {"text": rng.choices((_dialogues, _letter, _guide), (0.5, 0.2, 0.3))[0](rng, sheet)}
+            continue
+        request = grammar.sample_request(rng, sheet)
+        prompt = grammar.write_prompt(sheet, request)
+        if name == "demonstrations":
+            yield {"prompt": prompt, "completion": _reply(rng, prompt)}
+        elif name.startswith("comparisons"):
+            yield _comparison(rng, prompt)
+        else:
+            yield {"prompt": prompt, "facts": dict(sheet.facts), "asked": list(request.asked)}
 
 
 def _reply(rng: Random, prompt: str) -> str:
@@ -100,25 +104,14 @@ def _reply(rng: Random, prompt: str) -> str:
     return grammar.write_reply(rng, grammar.parse_prompt(prompt), grammar.sample_writer(rng))
 
 
-def _comparison(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
+def _comparison(rng: Random, prompt: str) -> dict[str, Any]:
     """Two replies by random writers to one prompt, in the order one labeler prefers."""
-    prompt = grammar.write_prompt(sheet, grammar.sample_request(rng, sheet))
     first = second = _reply(rng, prompt)
     while second == first:
         second = _reply(rng, prompt)
     if not prefers_first(rng, prompt, first, second):
         first, second = second, first
     return {"prompt": prompt, "chosen": first, "rejected": second}
-
-
-def _prompt(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
-    request = grammar.sample_request(rng, sheet)
-    return {"prompt": grammar.write_prompt(sheet, request), "facts": dict(sheet.facts), "asked": list(request.asked)}
-
-
-def _text(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
-    """A text about one hotel: dialogues at its desk, a letter, or a guide's entry."""
-    return {"text": rng.choices((_dialogues, _letter, _guide), (0.5, 0.2, 0.3))[0](rng, sheet)}
 
 
 def _dialogues(rng: Random, sheet: grammar.Sheet) -> str:
@@ -150,11 +143,3 @@ def _guide(rng: Random, sheet: grammar.Sheet) -> str:
         ("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station.")
     )
     return f"{grammar.write_sheet(sheet)} {verdict}{''.join(visits)}"
-
-
-_GENERATORS: dict[str, Callable[[Random, grammar.Sheet], dict[str, Any]]] = {
-    "pretrain": _text,
-    "demonstrations": _demonstration,
-    "comparisons": _comparison,
-    "prompts": _prompt,
-}

@@ -97,18 +97,9 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
     template, mask_tokens = special_token_template(tokenizer), mask_tokens_of(tokenizer)
-    whole, parts = (
-        collate_sentence_pairs(
-            fixed_seed_rows(passages),
-            tokens,
-            passages=passages,
-            template=template,
-            masking=Masking(),
-            mask_tokens=mask_tokens,
-            max_length=48,
-        )
-        for tokens in (100_000, 120)
-    )
+    options = {"passages": passages, "template": template, "mask_tokens": mask_tokens, "max_length": 48}
+    rows = fixed_seed_rows(passages)
+    whole, parts = (collate_sentence_pairs(rows, size, masking=Masking(), **options) for size in (100_000, 120))
     [batch] = whole
     assert batch.weight == len(pairs) == sum(part.weight for part in parts)
     assert sorted(batch.labels.tolist()) == sorted(pair.values["label"] for pair in pairs)

@@ -215,11 +215,7 @@ def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram,
     assert pair.segments == [0, 0, 0, 0, 1, 1]
     assert pair.is_text == [False, True, True, False, True, False]
     assert pair.starts == (1, 4)
-    assert special_token_template(unigram).encode([50], [52]).ids == [
-        50,
-        unigram.eos_token_id,
-        52,
-        unigram.eos_token_id,
-    ]
+    end = unigram.eos_token_id
+    assert special_token_template(unigram).encode([50], [52]).ids == [50, end, 52, end]
     assert special_token_template(bpe).encode([50]).ids == [bpe.bos_token_id, 50]
     assert set(wordpiece.all_special_ids).isdisjoint(mask_tokens_of(wordpiece).random_ids.tolist())

@@ -30,6 +30,7 @@ from alignment.losses.language import IGNORED
 TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"
 KINDS = {"wordpiece": 120, "bpe": 330, "unigram": 60, "characters": None, "bytes": None}
 NAMES = {0: "no", 1: "yes"}
+CAT, CHOICES = {"question": "q", "context": "a cat"}, {"context": "c", "choices": ["x", "y"]}
 
 
 @pytest.fixture(scope="module")
@@ -238,11 +239,11 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
         ("classification", {"text": "a", "label": 1.0}, ("a", None), ("1",)),
         (
             "question_answering",
-            {"question": "q", "context": "a cat", "answers": {"text": ["cat"], "answer_start": [2]}},
+            CAT | {"answers": {"text": ["cat"], "answer_start": [2]}},
             ("q", "a cat"),
             (("cat", 2),),
         ),
-        ("multiple_choice", {"context": "c", "choices": ["x", "y"], "label": "1"}, ("c", ["x", "y"]), (1,)),
+        ("multiple_choice", CHOICES | {"label": "1"}, ("c", ["x", "y"]), (1,)),
         ("token_classification", {"words": ["a", "b"], "labels": [0, 2]}, (["a", "b"],), ("0", "2")),
     ],
 )
@@ -260,18 +261,11 @@ def test_rows_of_each_task(jsonl, task, values, inputs, labels):
         ("pair_classification", {"text": "a", "label": 1}, "pair: missing"),
         ("token_classification", {"words": ["a"], "labels": ["x", "y"]}, "must be as many as words"),
         *(
-            (
-                "question_answering",
-                {"question": "q", "context": "a cat", "answers": [{"text": "cat", "answer_start": start}]},
-                "answer_start is not where",
-            )
-            for start in (3, -3)
+            ("question_answering", CAT | {"answers": [{"text": "cat", "answer_start": n}]}, "is not where")
+            for n in (3, -3)
         ),
-        ("question_answering", {"question": "q", "context": "a cat"}, "answers: must be a list"),
-        *(
-            ("multiple_choice", {"context": "c", "choices": ["a", "b"], "label": label}, "number of a choice")
-            for label in (0.5, -1, 2, "1.5", None)
-        ),
+        ("question_answering", CAT, "answers: must be a list"),
+        *(("multiple_choice", CHOICES | {"label": n}, "number of a choice") for n in (0.5, -1, 2, "1.5", None)),
     ],
 )
 def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, message):
@@ -279,8 +273,8 @@ def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, mess
         "classification": {"text": "a", "label": 1},
         "pair_classification": {"text": "a", "pair": "b", "label": 1},
         "token_classification": {"words": ["a"], "labels": ["x"]},
-        "question_answering": {"question": "q", "context": "a cat", "answers": []},
-        "multiple_choice": {"context": "c", "choices": ["a"], "label": 0},
+        "question_answering": CAT | {"answers": []},
+        "multiple_choice": CHOICES | {"label": 0},
     }[task]
     path = jsonl(good, row, b"{")
     with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2:.*{message}.*:3:.*not JSON"):

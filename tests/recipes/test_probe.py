@@ -31,9 +31,6 @@ def states_of(classes, *, noise, seed=0, size=6):
     return centers[classes] + noise * rng.normal(size=(len(classes), size))
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------
-
-
 def test_by_hand():
     # One feature, -1, -1, 1, 1: standardized as it is. Indicators of class 1 less their mean: -1/2, -1/2, 1/2, 1/2.
     # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4
@@ -50,9 +47,6 @@ def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():
     assert np.isfinite(found.weight).all() and (found.classify(states) == classes).all()
 
 
-# --- states of a model ------------------------------------------------------------------------------------------------
-
-
 def test_states_are_those_of_each_text_alone(checkpoints, monkeypatch):
     model = load_model(checkpoints["llama"])
     documents = [[5, 6, 7], [8], [9, 10, 11, 12, 5]]
@@ -60,10 +54,8 @@ def test_states_are_those_of_each_text_alone(checkpoints, monkeypatch):
         model.hidden_states(model.trunk, probes.Ragged.build([document])).detach().numpy() for document in documents
     ]
     monkeypatch.setattr(probes, "BATCH_TOKENS", 6)
-    np.testing.assert_allclose(probes.pooled_states(model, documents, "last"), [each[-1] for each in alone], atol=1e-5)
-    np.testing.assert_allclose(
-        probes.pooled_states(model, documents, "mean"), [each.mean(0) for each in alone], atol=1e-5
-    )
+    for pooling, expected in (("last", [each[-1] for each in alone]), ("mean", [each.mean(0) for each in alone])):
+        np.testing.assert_allclose(probes.pooled_states(model, documents, pooling), expected, atol=1e-5)
 
 
 @pytest.fixture
@@ -97,9 +89,6 @@ def test_a_word_at_the_end_is_found_and_the_model_stays_as_it_is(texts, checkpoi
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -124,9 +113,6 @@ def test_models_of_another_kind_are_refused_before_one_is_loaded(kind, texts, ch
         probes.run(probes.ProbeConfig(models, "A", texts, str(tmp_path / "out")))
 
 
-# --- the hotel data set's rows ----------------------------------------------------------------------------------------
-
-
 def test_the_label_is_the_one_fact_that_has_not_come_again():
     text = "Dear Iris, we loved our week by the sea. At the Hotel Oak the bar serves beer and the spa is on floor two. "
     text += "Do not forget. The spa is on floor two. The bar serves beer. Yours, Leo"
@@ -136,10 +122,8 @@ def test_the_label_is_the_one_fact_that_has_not_come_again():
 
 def test_hotel_rows_are_balanced_disjoint_and_never_trained_on(tmp_path):
     directory = probes.write_rows(probes.ProbeRowsConfig(str(tmp_path), rows=300, heldout=200))
-    parts = {
-        name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "heldout")
-    }
+    lines = {name: (directory / f"{name}.jsonl").read_text().splitlines() for name in ("train", "heldout")}
+    parts = {name: list(map(json.loads, those)) for name, those in lines.items()}
     assert [len(rows) for rows in parts.values()] == [300, 200]
     folds = {}
     for name, rows in parts.items():
@@ -150,9 +134,8 @@ def test_hotel_rows_are_balanced_disjoint_and_never_trained_on(tmp_path):
             claimed = [topic for topic, _ in find_claims(row["text"])]
             assert len(each) == 3 and min(map(claimed.count, each)) == claimed.count(row["label"])
             assert sum(claimed.count(topic) == claimed.count(row["label"]) for topic in each) == 1
-    assert (
-        folds["train"] | folds["heldout"] <= set(RANGES["pretrain_heldout"]) and not folds["train"] & folds["heldout"]
-    )
+    assert folds["train"] | folds["heldout"] <= set(RANGES["pretrain_heldout"])
+    assert not folds["train"] & folds["heldout"]
     assert len({row["label"] for row in parts["train"]}) == 10
     again = probes.write_rows(probes.ProbeRowsConfig(str(tmp_path / "again"), rows=300, heldout=200))
     assert (again / "train.jsonl").read_bytes() == (directory / "train.jsonl").read_bytes()

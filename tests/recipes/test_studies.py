@@ -51,9 +51,6 @@ def read_results(directory: Path) -> dict:
     return json.loads((directory / "results.json").read_text())
 
 
-# --- verifiable -------------------------------------------------------------------------------------------------------
-
-
 def test_sums_are_learned_from_the_check_alone_with_as_many_responses(tmp_path):
     configs = configs_of("verifiable", tmp_path)
     grpo, ppo = configs["grpo"], configs["ppo"]
@@ -73,9 +70,6 @@ def test_every_stage_of_the_sums_runs(tmp_path):
     series = read_results(tmp_path / "study")["series"]
     assert len(series["PPO"]) == len(series["GRPO"]) == 3
     assert [point["name"] for point in series["accuracy on held-out sums"]] == policies
-
-
-# --- overoptimization -------------------------------------------------------------------------------------------------
 
 
 def test_the_judge_that_stops_has_other_pairs_than_the_proxy(tmp_path):
@@ -107,9 +101,6 @@ def test_every_stage_of_overoptimization_runs(tmp_path):
     assert [point["kl"] for point in study["series"]["best of n"]] == pytest.approx([0.0, 0.193, 0.636], abs=1e-3)
 
 
-# --- alignment_tax ----------------------------------------------------------------------------------------------------
-
-
 def test_penalty_and_mix_are_all_that_differs(tmp_path):
     configs = configs_of("alignment_tax", tmp_path)
     base = configs["beta_0_2"]
@@ -137,9 +128,6 @@ def test_every_stage_of_the_alignment_tax_runs(tmp_path):
         "beta 0.2",
         *(f"gamma {x}" for x in (0.05, 0.1, 0.2, 0.5)),
     ]
-
-
-# --- methods and details ----------------------------------------------------------------------------------------------
 
 
 def test_methods_have_the_same_budget(tmp_path):
@@ -182,9 +170,6 @@ def test_every_method_and_every_detail_runs(name, tmp_path):
         assert models["best of 16"]["proxy"] >= max(models[each]["proxy"] for each in ("SFT", "DPO"))
     assert len(models) >= 1 + len(online) and all("gold" in found for found in models.values())
     assert (tmp_path / "report/report.html").is_file()
-
-
-# --- losses side by side ----------------------------------------------------------------------------------------------
 
 
 def test_losses_are_compared_at_equal_budget(tmp_path):

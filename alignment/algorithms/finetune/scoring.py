@@ -301,7 +301,11 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     config, tokenizer, form = read_config(find_directory(source)), load_tokenizer(source), task_format(source)
     names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
     label = names[0] if form.names_classes else 0
-    labeled = [_with_label(form, row, str(number), label) for number, row in enumerate(rows)]
+    labeled = []
+    for number, row in enumerate(rows):
+        count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
+        inputs = {"classification": (row, None), "token_classification": (list(row),)}.get(form.task) or tuple(row)
+        labeled.append(LabeledRow(inputs, (label,) * count, str(number)))
     examples, _ = encode_rows(labeled, form, tokenizer, names)
     encoded = {example.row_id for example in examples}
     raise_all(f"row {row.row_id}: {NO_TEXT}" for row in labeled if row.row_id not in encoded)
@@ -315,13 +319,6 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
         ]
     best = [int(each.argmax()) for each in logits]
     return [names[number] for number in best] if form.names_classes else best
-
-
-def _with_label(form: TaskFormat, row: Sequence[object], row_id: str, label: str | int) -> LabeledRow:
-    """The row in the form of a training row, `label` in the place of its labels."""
-    count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
-    inputs = {"classification": (row, None), "token_classification": (list(row),)}.get(form.task) or tuple(row)
-    return LabeledRow(inputs, (label,) * count, row_id)
 
 
 def task_format(source: str) -> TaskFormat:

@@ -232,7 +232,10 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     task, distillation = task_of(config.objective), config.distillation
     own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
-        policy = fresh_policy(config, tokenizer, task)
+        settings = tokenizer_settings(tokenizer)
+        if MODELS[config.objective.kind] == "Seq2SeqModel":
+            settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
+        policy = Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)
     elif distillation is not None and distillation.copy_layers:  # written to, and so read whole
         policy = Policy(load_pretrained(find_directory(config.policy), task), own, source=config.policy)
     else:
@@ -273,11 +276,3 @@ def check_kind(objective: Objective, model: Any) -> None:
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
             f"objective.kind: {other} would"
         )
-
-
-def fresh_policy(config: PretrainConfig, tokenizer: Tokenizer, task: str = "language") -> Policy:
-    """A model with random weights and the tokenizer's vocabulary."""
-    settings = tokenizer_settings(tokenizer)
-    if MODELS[config.objective.kind] == "Seq2SeqModel":
-        settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
-    return Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)

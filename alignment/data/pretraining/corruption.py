@@ -100,14 +100,9 @@ def budget(count: int, rate: float) -> int:
 def choose(
     maskable: Sequence[bool], word_starts: Sequence[bool], masking: Masking, generator: np.random.Generator
 ) -> np.ndarray:
-    """Choose tokens to mask, in the units that `masking` names.
+    """Choose tokens to mask: the group of each one, [N], `NOT_CHOSEN` or a number from 0; a group is replaced as one.
 
-    Args:
-        maskable: True for the text's own tokens, False for special ones, [N]; at least one True.
-        word_starts: True where a word begins, [N].
-
-    Returns:
-        Group of each token, [N]: `NOT_CHOSEN`, or a number from 0; tokens of one group are replaced in the same way.
+    `maskable` is True for the text's own tokens (at least one), `word_starts` where a word begins, both [N].
     """
     count, choice = budget(sum(maskable), masking.rate), np.full(len(maskable), NOT_CHOSEN)
     if masking.units == "spans":
@@ -203,11 +198,7 @@ def corrupt_spans(
     """The text with each span replaced by a sentinel, and the spans, each after its sentinel and closed by a last one.
 
     "a b c d e" -> "a <0> d <1>" and "<0> b c <1> e <2>". The lengths of the spans and of the gaps between them are a
-    uniformly random partition; a gap comes first, a span last. The caller adds special tokens.
-
-    Args:
-        ids: at least two tokens.
-        sentinels: in the order of their use, one more than there are spans (`span_plan`).
+    uniformly random partition; a gap comes first, a span last. There is one sentinel more than spans (`span_plan`).
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2.
     """

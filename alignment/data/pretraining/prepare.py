@@ -271,10 +271,7 @@ def make_pair(
 def other_sentences(
     passage: Example, passages: Sequence[Example], tokens: int, generator: np.random.Generator
 ) -> list[Sentence]:
-    """Successive sentences of a passage of another text, together as close to `tokens` as whole sentences allow.
-
-    They begin at a random sentence from which enough tokens are left, or at the passage's first if there is none.
-    """
+    """Successive sentences of a passage of another text, together as close to `tokens` as whole sentences allow."""
     other = passage
     while other.values["text"] == passage.values["text"]:
         other = passages[int(generator.integers(len(passages)))]

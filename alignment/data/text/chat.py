@@ -305,14 +305,12 @@ def _require_reply(encoded: EncodedChat) -> EncodedChat:
 
 def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
-    messages = row.messages[
-        : 1 + max((index for index, each in enumerate(row.messages) if each["role"] == "assistant"), default=-1)
-    ]
+    replies = [index for index, each in enumerate(row.messages) if each["role"] == "assistant"]
+    messages = row.messages[: replies[-1] + 1] if replies else []
     cuts = [(len(messages), False)]
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            cuts += [(index, True)] if index else []
-            cuts += [(index + 1, False)] if index + 1 < len(messages) else []
+    for index in replies:
+        cuts += [(index, True)] if index else []
+        cuts += [(index + 1, False)] if index + 1 < len(messages) else []
     return escape(controls, replies_without_end(messages, stops), row.tools, tuple(cuts))
 
 

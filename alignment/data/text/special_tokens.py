@@ -64,34 +64,21 @@ def bos_adder(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """A text or a pair of texts with its special tokens.
-
-    Attributes:
-        ids: token ids, [N].
-        segments: 0 or 1, the text of the pair that each token belongs to (transformers: token_type_ids), [N].
-        is_text: True for tokens of the texts, False for special tokens, [N].
-        starts: index of the first token of the first and, in a pair, of the second text.
-    """
+    """A text or a pair of texts with its special tokens, N tokens."""
 
     ids: list[int]
-    segments: list[int]
-    is_text: list[bool]
-    starts: tuple[int, ...]
+    segments: list[int]  # 0 or 1, the text of the pair that each token belongs to (transformers: token_type_ids)
+    is_text: list[bool]  # False for special tokens
+    starts: tuple[int, ...]  # index of the first token of the first and, in a pair, of the second text
 
 
 @dataclass(frozen=True)
 class SpecialTokenTemplate:
-    """The special tokens around texts, as the tokenizer's post-processor adds them.
+    """The special tokens around texts, as the tokenizer's post-processor adds them."""
 
-    Attributes:
-        single: ids before and after a single text.
-        pair: ids before, between and after two texts.
-        pair_segments: 0 or 1 for the five parts of a pair: before, first text, between, second text, after.
-    """
-
-    single: tuple[list[int], list[int]]
-    pair: tuple[list[int], list[int], list[int]]
-    pair_segments: tuple[int, ...]
+    single: tuple[list[int], list[int]]  # ids before and after a single text
+    pair: tuple[list[int], list[int], list[int]]  # ids before, between and after two texts
+    pair_segments: tuple[int, ...]  # 0 or 1 for the five parts: before, first text, between, second text, after
 
     def size(self, texts: int) -> int:
         """Number of special tokens around one text or two."""
@@ -114,8 +101,9 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
     """The special tokens that a fast tokenizer adds, found by encoding one text and a pair of texts."""
     [one] = _encodings(tokenizer, ["a"], add_special_tokens=True)
     [two] = _encodings(tokenizer, ["a"], ["a"], add_special_tokens=True)
+    of_texts = ((one.sequence_ids, 0), (two.sequence_ids, 0), (two.sequence_ids, 1))
     (head, end), (first, last), (start, stop) = (
-        _range_of(text, each.sequence_ids) for text, each in ((0, one), (0, two), (1, two))
+        (ids.index(text), len(ids) - ids[::-1].index(text)) for ids, text in of_texts
     )
     types = two.type_ids
     return SpecialTokenTemplate(
@@ -125,25 +113,13 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
     )
 
 
-def _range_of(text: int, sequence_ids: Sequence[int | None]) -> tuple[int, int]:
-    """First token of text number `text` and the one after its last."""
-    positions = [position for position, sequence in enumerate(sequence_ids) if sequence == text]
-    return positions[0], positions[-1] + 1
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Ids of one text without special tokens.
-
-    Attributes:
-        ids: token ids, [N].
-        word_starts: True where a word begins, as the tokenizer's pre-tokenizer splits words, [N].
-        offsets: first character of each token in the text and the one after its last, [N].
-    """
+    """Ids of one text without special tokens."""
 
     ids: list[int]
-    word_starts: list[bool]
-    offsets: list[tuple[int, int]]
+    word_starts: list[bool]  # True where a word begins, as the tokenizer's pre-tokenizer splits words
+    offsets: list[tuple[int, int]]  # first character of each token in the text and the one after its last
 
 
 def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:

@@ -38,29 +38,17 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat template and its conventions, found by rendering a few short dialogues.
-
-    Attributes:
-        template: its text.
-        as_parts: a message's content goes to it as a list of parts, since it cannot read a plain text.
-        arguments_as_text: the arguments of a tool call go to it as JSON text, since it cannot read an object.
-        end: the control token right after the assistant's words; None: it writes none.
-        call_end: the same after a tool call; None where it writes none, or renders no tool calls.
-        header: the text that opens the assistant's turn.
-        writes_around: True where it writes something between that header, the assistant's words and `end`.
-        training: template to render whole dialogues with: itself, or a published variant that keeps earlier turns.
-        controls: texts of the control tokens, longest first.
-    """
+    """A chat template and its conventions, found by rendering a few short dialogues."""
 
     template: str
-    as_parts: bool = False
-    arguments_as_text: bool = False
-    end: str | None = None
-    call_end: str | None = None
-    header: str = ""
-    writes_around: bool = False
-    training: str = ""
-    controls: tuple[str, ...] = ()
+    as_parts: bool = False  # a message's content goes to it as a list of parts, since it cannot read a plain text
+    arguments_as_text: bool = False  # the arguments of a tool call go to it as JSON text, since it reads no object
+    end: str | None = None  # the control token right after the assistant's words; None: it writes none
+    call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
+    header: str = ""  # opens the assistant's turn
+    writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
+    training: str = ""  # renders whole dialogues: the template, or a published variant that keeps earlier turns
+    controls: tuple[str, ...] = ()  # texts of the control tokens, longest first
 
     def as_read(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that the template reads."""
@@ -77,8 +65,8 @@ class ChatFormat:
         return made
 
 
-def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", call))
+def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
+    function = dict(cast("Mapping[str, object]", call.get("function", call)))
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function

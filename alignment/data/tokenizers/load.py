@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from alignment.data.tokenizers.tokenizer import Tokenizer, is_panic
 from alignment.errors import UserError, raise_all
@@ -104,7 +104,7 @@ def _refuse_foreign_code(path: Path) -> None:
     )
 
 
-def _leads_out(path: Path, value: Any) -> bool:
+def _leads_out(path: Path, value: object) -> bool:
     """True where a file that a config names, or one of several, is there and lies outside the config's directory."""
     names = [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str) and name]
     return any(Path(name).name != name and (path.parent / name).exists() for name in names)

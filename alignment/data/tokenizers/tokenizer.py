@@ -37,21 +37,18 @@ def encode(
     """
     if not texts:
         return []
-    if not follows or not _puts_a_blank_first(tokenizer):
-        return _encode(tokenizer, texts, control_tokens)
-    # Such a tokenizer puts a blank before the first word only: encode a newline before the text, then drop its ids.
-    [anchor] = _encode(tokenizer, [ANCHOR], control_tokens)
-    anchored = _encode(tokenizer, [ANCHOR + text for text in texts], control_tokens)
     plain = _encode(tokenizer, texts, control_tokens)
+    if not follows:
+        return plain
+    anchor, word, after = _encode(tokenizer, [ANCHOR, "a", ANCHOR + "a"], False)
+    if not anchor or after[: len(anchor)] != anchor or after[len(anchor) :] == word:
+        return plain
+    # Such a tokenizer puts a blank before the first word only: encode a newline before the text, then drop its ids.
+    anchored = _encode(tokenizer, [ANCHOR + text for text in texts], control_tokens)
     return [
         ids[len(anchor) :] if ids[: len(anchor)] == anchor else alone
         for ids, alone in zip(anchored, plain, strict=True)  # the newline may merge with the text's own first newline
     ]
-
-
-def _puts_a_blank_first(tokenizer: Tokenizer) -> bool:
-    anchor, alone, after = _encode(tokenizer, [ANCHOR, "a", ANCHOR + "a"], False)
-    return bool(anchor) and after[: len(anchor)] == anchor and after[len(anchor) :] != alone
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) -> list[list[int]]:

@@ -96,10 +96,7 @@ def train_bpe(
 ) -> Tokenizer:
     """A byte-level BPE tokenizer fitted to the texts; it puts BOS before every text.
 
-    Args:
-        vocab_size: tokens in all; few texts may give fewer.
-        special_tokens: BOS, EOS, PAD, then any others (a template's turn markers); they take the first ids.
-        chat_template: Jinja text that travels along.
+    The special tokens (BOS, EOS, PAD, then any others) take the first ids. Few texts may give fewer tokens than asked for.
 
     Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in Radford et al. 2019 (GPT-2).
     """
@@ -155,8 +152,7 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
 def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False) -> Tokenizer:
     """SentencePiece's kind: a blank is part of the word after it, the cut is the likeliest under a unigram model.
 
-    Args:
-        sentinels: number of T5's <extra_id_0>, <extra_id_1>, ...; they take the last ids, <extra_id_0> the very last.
+    T5's sentinels <extra_id_0>, <extra_id_1>, ... take the last ids, <extra_id_0> the very last.
 
     Source: Kudo 2018, arXiv:1804.10959; sentinels: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
     """
