@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import NormalizeConfig
-from alignment.algorithms.reward_losses import measure, objective_loss_fn
+from alignment.algorithms.reward_losses import objective_loss_fn, score_metrics
 from alignment.data.batches import StepBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
@@ -231,6 +231,6 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
 
 def test_h26_ties_count_half_among_steps_also_for_each_source():
     scores, labels = torch.tensor([0.0, 0.0, 2.0, -1.0]), torch.tensor([True, False, False, False])
-    measured = measure(scores, StepBatch(Ragged.build([[1, 2]]), labels, labels, labels))
+    measured = score_metrics(scores, StepBatch(Ragged.build([[1, 2]]), labels, labels, labels))
     assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0]
     assert (measured.sums["accuracy"].item(), measured.sums["ties"].item()) == (2.0, 2.0)
