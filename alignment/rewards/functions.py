@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from alignment.config.load import code_folders
 from alignment.errors import UserError
@@ -60,19 +60,28 @@ def load_reward_function(name: str) -> RewardFunction:
     Raises:
         UserError: no such module or function, or it cannot be called with responses by their names.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        function = GIVEN[name] if name in GIVEN else operator.attrgetter(attribute)(import_own(module))
-    except Exception as error:  # of the user's module, which may raise anything
-        why = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"rewards: function {name!r} was not found ({why}); write module:name of a module in "
-            f"{' or '.join(_own_folders())}, or of an installed one"
-        ) from error
+    function = GIVEN[name] if name in GIVEN else load_own(name, "rewards: function")
     if not callable(function):
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
     columns_of(function, name)
     return function
+
+
+def load_own(name: str, what: str) -> Any:
+    """What `module:name` names; where it is not found an error says so of `what`.
+
+    Raises:
+        UserError: no such module or name.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return operator.attrgetter(attribute)(import_own(module))
+    except Exception as error:  # of the user's module, which may raise anything
+        why = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{what} {name!r} was not found ({why}); write module:name of a module in {' or '.join(_own_folders())}, or "
+            "of an installed one"
+        ) from error
 
 
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:

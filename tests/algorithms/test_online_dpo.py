@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
+from alignment.algorithms.online_dpo.judges import pair_scorer
 from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, max_and_min, sample_and_update
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
@@ -19,6 +19,7 @@ from alignment.algorithms.ppo.setup import read_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
+from alignment.rewards.functions import load_own
 from alignment.training import Run
 from tests.examples import prompt_example
 from tests.ppo_states import exact_kl, move
@@ -167,11 +168,8 @@ def test_a_judge_that_breaks_its_word_is_named(tokenizer, judge, problem):
 
 def test_a_judge_that_is_not_there_is_named_and_packaged_judges_serve():
     with pytest.raises(UserError, match="judge: 'nowhere:judge' was not found"):
-        load_pair_judge("nowhere:judge")
-    assert load_pair_judge("alignment.evaluation.judges:longer_judge")([None], ["long"], ["s"]) == [1.0]
-
-
-# Settings
+        load_own("nowhere:judge", "judge:")
+    assert load_own("alignment.evaluation.judges:longer_judge", "judge:")([None], ["long"], ["s"]) == [1.0]
 
 
 # Runs

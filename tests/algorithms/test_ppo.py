@@ -338,6 +338,3 @@ def test_a_metric_named_like_one_of_the_run_ends_it(ppo):
     run, config = ppo(metrics=[f"{__name__}:kl"])
     with pytest.raises(UserError, match="are the run's own"):
         run(config)
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
