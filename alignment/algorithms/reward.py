@@ -130,7 +130,7 @@ def run(config: RewardConfig) -> Path:
         )  # fmt: skip
 
         sharing = prompt_sharing(networks_of(reward_model.model), wanted=config.training.share_prompts, note=run.note)
-        collate = sources_of(config.data).weighted(objective.collate_sharing(sharing))
+        collate = objective.collate_sharing(sharing)
 
         def save() -> Path:
             theta = config.theta if config.loss == "rao_kupper" else None

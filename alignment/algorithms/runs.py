@@ -206,9 +206,5 @@ def prepare_training(
 
 
 def sources_of(data: DataConfig) -> Sources:
-    """The data sources that metrics tell apart and losses weigh, as a data config names them."""
-    weights = tuple(data.loss_weights)
-    return Sources(
-        tuple(data.source_names) if data.logs_sources else (),
-        weights if len(set(weights)) > 1 else (),  # equal weights leave every mean as it is
-    )
+    """The data sources that metrics tell apart, as a data config names them."""
+    return Sources(tuple(data.source_names) if data.logs_sources else ())

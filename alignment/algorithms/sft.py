@@ -112,10 +112,9 @@ def run(config: SFTConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
-        sources = sources_of(config.data)
         fit(
-            engine, stream, sources.weighted(collate_whole if config.loss_on == "all" else collate),
-            language_loss_fn(engine.model, sources, config.token_loss),
+            engine, stream, collate_whole if config.loss_on == "all" else collate,
+            language_loss_fn(engine.model, sources_of(config.data), config.token_loss),
             training=config.training, run=run, held_out=held_out, save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
         )  # fmt: skip

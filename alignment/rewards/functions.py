@@ -55,11 +55,7 @@ def _named(rewards: object) -> object:
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order.
-
-    Raises:
-        UserError: no such module or function, or it cannot be called with responses by their names.
-    """
+    """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order."""
     function = GIVEN[name] if name in GIVEN else load_own(name, "rewards: function")
     if not callable(function):
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
@@ -68,11 +64,7 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 def load_own(name: str, what: str) -> Any:
-    """What `module:name` names; where it is not found an error says so of `what`.
-
-    Raises:
-        UserError: no such module or name.
-    """
+    """The object that `module:name` names; where it is not found a UserError says so of `what`."""
     module, _, attribute = name.partition(":")
     try:
         return operator.attrgetter(attribute)(import_own(module))
@@ -115,11 +107,7 @@ def _own_folders() -> list[str]:
 
 
 def columns_of(function: RewardFunction, name: str) -> list[str]:
-    """The columns that a function needs: its arguments without a default, other than prompts, responses and completions.
-
-    Raises:
-        UserError: it takes neither responses nor completions, or takes arguments by position alone.
-    """
+    """The columns that a function needs: its arguments without a default, other than prompts, responses and completions."""
     arguments = inspect.signature(function).parameters.values()
     by_name = [each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_texts = any(each.name in TEXTS or each.kind is each.VAR_KEYWORD for each in arguments)

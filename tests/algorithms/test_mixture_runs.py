@@ -95,26 +95,6 @@ def test_a_stopped_mixture_goes_on_bit_for_bit(stop, sources, checkpoints, make_
     assert_goes_on(lambda name: make_stage("sft", checkpoints["llama"], tmp_path / name, **changes), stop, tmp_path)
 
 
-def test_loss_weights_count_as_often_as_they_say(sources, checkpoints, ran, tmp_path, read_metrics):
-    """All rows in one batch, colors counting three times: the loss is the weighted mean of the sources' losses."""
-    data = DataConfig(
-        train=[
-            SourceConfig(path, name=name, columns={"prompt": "question", "response": "answer"}, loss_weight=weight)
-            for (name, path), weight in zip(sources.items(), (3.0, 1.0), strict=True)
-        ],
-        max_length=64,
-    )
-    for name, tokens in (("a", 8192), ("b", 40)):
-        training = TrainingConfig(batch_size=20, max_steps=2, micro_batch_tokens=tokens)
-        ran("sft", checkpoints["llama"], tmp_path / name, data=data, training=training)
-    first, again = (read_metrics(tmp_path / name) for name in "ab")
-    for line, other in zip(first, again, strict=True):
-        weights = {name: weight * line[f"share/{name}"] for name, weight in zip(sources, (3.0, 1.0), strict=True)}
-        expected = sum(weights[name] * line[f"loss/{name}"] for name in sources) / sum(weights.values())
-        assert line["loss"] == pytest.approx(expected, rel=1e-5)
-        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)  # micro-batches change no result
-
-
 def test_a_plain_run_logs_no_sources(checkpoints, ran, tmp_path, read_metrics):
     ran("sft", checkpoints["llama"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
     assert not any("/" in key for line in read_metrics(tmp_path) for key in line)

@@ -13,7 +13,7 @@ from alignment.algorithms.ppo.setup import read_data
 from alignment.algorithms.ppo.state import SampledResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.generation import Responses, response_text
+from alignment.generation import Generation, response_text
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.examples import prompt_example
@@ -68,7 +68,7 @@ def test_pairs_of_a_weighted_mix_by_hand(settings, sums, monkeypatch):
     state, prompts = built(config)
     ids = [state.start.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     rows = [prompt for prompt in prompts for _ in range(2)]
-    drawn = SampledResponses(rows, list(range(8)), Responses(ids, [[-1.0] * len(row) for row in ids], [False] * 8))
+    drawn = SampledResponses(rows, list(range(8)), Generation([], ids, [[-1.0] * len(row) for row in ids], [False] * 8))
     monkeypatch.setattr(rollout, "draw_samples", lambda *_: drawn)
     samples = collect(state, config, prompts, 0)
     pairs, metrics = make_pairs(samples, config, state.process_group)

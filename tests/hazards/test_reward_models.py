@@ -21,8 +21,8 @@ from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
 from alignment.reward_model import load_frozen_reward_model, load_reward_model
-from alignment.reward_model.calibration import fit_calibration
 from alignment.reward_model.canaries import CANARIES, TEXTS
+from alignment.reward_model.model import fit_calibration
 from alignment.training.terms import shard_rows
 from tests.examples import pair_example
 

@@ -20,7 +20,6 @@ from alignment.algorithms.dpo.responses import (
     preferred_responses,
     response_log_probs,
 )
-from alignment.algorithms.runs import sources_of
 from alignment.data.batches import (
     PairBatch,
     PreferenceBatch,
@@ -50,12 +49,11 @@ PREPARATIONS = {"rankings": Preparation("ordered rankings", "rankings", tokenize
 
 def collate_of(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:
     """Rows of the config's kind -> micro-batches, in which responses share their prompt where all models can read that."""
-    sources = sources_of(config.data)
     if config.rows == "labels":
-        return sources.weighted(collate_labeled)
+        return collate_labeled
     sharing = prompt_sharing(models, wanted=config.training.share_prompts, note=run.note)
     collate = collate_pairs if config.rows == "comparisons" else collate_rankings
-    return sources.weighted(partial(collate, share_prompts=sharing))
+    return partial(collate, share_prompts=sharing)
 
 
 # Inputs of the whole global batch

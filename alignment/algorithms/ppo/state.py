@@ -11,7 +11,7 @@ from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.data.examples import Example
 from alignment.errors import UserError
-from alignment.generation import Responses, SamplingConfig
+from alignment.generation import Generation, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
 from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_std, no_std_reason
@@ -95,7 +95,7 @@ class SampledResponses:
 
     prompts: list[Example]  # of each response
     numbers: list[int]  # global number of each response over the whole run, ascending
-    responses: Responses  # token ids, log-probabilities in the distribution that they were drawn from, and ends
+    responses: Generation  # token ids, log-probabilities in the distribution that they were drawn from, and ends
 
 
 @dataclass
@@ -128,7 +128,7 @@ class NextRollout:
             count = len(saved) // len(prompts)  # responses to each prompt, side by side
             local = [row for row in range(len(saved)) if row // count % group.size == group.rank]
             numbers, *columns = (list(column) for column in zip(*(saved[row] for row in local), strict=True))
-            self.waiting = SampledResponses([prompts[row // count] for row in local], numbers, Responses(*columns))
+            self.waiting = SampledResponses([prompts[row // count] for row in local], numbers, Generation([], *columns))
 
 
 # Held-out prompts and alarms
