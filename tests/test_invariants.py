@@ -226,7 +226,7 @@ def pair_case(model, world, tokenizer, rollout, cut, loss_fn):
 
 
 def reward_case(*arguments):
-    return pair_case(*arguments, lambda model: reward.reward_loss_fn(model, center_coef=0.01))
+    return pair_case(*arguments, lambda model: reward.objective_loss_fn(model, "bradley_terry", center_coef=0.01))
 
 
 def dpo_case(*arguments):

@@ -26,11 +26,10 @@ from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.models.classifiers import SequenceClassifier
-from alignment.models.model import Model
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.settings import NonNegativeFloat, Rule, Settings, refusal
-from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
+from alignment.training import OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,6 @@ def run(config: RewardConfig) -> Path:
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
-
-
-def reward_loss_fn(model: Model, center_coef: float) -> LossFn:
-    """Loss function of a reward model on pairs: Bradley-Terry, summed over them, plus `center_penalty`."""
-    return objective_loss_fn(model, "bradley_terry", center_coef=center_coef)
 
 
 def notes(reward_model: Policy) -> Iterator[str]:

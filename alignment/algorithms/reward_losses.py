@@ -133,7 +133,7 @@ def objective_loss_fn(
         costs = torch.stack(members, -1)
         if bootstrap is not None:
             costs = costs * bootstrap(counted_rows(batch)).to(costs.device)
-        sums, means, accuracy = measure(scores.mean(-1).detach(), batch)
+        sums, means, accuracy = score_metrics(scores.mean(-1).detach(), batch)
         if scores.shape[-1] > 1:
             deviation = scores.detach().std(-1, correction=0)
             means = means | {"spread": (deviation.sum(), deviation.new_tensor(float(len(deviation))))}
@@ -166,7 +166,7 @@ def cost_of(loss: RewardLoss, scores: Tensor, batch: RaggedBatch, *, theta: floa
     return cost + center_coef * center_scores_penalty(rows, mask) if center_coef else cost
 
 
-def measure(scores: Tensor, batch: RaggedBatch) -> Measured:
+def score_metrics(scores: Tensor, batch: RaggedBatch) -> Measured:
     """Metrics of a batch by the mean scores of the members, [D], without gradient.
 
     Accuracy and ties of pairs, ordered pairs or steps, their margin, top-1 accuracy of groups, and the mean score.

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from alignment.config.load import code_folders
 from alignment.errors import UserError
@@ -56,19 +56,24 @@ def _named(rewards: object) -> object:
 
 def load_reward_function(name: str) -> RewardFunction:
     """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order."""
-    module, _, attribute = name.partition(":")
-    try:
-        function = GIVEN[name] if name in GIVEN else operator.attrgetter(attribute)(import_own(module))
-    except Exception as error:  # of the user's module, which may raise anything
-        why = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"rewards: function {name!r} was not found ({why}); write module:name of a module in "
-            f"{' or '.join(_own_folders())}, or of an installed one"
-        ) from error
+    function = GIVEN[name] if name in GIVEN else load_own(name, "rewards: function")
     if not callable(function):
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
     columns_of(function, name)
     return function
+
+
+def load_own(name: str, what: str) -> Any:
+    """The object that `module:name` names; where it is not found a UserError says so of `what`."""
+    module, _, attribute = name.partition(":")
+    try:
+        return operator.attrgetter(attribute)(import_own(module))
+    except Exception as error:  # of the user's module, which may raise anything
+        why = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{what} {name!r} was not found ({why}); write module:name of a module in {' or '.join(_own_folders())}, or "
+            "of an installed one"
+        ) from error
 
 
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:

@@ -238,27 +238,6 @@ def test_expert_iteration_learns_what_a_function_pays_for(settings, make_stage, 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    [
-        ({"rewards": []}, "rewards"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"keep": 5}, "keep"),
-        ({"keep": 0}, "keep"),
-        ({"threshold": float("nan")}, "threshold"),
-        ({"write": []}, "write"),
-        ({"write": ["comparisons"], "responses_per_prompt": 1}, "write"),
-        ({"responses_per_prompt": 0}, "responses_per_prompt"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"data": DataConfig(train="x", evaluation_share=0.1)}, "data"),
-        ({"data": DataConfig(train="x", mixing="proportional")}, "data is .* data.mixing;"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, wrong, key):
-    with pytest.raises(ValueError, match=f"^{key} "):
-        settings(**wrong)
-
-
 def test_what_no_reward_can_be_given_for_is_refused_before_a_network_is_loaded(settings, monkeypatch):
     monkeypatch.setattr(best_of_n, "load_model", None)
     answer = RewardSpec(answer=AnswerSpec("exact", column="gold"))

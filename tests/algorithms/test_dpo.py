@@ -78,14 +78,6 @@ def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it
     assert not module.training
 
 
-@pytest.mark.parametrize(
-    "settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}, {"f_alpha": 0.3}]
-)
-def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        DPOConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)
-
-
 def test_the_loss_of_dpo_goes_by_its_method_s_name_too():
     settings = {"policy": "p", "data": DataConfig(train="t"), "output": "o"}
     assert loss_weights(DPOConfig(**settings, loss="dpo")) == loss_weights(DPOConfig(**settings)) == {"sigmoid": 1.0}

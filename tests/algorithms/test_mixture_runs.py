@@ -106,21 +106,13 @@ def test_each_source_is_rendered_by_a_template_of_its_own(checkpoints, tmp_path)
     from alignment.data.text.named_templates import with_chat_template
     from alignment.loading import load_tokenizer
 
-    rows = {"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}
+    row = {"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(rows) + "\n")
+    path.write_text(json.dumps(row) + "\n")
     tokenizer = load_tokenizer(checkpoints["llama"])
     plain, zephyr = (with_chat_template(tokenizer, name) for name in ("plain", "zephyr"))
-
-    def ids(template, tokenizer):
-        source = SourceConfig(str(path), chat_template=template)
-        [example] = prepare(DataConfig(train=[source]), "demonstrations", tokenizer)[0]
-        return example.ids
-
-    assert ids("zephyr", plain) == ids(None, zephyr) != ids(None, plain)
-    joined = prepare(
-        DataConfig(train=[SourceConfig(str(path), "a", chat_template="zephyr"), SourceConfig(str(path), "b")]),
-        "demonstrations",
-        plain,
-    )[0]
-    assert [(example.source, example.ids) for example in joined] == [(0, ids(None, zephyr)), (1, ids(None, plain))]
+    [wanted], [other] = (prepare(DataConfig(str(path)), "demonstrations", each)[0] for each in (zephyr, plain))
+    sources = [SourceConfig(str(path), "a", chat_template="zephyr"), SourceConfig(str(path), "b")]
+    joined = prepare(DataConfig(sources), "demonstrations", plain)[0]
+    assert [(each.source, each.ids) for each in joined] == [(0, wanted.ids), (1, other.ids)]
+    assert wanted.ids != other.ids

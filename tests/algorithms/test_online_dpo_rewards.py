@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_update
 from alignment.algorithms.ppo import rollout
 from alignment.algorithms.ppo.metrics import sample_metrics
@@ -130,22 +129,6 @@ def test_one_entry_is_the_short_form(settings, stage):
 
 
 # Settings
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"reward_model": "x", "rewards": [RewardSpec(regex="a")]}, "both cannot be given"),
-        ({}, "a list `rewards` of entries"),
-        ({"judge": "gold", "rewards": [RewardSpec(regex="a")]}, "judge gold reads no"),
-        ({"judge": "m:f", "rewards": [RewardSpec(regex="a")]}, "judge m:f reads no"),
-        ({"rewards": [RewardSpec(regex="a", name="n"), RewardSpec(regex="b", name="n")]}, "two entries are named 'n'"),
-    ],
-)
-def test_bad_settings_are_refused(changes, problem):
-    with pytest.raises(ValueError) as error:
-        OnlineDPOConfig("p", DataConfig(train="x"), "o", **changes)
-    assert problem in str(error.value)
 
 
 def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):

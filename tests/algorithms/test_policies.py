@@ -1,5 +1,6 @@
 """What several algorithms start from: held-out means, losses over a model, notes and samples of a run, dropout."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -122,3 +123,15 @@ def test_a_critic_from_the_policy_trains_an_adapter_and_its_head_where_the_polic
     assert any(".lora_" in name for name in trained) and any(name.startswith("head.") for name in trained)
     assert all(".lora_" in name or name.startswith("head.") for name in trained)
     assert value_model.head.weight.abs().max() == 0
+
+
+def test_a_models_own_dropout_is_said_to_be_off(write_checkpoint, stage, ran, tmp_path):
+    few = TrainingConfig(batch_size=4, max_steps=1)
+    rates = {"resid_pdrop": 0.1, "attn_pdrop": 0.0, "summary_first_dropout": 0.1}
+    policy = write_checkpoint(tmp_path / "policy", "gpt2", **rates)
+    more = {"dpo": {}, "ppo": {"reward_model": str(stage("reward gpt2") / "model"), "epochs": 1, "minibatches": 1}}
+    for kind in more:
+        ran(kind, policy, tmp_path / kind, training=few, **more[kind])
+        notes = json.loads((tmp_path / kind / "lineage.json").read_text())["notes"]
+        [note] = [note for note in notes if note.startswith("dropout: off")]
+        assert note.endswith("has resid_pdrop=0.1")

@@ -189,18 +189,6 @@ def test_the_value_model_writes_nothing_over_the_policys_base(ppo, stage, tmp_pa
         assert_close(load_model(str(tmp_path / "ppo" / "base"))(ids).logits, start, atol=1e-5, rtol=0)
 
 
-def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign):
-    judge = load_reward_model(foreign)
-    prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    given = response_scorer(judge, tokenizer, 1000)(
-        [prompt_example([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
-        [[*encode(response), tokenizer.eos_token_id] for response in responses],
-        [True, True],
-    )
-    assert_close(given, judge.score(list(zip(prompts, responses, strict=True))), rtol=0, atol=0)
-
-
 HEADED = (  # roles as words, turns end with the end token
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -284,14 +272,6 @@ def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sam
     assert not (tmp_path / "ppo" / "samples.jsonl").exists()
 
 
-def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, stage):
-    judge = load_reward_model(str(stage("reward") / "model"))
-    broken = [[5, 5], [6]]  # no text encodes to these
-    prompts = [prompt_example(ids, "", {}, "r") for ids in ([0, 1], [0])]
-    scores = response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
-    assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
-
-
 def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_through_its_own(dialogues, stage, tmp_path):
     policy, _, rows = dialogues
     directory = with_template(shutil.copytree(stage("reward") / "model", tmp_path / "judge"), BRACKETED)
@@ -358,26 +338,3 @@ def test_a_metric_named_like_one_of_the_run_ends_it(ppo):
     run, config = ppo(metrics=[f"{__name__}:kl"])
     with pytest.raises(UserError, match="are the run's own"):
         run(config)
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.0}, {"max_new_tokens": 0}, {"epochs": 0}, {"minibatches": 0}, {"clip_range": 0.0},
-        {"value_clip_range": -0.1}, {"gamma": 1.1}, {"gae_lambda": -0.1}, {"pretrain_coef": -1.0}, {"pretrain_coef": 0.5},
-        {"kl_horizon": 0.0}, {"minibatches": 33},
-    ],
-)  # fmt: skip
-def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        PPOConfig(policy="p", reward_model="r", data=DataConfig(train="t"), output="o", **settings)
-
-
-@pytest.mark.parametrize("name", ["data", "pretrain"])
-def test_held_out_rows_that_nothing_would_read_are_refused(name):
-    data = {"data": DataConfig(train="t"), name: DataConfig(train="t", evaluation="e")}
-    with pytest.raises(ValueError, match=f"{name}.evaluation is not read"):
-        PPOConfig(policy="p", reward_model="r", output="o", pretrain_coef=0.5 * (name == "pretrain"), **data)

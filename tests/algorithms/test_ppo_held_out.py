@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo import PPOConfig, loop
+from alignment.algorithms.ppo import loop
 from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.ppo.loop import HeldOutScores, judge_held_out
 from alignment.algorithms.ppo.metrics import kl_columns
@@ -25,7 +25,6 @@ from alignment.training.settings import EarlyStopping
 from tests.ppo_states import exact_kl, move
 from tests.stopping import assert_goes_on, timeless
 
-SETTINGS = {"policy": "p", "reward_model": "r", "output": "o"}
 BY_LENGTH = HeldOutConfig(rewards=[RewardSpec(length=LengthSpec(target=3))])
 
 
@@ -200,43 +199,3 @@ def test_a_stopped_run_resumes_with_its_best_and_the_scores_of_the_start(ppo, st
     judge = HeldOutConfig(reward_model=str(stage("reward") / "model"))
     assert_goes_on(partial(ppo, held_out=judge, **changes), 3, tmp_path)
     assert len({line["held_out_score"] for line in timeless(tmp_path / "whole")}) > 1
-
-
-KEPT = TrainingConfig(evaluate_every_steps=5, keep_best="held_out_score")
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"data": DataConfig(train="t", evaluation="e")}, "data.evaluation is not read"),
-        ({"training": KEPT}, "training.keep_best has no effect"),
-        ({"held_out": BY_LENGTH}, "held_out needs prompts: set data.evaluation"),
-        (
-            {"held_out": replace(BY_LENGTH, kl_budget=1.0), "data": DataConfig(train="t", evaluation="e")},
-            "held_out.kl_budget ends the run beyond the budget",
-        ),
-        (
-            {
-                "held_out": BY_LENGTH, "data": DataConfig(train="t", evaluation_share=0.1),
-                "training": TrainingConfig(evaluate_every_steps=5, keep_best="held_out_loss"),
-            },
-            "held_out_loss.* held_out_win_rate and held_out_score",
-        ),
-        (
-            {"training": TrainingConfig(ema_decay=0.9), "held_out": BY_LENGTH, "data": DataConfig(train="t", evaluation="e")},
-            "training.ema_decay has no effect",
-        ),
-    ],
-)  # fmt: skip
-def test_settings_that_would_decide_nothing_are_refused(settings, why):
-    with pytest.raises(ValueError, match=why):
-        PPOConfig(**SETTINGS, **({"data": DataConfig(train="t")} | settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [({}, "say what is rewarded"), ({"reward_model": "r", "kl_budget": 0.0}, "kl_budget"), ({"reward_model": "r", "seed": -1}, "seed")],
-)  # fmt: skip
-def test_settings_of_the_judge_out_of_range_are_refused(settings, why):
-    with pytest.raises(ValueError, match=why):
-        HeldOutConfig(**settings)

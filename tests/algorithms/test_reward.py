@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.reward import reward_loss_fn
+from alignment.algorithms.reward_losses import objective_loss_fn
 from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
@@ -54,19 +54,14 @@ def test_a_planted_preference_is_learned(checkpoints, make_stage, tmp_path, read
     assert friendly > rude
 
 
-def scores_as_given(chosen, rejected):
-    """A batch of pairs, and a model that gives the chosen and rejected ones these scores at their last tokens."""
-    side = lambda row: Example.single([1, 5, 2], [False, True, True], str(row))  # noqa: E731
-    pairs = [pair_example(side(row), side(row), None, str(row)) for row in range(len(chosen))]
-    [batch] = collate_pairs(pairs, 10**6)
-    values = torch.full((len(batch.ragged.tokens),), 1e9)
-    values[batch.ragged.last] = torch.tensor([*chosen, *rejected])
-    return batch, lambda batch, tokens: ValueOutput(values=values[tokens])
-
-
 def test_centering_costs_the_square_of_the_sum():
-    batch, model = scores_as_given([1.0], [3.0])
-    plain, centered = (reward_loss_fn(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
+    """Scores 1 and 3, read at the last tokens: 0.01 * 4^2."""
+    side = Example.single([1, 5, 2], [False, True, True], "r")
+    [batch] = collate_pairs([pair_example(side, side, None, "r")], 100)
+    values = torch.full((len(batch.ragged.tokens),), 1e9)
+    values[batch.ragged.last] = torch.tensor([1.0, 3.0])
+    model = lambda batch, tokens: ValueOutput(values=values[tokens])  # noqa: E731
+    plain, centered = (objective_loss_fn(model, "bradley_terry", center_coef=coef)(batch).total for coef in (0.0, 0.01))
     assert_close(centered - plain, torch.tensor(0.16))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.reward import EnsembleConfig, RewardConfig
+from alignment.algorithms.reward import EnsembleConfig
 from alignment.algorithms.reward_losses import bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import collate_pairs, collate_rankings
@@ -346,17 +346,3 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     run, config = make_stage("reward", policy, tmp_path / "b", data=data)
     with pytest.raises(UserError, match=r"chat\.jsonl:1: the prompt is a list of messages, and an encoder reads texts"):
         run(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"theta": 1.0}, "theta must be above 1"),
-        ({"theta": 3.0}, "theta goes with loss=rao_kupper; loss=bradley_terry has none"),
-        ({"ensemble": EnsembleConfig(kind="adapters")}, "needs `adapter`"),
-        ({"loss": "steps", "center_coef": 0.1}, "center_coef holds scores of whole responses"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        RewardConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)

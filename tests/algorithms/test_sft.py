@@ -39,15 +39,6 @@ def test_the_same_seed_gives_the_same_weights(adapter, checkpoints, make_stage, 
     assert not any(weights[0][name].equal(weights[2][name]) for name in weights[0])
 
 
-def test_memory_settings_change_no_result(checkpoints, make_stage, tmp_path):
-    weights = []
-    for name, settings in (("a", {}), ("b", {"micro_batch_tokens": 200, "gradient_checkpointing": True})):
-        training = TrainingConfig(batch_size=8, max_steps=2, **settings)
-        run, config = make_stage("sft", checkpoints["gpt2"], tmp_path / name, training=training)
-        weights.append(load_file(run(config) / "model.safetensors"))
-    assert_close(weights[0], weights[1], rtol=0, atol=2e-5)
-
-
 def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make_stage, tmp_path, read_metrics):
     from alignment.algorithms.pretrain import pretrain
     from alignment.loading import load_model, load_tokenizer

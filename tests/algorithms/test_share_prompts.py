@@ -4,12 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
-from alignment.models.shared_prompts import prompt_sharing
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
-from tests.examples import pair_example
 
 FEW_TOKENS = 500  # so that an update has several micro-batches, which hold other rows where prompts are shared
 
@@ -60,25 +57,3 @@ def test_a_finished_run_is_no_other_run_with_the_other_setting(stage, ran, tmp_p
         training = TrainingConfig(batch_size=8, max_steps=1, share_prompts=share)
         ran("reward", str(stage("sft") / "model"), tmp_path, training=training)
     assert len(read_metrics(tmp_path)) == 1
-
-
-def test_a_model_of_transformers_own_class_computes_prompts_apart_and_says_so(tmp_path):
-    from transformers import StableLmConfig, StableLmForCausalLM
-
-    from alignment.data.examples import Example
-    from alignment.models.huggingface.checkpoint import load_language_model
-
-    config = StableLmConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
-    config.num_attention_heads = config.num_key_value_heads = 2
-    StableLmForCausalLM(config).save_pretrained(tmp_path)
-    model, notes = load_language_model(tmp_path), []
-    share = prompt_sharing([model], wanted=True, note=notes.append)
-    assert share is False and len(notes) == 1 and "stablelm is none" in notes[0]
-    pair = pair_example(
-        *(Example.single([1, 2, 3, n], [False] * 3 + [True], "a") for n in (4, 5)), margin=None, row_id="a"
-    )
-    [batch] = collate_pairs([pair], 100, share_prompts=share)
-    assert model(batch=batch.ragged).log_probs.shape == (2,)
-    [wrong] = collate_pairs([pair], 100, share_prompts=True)
-    with pytest.raises(ValueError, match="takes no shared prompts"):
-        model(batch=wrong.ragged)

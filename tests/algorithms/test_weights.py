@@ -21,9 +21,7 @@ from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_frozen_model, load_model
-from alignment.models import quantization
 from alignment.models.build import build_model
-from alignment.models.frozen_weights import FrozenLinear
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained, save_model
 from alignment.models.quantization import quantization_of
 from alignment.models.shared_weights import SharedWeights
@@ -91,15 +89,6 @@ def test_all_weights_train_in_float32_and_are_saved_so(low, ran, tmp_path):
     model = ran("sft", low, tmp_path, training=TWO)
     assert {x.dtype for x in load_file(model / "model.safetensors").values()} == {torch.float32}
     assert json.loads((model / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_a_reference_stays_in_the_type_of_its_checkpoint(low):
-    batchless = load_frozen_model(low, SharedWeights())
-    assert isinstance(batchless.trunk.blocks[0].attention.query, FrozenLinear)
-    assert batchless.trunk.embed.weight.dtype == torch.bfloat16
-    assert not any(x.requires_grad for x in batchless.parameters())
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(batchless(ids).logits, load_model(low)(ids).logits)
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
@@ -276,11 +265,3 @@ def test_frozen_types_without_frozen_weights_are_refused(Config, weights, messag
 def test_a_reference_may_have_a_type_of_its_own_where_every_weight_of_the_policy_trains():
     config = DPOConfig(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="bfloat16"))
     assert config.adapter is None and config.weights.dtype == "bfloat16"
-
-
-def test_a_run_without_bitsandbytes_is_refused_before_anything_is_read(make_stage, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
-    run, config = make_stage("sft", "no-such-model", tmp_path, adapter=LORA, weights=WeightsConfig(quantize="int8"))
-    with pytest.raises(UserError, match=r"weights\.quantize int8 needs bitsandbytes: pip install"):
-        run(config)
-    assert not (tmp_path / "config.yaml").exists()

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
-from alignment.algorithms.reward import NormalizeConfig, reward_loss_fn
-from alignment.algorithms.reward_losses import measure
+from alignment.algorithms.reward import NormalizeConfig
+from alignment.algorithms.reward_losses import objective_loss_fn, score_metrics
 from alignment.data.batches import StepBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
@@ -61,7 +61,9 @@ def test_h23_the_loss_reads_the_last_token_alone():
         values = torch.full((10,), elsewhere)
         values[torch.tensor([2, 9])] = torch.tensor([1.0, 0.5])
         losses.append(
-            reward_loss_fn(lambda batch, tokens, values=values: ValueOutput(values[tokens]), 0.0)(batch).total
+            objective_loss_fn(lambda batch, tokens, values=values: ValueOutput(values[tokens]), "bradley_terry")(
+                batch
+            ).total
         )
     assert losses[0] == losses[1] == losses[2] and losses[0].item() == pytest.approx(0.474077, abs=1e-6)
 
@@ -199,7 +201,7 @@ def test_h26_four_margins():
     [batch] = collate_pairs([pair_example(side(row), side(row), None, str(row)) for row in range(4)], 100)
     values = torch.zeros(len(batch.ragged.tokens))
     values[batch.ragged.last] = torch.tensor([0.7, 0.0, 0.2, 3.1, 0.0, 0.3, 0.2, 0.0])
-    result = reward_loss_fn(lambda batch, tokens: ValueOutput(values[tokens]), 0.0)(batch)
+    result = objective_loss_fn(lambda batch, tokens: ValueOutput(values[tokens]), "bradley_terry")(batch)
     assert result.total.item() / 4 == pytest.approx(0.498688, abs=1e-6)
     assert (result.metrics["accuracy"].item() / 4, result.metrics["ties"].item()) == (0.625, 1.0)
 
@@ -214,7 +216,7 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
         def model(batch, tokens):
             return ValueOutput((scores[batch.tokens] * batch.tokens.roll(1).float())[tokens])
 
-        loss_fn = reward_loss_fn(model, 0.01)
+        loss_fn = objective_loss_fn(model, "bradley_terry", center_coef=0.01)
         found = [(batch.weight, loss_fn(batch)) for batch in batches]
         return torch.tensor([[w, float(r.total), float(r.metrics["accuracy"])] for w, r in found]).sum(0)
 
@@ -229,6 +231,6 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
 
 def test_h26_ties_count_half_among_steps_also_for_each_source():
     scores, labels = torch.tensor([0.0, 0.0, 2.0, -1.0]), torch.tensor([True, False, False, False])
-    measured = measure(scores, StepBatch(Ragged.build([[1, 2]]), labels, labels, labels))
+    measured = score_metrics(scores, StepBatch(Ragged.build([[1, 2]]), labels, labels, labels))
     assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0]
     assert (measured.sums["accuracy"].item(), measured.sums["ties"].item()) == (2.0, 2.0)

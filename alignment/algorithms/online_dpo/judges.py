@@ -14,7 +14,6 @@ from alignment.generation import response_text
 from alignment.hotel_world.gold import gold_score
 from alignment.hotel_world.grammar import is_prompt
 from alignment.rewards.combine import Scorer
-from alignment.rewards.functions import import_own
 
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[float | None]]
@@ -38,17 +37,6 @@ def gold_scorer(tokenizer: Tokenizer) -> Scorer:
         return torch.tensor(gold_score([str(prompt.prompt) for prompt in prompts], texts))
 
     return score
-
-
-def load_pair_judge(name: str) -> PairJudge:
-    """The function that `judge: module:function` names."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(import_own(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"judge: {name!r} was not found ({error}); give module:function of a module beside the config or installed"
-        ) from error
 
 
 def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: int) -> Scorer:

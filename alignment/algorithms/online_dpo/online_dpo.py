@@ -17,7 +17,7 @@ from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.kin import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
+from alignment.algorithms.online_dpo.judges import gold_scorer, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, Role, reference_of
 from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
@@ -33,7 +33,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Sharing
 from alignment.rewards.combine import MOST_UNSCORED
-from alignment.rewards.functions import function_files
+from alignment.rewards.functions import function_files, load_own
 from alignment.rewards.specs import unnormalized_if_single
 from alignment.training import Engine, Run
 from alignment.training.distributed import ProcessGroup, shares_weights
@@ -89,7 +89,7 @@ def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> 
     metrics, prompts, tokenizer = load_metrics(config.metrics), data.prompts.rows, data.tokenizer
     if config.judge == "gold":
         require_hotel_prompts(prompts)
-    judge = load_pair_judge(config.judge) if ":" in config.judge else None
+    judge = load_own(config.judge, "judge:") if ":" in config.judge else None
     source = source_of(config, rewards=unnormalized_if_single(config.rewards))
     texts, bases = source.prepare(prompts), SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)

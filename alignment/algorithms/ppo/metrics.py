@@ -20,7 +20,7 @@ from alignment.losses.policy import kl_estimates
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
 from alignment.rewards.combine import part_metrics
-from alignment.rewards.functions import import_own
+from alignment.rewards.functions import load_own
 from alignment.training import Run
 from alignment.training.distributed import ProcessGroup
 from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
@@ -219,14 +219,10 @@ def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
     """The functions that a config's `metrics` names, by the name of the function, under which it is logged."""
     found: dict[str, MetricFn] = {}
     for name in names:
-        module, _, function = METRICS.get(name, name).partition(":")
-        try:
-            metric = getattr(import_own(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
+        function = METRICS.get(name, name).rpartition(":")[2]
         if function in found:
             raise UserError(f"metrics: {name!r} would be logged as {function!r}, as another one is; rename it")
-        found[function] = metric
+        found[function] = load_own(METRICS.get(name, name), "metrics:")
     return found
 
 
