@@ -142,7 +142,9 @@ def load_tokenizer(
     tokenizer = read_tokenizer_files(open_checkpoint(source).file("tokenizer.json").parent)
     if add_tokens or add_special_tokens:
         add_new_tokens(tokenizer, add_tokens, add_special_tokens)
-    return with_chat_template(tokenizer, chat_template)
+    if chat_template is not None:
+        return with_chat_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:

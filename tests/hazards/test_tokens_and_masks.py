@@ -3,17 +3,19 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Text
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
 from alignment.data.text import chat
 from alignment.data.tokenize import (
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
+    tokenize_prompts,
     tokenize_rankings,
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
+from alignment.errors import UserError
 from tests.examples import sides
 
 CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
@@ -23,6 +25,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ASKED = [{"role": "user", "content": "Price: "}]
+DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +37,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def sequences(tokenizer, prompt, responses=("46", "$46")):
     """Ids and mask of every kind of row with this prompt: SFT, pairs, KTO labels, rankings, prompts to sample from."""
     first, second = responses
-    dialogue = [*prompt, {"role": "assistant", "content": first}] if isinstance(prompt, list) else None
     [demonstration], _ = tokenize_demonstrations([Demonstration(prompt, first, "r")], tokenizer, 100)
     [pair], _ = tokenize_comparisons([Comparison(prompt, first, second, None, "r")], tokenizer, 100)
     [labeled], _ = tokenize_labels([LabeledResponse(prompt, first, True, "r")], tokenizer, 100)
     [ranked], _ = tokenize_rankings([Ranking(prompt, responses, (0, 1), "r")], tokenizer, 100)
-    made = {
-        "sft": demonstration,
-        "chosen": sides(pair)[0],
-        "rejected": sides(pair)[1],
-        "label": sides(labeled)[0],
-        "ranking": sides(ranked)[0],
-    }
-    if dialogue is not None:
+    made = dict(zip(("chosen", "rejected"), sides(pair), strict=True))
+    made |= {"sft": demonstration, "label": sides(labeled)[0], "ranking": sides(ranked)[0]}
+    if isinstance(prompt, list):
+        dialogue = [*prompt, {"role": "assistant", "content": first}]
         [made["dialogue"]], _ = tokenize_demonstrations([Demonstration(prompt, first, "r", dialogue)], tokenizer, 100)
     return made
 
 
 @pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
-@pytest.mark.parametrize("ending", ["", "</s>", "<|im_end|>", "<|im_end|>\n"])
+@pytest.mark.parametrize("ending", ["", "</s></s>", "<|im_end|>", "<|im_end|>\n"])
 def test_h02_exactly_one_end_token_is_trained(tokenizer, prompt, ending):
     stops = chat.stop_token_ids(tokenizer)
     made = sequences(tokenizer, prompt, ("46" + ending, "$46" + ending))
@@ -61,6 +59,19 @@ def test_h02_exactly_one_end_token_is_trained(tokenizer, prompt, ending):
         assert trained[-1] in stops and sum(index in stops for index in trained) == 1, kind
     [text], _ = tokenize_texts([Text("Price: 46", "r")], tokenizer, 100)
     assert text.ids[-1] == tokenizer.eos_token_id and text.ids.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
+def test_h03_one_bos_in_every_kind_of_row_and_the_prompt_is_generations(tokenizer, prompt):
+    bos = tokenizer.bos_token_id
+    generation = chat.prompt_ids(tokenizer, prompt)
+    [sampled], _ = tokenize_prompts([Prompt(prompt, {}, "r")], tokenizer, 100)
+    assert sampled.ids == generation and generation[0] == bos and generation.count(bos) == 1
+    for kind, row in sequences(tokenizer, prompt).items():
+        assert row.ids.count(bos) == 1 and row.ids[: len(generation)] == generation, kind
+        assert row.mask == [False] * len(generation) + [True] * (len(row.ids) - len(generation)), kind
+    [text], _ = tokenize_texts([Text("Price: 46", "r")], tokenizer, 100)
+    assert text.ids.count(bos) == 1
 
 
 @pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
@@ -75,3 +86,12 @@ def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
         words = "$46" if kind == "rejected" else "46"
         assert row.ids[: len(generation)] == generation, kind
         assert tokenizer.decode([i for i, counts in zip(row.ids, row.mask, strict=True) if counts]) == words + end, kind
+
+
+def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
+    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    assert any(mask) and not all(mask)
+    assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
+    for messages in (ASKED, [DIALOGUE[1]]):  # with nothing before the reply everything would count
+        with pytest.raises(UserError, match="needs an assistant message"):
+            chat.chat_ids(tokenizer, messages)
