@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.files import atomic_directory
-from alignment.models.build import build_language_model
-from alignment.models.huggingface.checkpoint import hf_locations, save_model
-from alignment.models.huggingface.weight_map import from_hf
+from alignment.files import atomic_directory, write_json
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
@@ -62,7 +60,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors[name.format(layer)] = weight.contiguous()
     del tensors["cosines"], tensors["sines"]
     config = {
-        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": hidden,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float32",
+        "vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
         "max_position_embeddings": positions, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -131,12 +130,9 @@ def convert(checkpoint: Path, tokenizer: Path, output: Path) -> None:
     """Write the directory."""
     config, tensors = read_checkpoint(checkpoint)
     pieces = read_tokenizer(tokenizer, config["vocab_size"])
-    model = build_language_model(config)
-    locations = hf_locations(model)
-    if config["tie_word_embeddings"]:
-        del locations["head.weight"]
-    model.load_state_dict(from_hf(tensors, locations), strict=not config["tie_word_embeddings"])
-    save_model(model, output)
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    write_json(output / "config.json", config)
     build_tokenizer(pieces, config["max_position_embeddings"]).save_pretrained(output)
 
 

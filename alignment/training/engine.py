@@ -76,8 +76,7 @@ class Engine:
 
     Attributes:
         model: the module to call in training; its calls run in the precision of the run.
-        process_group: the processes that train this model together.
-        backend: how the model is spread over them; holds the unwrapped module, its state and its optimizer.
+        backend: how the model is spread over processes; holds the unwrapped module, its state and its optimizer.
         step: updates done.
         untrained: trainable parameters that the first update did not reach; empty before it.
         average: the moving average of the trained weights; None where `training.ema_decay` is not set.

@@ -75,11 +75,11 @@ def fit(
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps` or to an early stop.
 
-    A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged.
+    A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged: then
+    SystemExit (143 or 130), a checkpoint being saved.
 
     Args:
         stream: row order as a pure function of the step, the same on every rank.
-        collate: rows -> micro-batches; each rank collates every world_size-th row of a global batch.
         loss_fn: micro-batch -> sums; it calls `engine.model`.
         held_out: rows of the means that are logged after every `evaluate_every_steps`-th update and the last one.
         update: one update of the engine on the rows of a global batch, given the batch's number from 0 too, in place of
@@ -89,11 +89,6 @@ def fit(
             in the last evaluation does not lose it, and a signal that comes meanwhile waits for it.
         observe: called with the update's number at every evaluation, such as to write samples.
         remembers: what `update` knows of the updates before, for checkpoints.
-
-    Raises:
-        NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
-        SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
-        UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
     to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:

@@ -100,7 +100,7 @@ class Result:
         """The state that a resumed run needs, for its checkpoint."""
         return {} if self.best is None else {"best": self.best.state()}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def restore(self, state: Mapping[str, Mapping[str, object]] | None) -> None:
         """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
         if self.best is None or state is None:
             return

@@ -1,13 +1,20 @@
-"""Start one Python module in several processes, as a launcher would, and wait for them."""
+"""Start one Python module in several processes, as a launcher would, and wait for them; compare what they trained."""
 
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from torch import Tensor
+
 ROOT = Path(__file__).parents[2]
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = {stage: {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)} for stage in (2, 3)}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+EVERY_KIND = ["ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
 def free_port() -> str:
@@ -33,3 +40,10 @@ def run_ranks(count: int, module: str, *arguments: str, seconds: int = 240, **en
             process.kill()
     assert all(process.returncode == 0 for process in started), "\n".join(outputs)
     return outputs[0]
+
+
+def relative_error(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest |one - other| / |other| of any tensor; both must have the same names and shapes."""
+    assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
+    norms = {name: max(float(value.double().norm()), 1e-12) for name, value in other.items()}
+    return max(float((one[name].double() - other[name].double()).norm()) / norms[name] for name in one)

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.processes import EVERY_KIND, ROOT, needs_deepspeed, relative_error
+
 KINDS = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
@@ -23,25 +22,21 @@ REPLICAS_AND_ZERO_3 = [
     pytest.param("ddp", marks=pytest.mark.distributed),
     pytest.param("zero3", marks=[pytest.mark.distributed, needs_deepspeed]),
 ]
-EVERY_KIND = [
-    pytest.param("ddp"), pytest.param("fsdp2"),
-    pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed),
-]  # fmt: skip
 
 
-def launch(output: Path, mode: str, *launcher: str, worker: str = "worker") -> None:
+def launch(output: Path, mode: str, *launcher: str) -> None:
     """Run the worker; its whole output is the message where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *launcher, f"tests.distributed.{worker}", str(output), *mode.split()]
+    command = [sys.executable, "-m", *launcher, "tests.distributed.worker", str(output), *mode.split()]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def launch_two(output: Path, mode: str, name: str, worker: str = "worker") -> None:
+def launch_two(output: Path, mode: str, name: str) -> None:
     """The worker in two processes, as configs/launch/NAME.yaml says."""
     port = str(20000 + os.getpid() % 20000)
     options = ["--config_file", f"configs/launch/{name}.yaml", "--num_processes", "2", "--main_process_port", port]
-    launch(output, mode, "accelerate.commands.launch", *options, "-m", worker=worker)
+    launch(output, mode, "accelerate.commands.launch", *options, "-m")
 
 
 @cache
@@ -57,12 +52,6 @@ def alone(tmp_path_factory) -> Any:
     """Makes the results of one process, once per mode."""
     parent = tmp_path_factory.mktemp("alone")
     return lambda mode: in_one_process(parent, mode)
-
-
-def relative_error(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest |one - other| / |other| of any tensor; both must have the same names and shapes."""
-    assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
-    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
 
 
 def check_equal(two: Path, one: Path, name: str, bound: float) -> None:
@@ -128,8 +117,8 @@ def test_bf16_differs_by_rounding_alone(tmp_path, alone, name):
     ],
 )
 def test_other_optimizers_in_two_processes_equal_one_and_resume(tmp_path, name, optimizers):
-    launch(tmp_path / "one", optimizers, worker="optimizer_worker")
-    launch_two(tmp_path / "two", optimizers, name, worker="optimizer_worker")
+    launch(tmp_path / "one", f"optimizers {optimizers}")
+    launch_two(tmp_path / "two", f"optimizers {optimizers}", name)
     for each in optimizers.split():
         file = f"{each}.safetensors"
         bound = 2e-3 if each == "adamw_8bit" else 1e-5  # ZeRO's vectors have 8 bits where small tensors alone have 32

@@ -1,4 +1,4 @@
-"""Models loaded as shards: each rank reads its own rows, holds no more than them and a block, and ends with the same bits."""
+"""Models loaded as shards or ZeRO's parts: each rank reads its own, holds no more and a block, ends with the same bits."""
 
 import json
 import shutil
@@ -10,7 +10,12 @@ from safetensors.torch import load_file
 
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
-from tests.distributed.processes import FSDP2, run_ranks
+from tests.distributed.processes import FSDP2, ZERO, needs_deepspeed, relative_error, run_ranks
+
+pytestmark = pytest.mark.distributed_slow
+WAYS = pytest.mark.parametrize(
+    "way", [pytest.param(FSDP2, id="fsdp2"), pytest.param(ZERO[3], marks=needs_deepspeed, id="zero3")]
+)
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES = {  # plain, fused and transposed, fused, fused head by head, tied, experts
@@ -30,21 +35,20 @@ def write(family: str, directory, **changes) -> str:
     return str(directory)
 
 
-@pytest.mark.distributed_slow
-def test_shards_equal_the_rows_of_the_whole_model_bit_for_bit(tmp_path):
+@WAYS
+def test_shards_equal_the_rows_of_the_whole_model_bit_for_bit(tmp_path, way):
     """3 ranks: no size of these models is a multiple of 3."""
-    run_ranks(3, "tests.distributed.sharded", "slices", *(write(name, tmp_path / name) for name in FAMILIES), **FSDP2)
+    run_ranks(3, "tests.distributed.sharded", "slices", *(write(name, tmp_path / name) for name in FAMILIES), **way)
 
 
-@pytest.mark.distributed_slow
-def test_loading_holds_the_shard_and_one_block_at_most(tmp_path):
+@WAYS
+def test_loading_holds_the_shard_and_one_block_at_most(tmp_path, way):
     """About 290 MB in float32: 72 MB on each of 4 ranks, and blocks of 30 MB."""
     wide = {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
     model = write("llama", tmp_path / "wide", **wide, num_attention_heads=12, num_key_value_heads=12)
     start = write("llama", tmp_path / "start")
-    run_ranks(4, "tests.distributed.sharded", "memory", model, str(tmp_path / "report.json"), start, **FSDP2)
+    run_ranks(4, "tests.distributed.sharded", "memory", model, str(tmp_path / "report.json"), start, **way)
     for rank in json.loads((tmp_path / "report.json").read_text()):
-        print(rank)
         assert rank["shard"] > 60 * 10**6
         assert rank["peak"] <= 1.15 * (rank["shard"] + rank["block"]), rank
 
@@ -58,15 +62,6 @@ def train(count: int, model: str, output: Path, updates: int, **environment: str
     run_ranks(count, "tests.distributed.sharded", "train", model, str(output), str(updates), *KINDS, **settings)
 
 
-def largest_difference(one: Path, other: Path) -> float:
-    """Largest |one - other| / |other| of any tensor of a model."""
-    ours, theirs = load_file(one), load_file(other)
-    assert ours.keys() == theirs.keys()
-    differences = {name: float((ours[name].double() - theirs[name].double()).norm()) for name in ours}
-    return max(differences[name] / max(float(theirs[name].double().norm()), 1e-12) for name in ours)
-
-
-@pytest.mark.distributed_slow
 def test_a_checkpoint_of_four_goes_on_in_two_and_in_one_and_all_train_the_weights_of_one_process(tmp_path):
     """4 updates in one process, against 2 in four and 2 more in four (hybrid), in two (offloaded) and in one."""
     model = write("llama", tmp_path / "start")
@@ -88,10 +83,22 @@ def test_a_checkpoint_of_four_goes_on_in_two_and_in_one_and_all_train_the_weight
         shutil.copytree(tmp_path / "four", tmp_path / name)
         train(count, model, tmp_path / name, 4, **environment)
         for kind in KINDS:
-            found = largest_difference(
-                tmp_path / name / f"{kind}.safetensors", tmp_path / "one" / f"{kind}.safetensors"
-            )
-            print(f"{name} {kind}: {found:.1e}")
-            assert found <= 1e-5, (name, kind)
+            ours, theirs = (load_file(tmp_path / run / f"{kind}.safetensors") for run in (name, "one"))
+            assert relative_error(ours, theirs) <= 1e-5, (name, kind)
     shutil.copytree(tmp_path / "alone", tmp_path / "spread")  # what one process saved goes on in two
     train(2, model, tmp_path / "spread", 5)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_zero_resumes_on_as_many_processes_and_on_no_others(tmp_path, stage):
+    run_ranks(1, "tests.distributed.worker", str(tmp_path / "one"), "plain")
+    run_ranks(2, "tests.distributed.worker", str(tmp_path / "two"), "save", **ZERO[stage])
+    files = [file.name for file in (tmp_path / "two" / "checkpoints" / "step-000002").rglob("*") if file.is_file()]
+    assert len(files) > 6 and all(name.endswith((".json", ".safetensors")) for name in files)
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    run_ranks(2, "tests.distributed.worker", str(tmp_path / "two"), "continue", **ZERO[stage])
+    for file in ("toy.safetensors", "language.safetensors"):
+        assert relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file)) <= 1e-5, file
+    with pytest.raises(AssertionError, match="resume with the launch configuration that saved it"):
+        run_ranks(1, "tests.distributed.worker", str(tmp_path / "alone"), "continue")

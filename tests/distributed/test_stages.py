@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-KINDS = ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)]
+from tests.distributed.processes import EVERY_KIND, ROOT, relative_error
+
 pytestmark = pytest.mark.distributed_slow
 
 PPO = "ppo ppo/tiny policy=$llama reward_model=$reward data.train=$prompts max_new_tokens=8 training.max_steps=2"
@@ -84,10 +83,7 @@ def run(output: Path, kind: str | None, *arguments: str) -> list[dict[str, Any]]
 
 
 def largest_error(one: Path, two: Path) -> float:
-    """Largest |two - one| / |one| of any tensor."""
-    ours, theirs = load_file(two), load_file(one)
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours)
+    return relative_error(load_file(two), load_file(one))
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -104,7 +100,7 @@ def test_a_stage_logs_on_two_processes_what_it_logs_on_one(tmp_path, command, na
     assert not keys[1].startswith("unscored") or 0 < one[0]["unscored_share"] < 0.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_sft_on_two_processes_gives_the_weights_of_one(tmp_path, command, kind):
     settings = command(
         "sft sft/tiny policy=$llama data.train=$demonstrations training.max_steps=5 training.batch_size=7 "
@@ -117,7 +113,7 @@ def test_sft_on_two_processes_gives_the_weights_of_one(tmp_path, command, kind):
     assert largest_error(*models) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_ppo_over_one_base_and_a_stacked_lora_gives_on_two_processes_what_it_gives_on_one(
     tmp_path, command, stage, kind
 ):

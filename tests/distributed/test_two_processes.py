@@ -1,19 +1,12 @@
 """Every training stage on two processes against one, by scripts/two_processes.py, whose bounds hold here too."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-EVERY_WAY = [
-    pytest.param("ddp"), pytest.param("fsdp2"),
-    pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed),
-]  # fmt: skip
+from tests.distributed.processes import EVERY_KIND, ROOT, needs_deepspeed
 
 
 def check(*arguments: str) -> str:
@@ -34,20 +27,20 @@ def test_sharded_ppo_with_unequal_shares_equals_one_process():
 
 
 @pytest.mark.distributed_slow
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", EVERY_KIND)
 def test_every_stage_and_adapter_equals_one_process_and_resumes(way):
     assert check("--ways", way).count(way) >= 12
 
 
 @pytest.mark.distributed_slow
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", EVERY_KIND)
 def test_further_kinds_of_adapter_equal_one_process_and_resume(way):
     kinds = ["dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules"]
     assert check("--ways", way, "--stages", "sft", "--adapters", *kinds).count(f"{way} ") >= len(kinds)
 
 
 @pytest.mark.distributed_slow
-@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("way", EVERY_KIND)
 def test_lora_over_quantized_weights_equals_one_process_and_resumes(way):
     """Quantized weights are whole on each rank under FSDP2, while the LoRA is sharded."""
     pytest.importorskip("bitsandbytes")

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from alignment.training import LossSum, Term, TrainingConfig, shard_rows
 from alignment.training.backends.base import checked_step
 from tests.distributed.processes import FSDP2, run_ranks
-from tests.hazards.two_ranks import TOKENS, batch_of, engine_of
-from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows, weights
+from tests.hazards.two_ranks import TOKENS, engine_of
+from tests.training.toys import collate_by, plain_batch, squared_error, toy_engine, toy_rows, weights
 
 # 12 updates, warm-up 3, cosine, peak 2e-4; the 13th value is where the schedule ends.
 RATES = [
@@ -33,7 +33,9 @@ RATES = [
 def test_h10_the_loss_is_the_mean_over_all_tokens_of_the_global_batch(cut):
     # 3.7 / 8; a mean of means would give 0.6667 or 0.5167
     engine = engine_of(1, 0.0)
-    metrics = engine.update(Term([batch_of(part) for part in cut], lambda batch: LossSum(engine.model(batch.x).sum())))
+    metrics = engine.update(
+        Term([plain_batch(part) for part in cut], lambda batch: LossSum(engine.model(batch.x).sum()))
+    )
     assert metrics["loss"] == pytest.approx(0.4625, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(0.4625, abs=1e-6)
     assert weights(engine)["weight"].item() == pytest.approx(1 - 0.4625, abs=1e-6)

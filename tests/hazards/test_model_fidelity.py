@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.models.layers import RotarySpec
+from alignment.models.layers.rotary import Rotary, RotarySpec
 
 POSITIONS = 256
 
@@ -23,9 +23,9 @@ def test_h19_angles_stay_in_fp32_in_a_model_of_lower_precision():
     # In bf16 positions 256 and 257 are one number, and an angle of 200 radians is off by up to half a radian.
     spec, positions = RotarySpec(1e4, 32), torch.arange(2 * POSITIONS)
     exact = positions.double()[:, None] * 1e4 ** (-torch.arange(0, 32, 2).double() / 32)
-    cast = spec.build()
+    cast = Rotary(spec)
     cast(positions, len(positions), lambda: positions)  # a table that is there when the model is cast
-    for rotary in (spec.build(), spec.build().to(torch.bfloat16), cast.to(torch.bfloat16)):
+    for rotary in (Rotary(spec), Rotary(spec).to(torch.bfloat16), cast.to(torch.bfloat16)):
         cosines, sines = rotary(positions, len(positions), lambda: positions)
         assert_close(cosines[:, 0, :16], exact.cos().float(), atol=1e-4, rtol=0)
         assert_close(sines[:, 0], exact.sin().float(), atol=1e-4, rtol=0)

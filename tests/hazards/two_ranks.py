@@ -9,24 +9,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from alignment.training import Engine, LossSum, OptimConfig, Term, TrainingConfig
-from tests.training.toys import ToyBatch
+from tests.training.toys import Scale, ToyBatch, plain_batch
 
 TOKENS = [[0.5, 1.0, 1.5], [0.1 * number for number in range(9)]]  # of each rank: 3 and 9; together 3.0 + 3.6
 GRADIENT = [3.0, 4.0, 12.0]  # norm 13
-
-
-class Scale(nn.Module):
-    """x times a weight of ones, one number per row of x's last axis."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 def engine_of(size: int, max_grad_norm: float, steps: int = 12, **optim: float) -> Engine:
@@ -35,17 +23,12 @@ def engine_of(size: int, max_grad_norm: float, steps: int = 12, **optim: float) 
     return Engine(Scale(size), config, TrainingConfig(), total_steps=steps)
 
 
-def batch_of(values: list[float]) -> ToyBatch:
-    x = torch.tensor(values)
-    return ToyBatch(x, x, weight=float(len(values)))
-
-
 def measure() -> dict[str, object]:
     """Loss and gradient of unequal shares (H11); rates of 12 updates (H14); norm and clipped step of a gradient (H15)."""
     engine = engine_of(1, 0.0)
     group = engine.process_group
     own = [TOKENS[rank] for rank in range(2) if rank % group.size == group.rank]
-    batches = [batch_of(values) for values in own]
+    batches = [plain_batch(values) for values in own]
     shares = engine.update(Term(batches, lambda batch: LossSum(engine.model(batch.x).sum())))
     rated = engine_of(1, 0.0, learning_rate=2e-4, schedule="cosine", warmup_steps=3)
     rates = []

@@ -33,19 +33,33 @@ def case(good: str, named: str) -> Callable[[Spoil], Spoil]:
     return add
 
 
+BOTH = "native foreign"
+
+
 def change(name: str, good: str, named: str, file: str, **changes: object) -> None:
     """A case that changes keys of a JSON file."""
-    for start in good.split():
-        CASES[f"{name}-{start}"] = (start, lambda folder: folder.change(file, **changes), named)
+    CASES.update(
+        {f"{name}-{start}": (start, lambda folder: folder.change(file, **changes), named) for start in good.split()}
+    )
 
 
 def write(name: str, good: str, named: str, file: str, content: object) -> None:
     """A case that replaces a file."""
-    for start in good.split():
-        CASES[f"{name}-{start}"] = (start, lambda folder: folder.write(file, content), named)
+    CASES.update(
+        {f"{name}-{start}": (start, lambda folder: folder.write(file, content), named) for start in good.split()}
+    )
 
 
-BOTH = "native foreign"
+def link(name: str, good: str) -> None:
+    """A case of a file that is a link out of the directory."""
+
+    def spoil(folder) -> None:
+        if not (folder.path / name).exists():
+            folder.write(name, "{}")
+        folder.link_out(name)
+
+    CASES.update({f"link_{name}-{start}": (start, spoil, name) for start in good.split()})
+
 
 # --- weights --------------------------------------------------------------------------------------------------------
 
@@ -82,9 +96,7 @@ def shard_that_is_a_link(folder):
     (folder.path / "part.safetensors").symlink_to(folder.outside / "private.safetensors")
 
 
-@case("native", "model.safetensors")
-def weights_that_are_a_link(folder):
-    folder.link_out("model.safetensors")
+link("model.safetensors", "native")
 
 
 @case("native", "model.safetensors")
@@ -192,9 +204,8 @@ change("config_kernel", "foreign", "config.json", "config.json", attn_implementa
 change("config_inner_kernel", "foreign", "config.json", "config.json", _attn_implementation="someone/kernel")
 
 
-@case(BOTH, "config.json")
-def config_that_is_a_link(folder):
-    folder.link_out("config.json")
+link("config.json", BOTH)
+link("generation_config.json", "native")
 
 
 @case("native", "config.json")
@@ -209,12 +220,6 @@ def config_of_code_beside_a_module(folder):
     folder.write("evil.py", f"open({str(folder.canary)!r}, 'w')")
 
 
-@case("native", "generation_config.json")
-def another_file_that_is_a_link(folder):
-    (folder.path / "generation_config.json").write_text("{}")
-    folder.link_out("generation_config.json")
-
-
 for _name, _content in {"no_json": "{", "a_list": [], "nested": '{"a":' * NEST}.items():
     write(f"generation_config_{_name}", BOTH, "generation_config.json", "generation_config.json", _content)
 
@@ -225,12 +230,8 @@ for _name, _content in {
     "of_numbers": {"version": 1, "model": 7, "added_tokens": 3},
 }.items():  # fmt: skip
     write(f"tokenizer_{_name}", "native", "given", "tokenizer.json", _content)
-    write(f"tokenizer_config_{_name}", "native", "given", "tokenizer_config.json", _content) if _name in (
-        "no_json",
-        "a_list",
-        "empty",
-        "nested",
-    ) else None
+    if _name in ("no_json", "a_list", "empty", "nested"):
+        write(f"tokenizer_config_{_name}", "native", "given", "tokenizer_config.json", _content)
 for _name in (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -238,21 +239,9 @@ for _name in (
     "special_tokens_map.json",
     "vocab.json",
 ):
-
-    def link(folder, name: str = _name) -> None:
-        if not (folder.path / name).exists():
-            folder.write(name, "{}")
-        folder.link_out(name)
-
-    CASES[f"link_{_name}"] = ("native", link, _name)
-change(
-    "tokenizer_code",
-    "native",
-    "tokenizer_config.json",
-    "tokenizer_config.json",
-    auto_map={"AutoTokenizer": ["e.T", None]},
-)
-change("tokenizer_trust", "native", "tokenizer_config.json", "tokenizer_config.json", trust_remote_code=True)
+    link(_name, "native")
+for _name, _value in {"auto_map": {"AutoTokenizer": ["e.T", None]}, "trust_remote_code": True}.items():
+    change(f"tokenizer_{_name}", "native", "tokenizer_config.json", "tokenizer_config.json", **{_name: _value})
 
 
 @case("native", "additional_chat_templates")
@@ -351,7 +340,7 @@ for _name in ("empty", "longer_than_the_file", "no_json", "beyond_the_file", "la
     write(f"adapter_header_{_name}", "lora prefix", WEIGHTS, WEIGHTS, HEADERS[_name])
 write("adapter_other_tensors", "lora prefix", "given", WEIGHTS, raw({"a": F4}, bytes(8)))
 for _name in (CONFIG, OWN, WEIGHTS):
-    CASES[f"link_{_name}"] = ("lora", lambda folder, name=_name: folder.link_out(name), _name)
+    link(_name, "lora")
 
 
 @case("foreign", "adapter_config.json")

@@ -91,9 +91,6 @@ def test_decoding_gives_the_same_tokens_and_steps_do_not_recompile(model_pair, g
     assert counts[-1] == counts[1] <= 12
 
 
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
-
-
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler

@@ -19,8 +19,10 @@ from alignment.training import (
 )
 from alignment.training.backends.base import buckets
 from tests.training.toys import (
+    Scale,
     ToyBatch,
     collate_by,
+    plain_batch,
     squared_error,
     toy_batches,
     toy_engine,
@@ -29,38 +31,18 @@ from tests.training.toys import (
 )
 
 
-class Straight(nn.Module):
-    """Hands its inputs on, times a weight of 1."""
-
-    def __init__(self, size: int = 1):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
 def straight_engine(size: int = 1, **optim) -> Engine:
     settings = {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": 0.0, **optim}
-    return Engine(Straight(size), OptimConfig(**settings), TrainingConfig(), total_steps=10)
-
-
-def plain_batch(values: list[float], weight: float | None = None) -> ToyBatch:
-    x = torch.tensor(values)
-    return ToyBatch(x, x, weight=float(len(values)) if weight is None else weight)
+    return Engine(Scale(size), OptimConfig(**settings), TrainingConfig(), total_steps=10)
 
 
 @pytest.mark.parametrize("cut", [[1] * 8, [3, 3, 2]])
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(cut, monkeypatch):
     def gradients(cut: list[int]) -> torch.Tensor:
         engine, seen = toy_engine(), []
-        monkeypatch.setattr(
-            engine.backend.optimizer,
-            "step",
-            lambda: seen.extend(
-                parameter.grad.clone().flatten() for parameter in engine.backend.unwrapped.parameters()
-            ),
-        )
+        parameters = list(engine.backend.unwrapped.parameters())
+        step = lambda: seen.extend(parameter.grad.clone().flatten() for parameter in parameters)  # noqa: E731
+        monkeypatch.setattr(engine.backend.optimizer, "step", step)
         engine.update(Term(toy_batches(toy_rows(0), cut), squared_error(engine.model)))
         return torch.cat(seen)
 

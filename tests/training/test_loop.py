@@ -55,19 +55,6 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_by_bit(tmp_path, stop_afte
     assert [line["step"] for line in lines(tmp_path / "whole")] == [1, 2, 3, 4, 5]
 
 
-def test_log_lines_after_the_checkpoint_are_forgotten_on_resume(tmp_path):
-    whole = train(tmp_path / "whole")
-    parts = tmp_path / "parts"
-    train(parts)
-    for name in ("step-000005",):  # as if the run had died in update 5, logged but not saved
-        for file in (parts / "checkpoints" / name).iterdir():
-            file.unlink()
-        (parts / "checkpoints" / name).rmdir()
-    again = train(parts)
-    assert lines(parts) == lines(tmp_path / "whole")
-    assert equal(again, whole)
-
-
 def test_resume_with_another_learning_rate_is_refused_and_with_another_memory_setting_is_not(tmp_path):
     with pytest.raises(SystemExit):
         train(tmp_path, stop_after=3)
@@ -160,6 +147,7 @@ def test_a_run_that_died_goes_on_from_what_it_saved_by_itself(tmp_path, monkeypa
     parts, saved = train_by_clock(tmp_path / "parts", monkeypatch, **clock)
     assert saved == [16, 18, 20]
     assert equal(parts, whole)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")  # those after the checkpoint were forgotten
 
 
 def test_a_disk_without_space_for_checkpoints_does_not_end_a_run_that_asked_for_none(tmp_path, monkeypatch, capsys):
@@ -202,16 +190,9 @@ def test_evaluation_is_logged_where_due_and_draws_do_not_disturb_training(tmp_pa
     def evaluate() -> dict[str, float]:
         return {"held_out_loss": float(torch.rand(()))}
 
+    loss_fn = squared_error(engine.model)
     with Run(tmp_path / "checked", {}, stage="toy") as run:
-        fit(
-            engine,
-            ToyStream(),
-            collate_by(3),
-            squared_error(engine.model),
-            training=training,
-            run=run,
-            evaluate=evaluate,
-        )
+        fit(engine, ToyStream(), collate_by(3), loss_fn, training=training, run=run, evaluate=evaluate)
     assert [line["step"] for line in lines(tmp_path / "checked") if "held_out_loss" in line] == [2, 4, 5]
     assert equal(engine, plain)
 
@@ -325,16 +306,8 @@ def fitted(output: Path, save, evaluate=None, steps: int = 3) -> Engine:
     training = TrainingConfig(max_steps=steps)
     with Run(output, {}, stage="toy") as run:
         engine = toy_engine(training=training, steps=steps)
-        fit(
-            engine,
-            ToyStream(),
-            collate_by(4),
-            squared_error(engine.model),
-            training=training,
-            run=run,
-            evaluate=evaluate,
-            save=save,
-        )
+        loss_fn, more = squared_error(engine.model), {"evaluate": evaluate, "save": save}
+        fit(engine, ToyStream(), collate_by(4), loss_fn, training=training, run=run, **more)
     return engine
 
 
@@ -407,27 +380,15 @@ def test_a_model_that_no_run_has_written_is_not_replaced(tmp_path):
         Run(tmp_path, {}, stage="toy")
 
 
-def test_a_run_with_metrics_and_no_checkpoint_begins_anew_with_the_same_settings(tmp_path):
-    whole = train(tmp_path / "whole", save_every_steps=0)
-    (tmp_path / "parts").mkdir()
-    train(tmp_path / "parts", save_every_steps=0)
-    again = train(tmp_path / "parts", save_every_steps=0)
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert equal(again, whole)
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("line", [b"loss 3", b"[1, 2]", b'{"loss": 1}', b'{"step": "2"}', b'{"step": "\xff"}'])
 def test_a_log_that_no_run_has_written_is_named_with_its_line_before_a_model_is_loaded(tmp_path, name, line):
     train(tmp_path)
     good = b'{"step": 1, "text": "a\\u2028b"}\n'
     (tmp_path / name).write_bytes(good + line + b"\n" + good)
+    config = {"output": str(tmp_path), "optim": {"learning_rate": 1e-2}, "training": {"trackers": []}}
     with pytest.raises(UserError, match=rf"{name}:2: not a line of a run's log.*; delete the line, or the file"):
-        Run(
-            tmp_path,
-            {"output": str(tmp_path), "optim": {"learning_rate": 1e-2}, "training": {"trackers": []}},
-            stage="toy",
-        )
+        Run(tmp_path, config, stage="toy")
 
 
 def test_texts_with_other_line_ends_and_a_letter_cut_in_half_are_no_damage(tmp_path):

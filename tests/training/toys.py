@@ -42,6 +42,23 @@ class ToyModel(nn.Module):
         return self.last(hidden)
 
 
+class Scale(nn.Module):
+    """x times a weight of ones, one number per row of x's last axis."""
+
+    def __init__(self, size: int = 1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def plain_batch(values: list[float], weight: float | None = None) -> ToyBatch:
+    """Numbers that count 1 each, or `weight` together."""
+    x = torch.tensor(values)
+    return ToyBatch(x, x, weight=float(len(values)) if weight is None else weight)
+
+
 def toy_rows(step: int, count: int = 8) -> list[tuple[Tensor, Tensor, str]]:
     """Rows of one global batch, always the same for a step."""
     generator = torch.Generator().manual_seed(1000 + step)

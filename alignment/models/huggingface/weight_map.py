@@ -90,14 +90,6 @@ def stream_to_hf(
             yield location.name, (whole.T if location.transposed else whole).contiguous()
 
 
-def from_hf(tensors: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names, the inverse of `to_hf`."""
-    return {
-        name: cut(tensors[location.name], location).clone(memory_format=torch.contiguous_format)
-        for name, location in locations.items()
-    }
-
-
 def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None = None) -> Tensor:
     """Rows `start` to `stop` of our parameter, from the whole tensor of the file; a view where that is possible."""
     tensor = tensor.T if location.transposed else tensor

@@ -42,11 +42,9 @@ class Backend:
 
     Attributes:
         model: the module to call; every forward of training goes through it.
-        process_group: the processes that train it.
         unwrapped: the module that was passed in, for generation and saving; its weights are whole only inside
             `full_parameters()`.
         optimizer: over the trainable parameters of `unwrapped`.
-        config: its settings.
         autocast: makes contexts in which matrix products run in the run's precision, in other models too.
         collective_forward: all ranks must run equally many forwards and backwards (they communicate in each).
     """

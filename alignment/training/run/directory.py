@@ -36,13 +36,11 @@ class Run:
     A context manager, which closes the run.
 
     Attributes:
-        output: the directory.
-        checkpoints: the directory of its checkpoints.
         identity: what a resume compares; empty on ranks above 0.
         finished: True where the directory holds this run, finished; nothing is opened then, and nothing may be written.
         total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
         began: time of the first update of this start, in seconds of `time.monotonic`.
-        last_save: time of the last checkpoint and the seconds that it took; of the first update and 0 before it.
+        last_save: time of the last checkpoint (before it, of the first update) and the seconds that it took.
         requested: numbers of signals that asked this process to stop; handled at the end of an update.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
@@ -145,12 +143,9 @@ class Run:
         self._resources.close()
 
     def steps(self, first: int, total: int) -> Iterator[int]:
-        """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request.
+        """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request: then SystemExit.
 
         From here until the run is closed, signals are recorded and do not interrupt what is being written.
-
-        Raises:
-            SystemExit: 128 + the signal's number, after the update in which the signal came.
         """
         self.total = total
         if self.is_main:  # those updates are repeated

@@ -146,7 +146,7 @@ def input_hashes(
         streamed = data.get("streaming") and key.startswith("data.train")
         return hash_of_ends(path) if streamed else sha256(path)
 
-    named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if _is_file(text)}
+    named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if os.path.isfile(text)}
     return named | {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
 
 
@@ -208,10 +208,3 @@ def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
             yield from _strings(entry, f"{key}.{index}")
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long, or not valid as a file name
-        return False
