@@ -62,13 +62,9 @@ def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = No
     """
     kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
     kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    _train_head(model)
-    return model
-
-
-def _train_head(model: AnyModel) -> None:
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
+    return model
 
 
 def disabled(model: AnyModel) -> AbstractContextManager[None]:
@@ -186,11 +182,12 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
         wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
-    _train_head(model)
-    if (head := _head_name(model)) is not None and is_scalar_adapter(directory):
-        score = next((name for name in tensors if name.endswith("score.weight")), "")
-        weight = tensors.pop(score, None)
-        wanted |= {head: weight} if with_head else {}
+    if isinstance(model, ScalarModel | ExternalScalarModel):
+        model.head.requires_grad_(True)
+        if is_scalar_adapter(directory):
+            score = next((name for name in tensors if name.endswith("score.weight")), "")
+            weight = tensors.pop(score, None)
+            wanted |= {str(_head_name(model)): weight} if with_head else {}
     _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
     return model
 

@@ -65,19 +65,12 @@ def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum.
+    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum."""
 
-    Attributes:
-        down: A, [rank, inputs].
-        up: B, [outputs, rank].
-        scale: factor on B A.
-        magnitude: m, [outputs], or None.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    magnitude: Tensor | None = None
+    down: Tensor  # A, [rank, inputs]
+    up: Tensor  # B, [outputs, rank]
+    scale: float  # factor on B A
+    magnitude: Tensor | None = None  # m, [outputs], or None
 
     def applied(self, weight: Tensor) -> Tensor:
         """The layer's weight with the update, [outputs, inputs]."""

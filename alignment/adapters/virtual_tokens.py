@@ -65,15 +65,10 @@ class PrefixAdapter(SoftPrompt):
 
 
 class VirtualTokensKind(AdapterKind):
-    """The common part of prefixes and soft prompts.
+    """The common part of prefixes and soft prompts."""
 
-    Attributes:
-        spec: class of the settings.
-        attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
-    """
-
-    spec: ClassVar[type[PrefixSpec | PromptSpec]]
-    attribute: ClassVar[str]
+    spec: ClassVar[type[PrefixSpec | PromptSpec]]  # class of the settings
+    attribute: ClassVar[str]  # of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them
     unmergeable = "virtual tokens are no change of weights and cannot be merged; keep them as an adapter directory"
     before_head = "base_model."
 

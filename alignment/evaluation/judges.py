@@ -30,25 +30,16 @@ ScoreFunction = Callable[[Sequence["Prompt"], Sequence[str]], Sequence[float]]
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """Verdicts of a judge on two sides.
+    """Verdicts of a judge on two sides."""
 
-    Attributes:
-        win_rate: of ours, over the items that were judged.
-        verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
-        inconsistent: items whose two orders disagreed; they count half and narrow no interval, see `win_rate`.
-        failures: items without a verdict, in no rate.
-        position_bias: mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias.
-        inconsistent_interval: of the share of inconsistent items, 95 %.
-        position_bias_interval: of the position bias, 95 %; the two orders of an item are a pair.
-    """
-
-    win_rate: WinRate
-    verdicts: list[Verdict]
-    inconsistent: int
-    failures: int
+    win_rate: WinRate  # of ours, over the items that were judged
+    verdicts: list[Verdict]  # for ours, one per prompt in order, both orders merged; None where the judge failed
+    inconsistent: int  # items whose two orders disagreed; they count half and narrow no interval, see `win_rate`
+    failures: int  # items without a verdict, in no rate
+    # mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias
     position_bias: float
-    inconsistent_interval: tuple[float, float]
-    position_bias_interval: tuple[float, float]
+    inconsistent_interval: tuple[float, float]  # of the share of inconsistent items, 95 %
+    position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
 
 
 def compare(

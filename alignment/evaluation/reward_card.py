@@ -16,35 +16,21 @@ BOOTSTRAPS = 1000
 
 
 class ScoredGroup(NamedTuple):
-    """The scores of the K responses to one prompt.
+    """The scores of the K responses to one prompt."""
 
-    Attributes:
-        source: name of the row's source.
-        prompt: equal for equal prompts.
-        scores: of the reward model, [K].
-        ranks: place of each response by the annotators, 0 is best, [K].
-        lengths: tokens of each response as the model reads it, cut where it did not fit, [K].
-    """
-
-    source: str
-    prompt: str
-    scores: Sequence[float]
-    ranks: Sequence[int]
-    lengths: Sequence[int]
+    source: str  # name of the row's source
+    prompt: str  # equal for equal prompts
+    scores: Sequence[float]  # of the reward model, [K]
+    ranks: Sequence[int]  # place of each response by the annotators, 0 is best, [K]
+    lengths: Sequence[int]  # tokens of each response as the model reads it, cut where it did not fit, [K]
 
 
 class Pairs(NamedTuple):
-    """The n ordered pairs among groups: a response and a worse one by the annotators.
+    """The n ordered pairs among groups: a response and a worse one by the annotators."""
 
-    Attributes:
-        margins: score(chosen) - score(rejected), [n].
-        longer: tokens of the chosen minus tokens of the rejected response, [n].
-        prompts: number of each pair's prompt, [n].
-    """
-
-    margins: np.ndarray
-    longer: np.ndarray
-    prompts: np.ndarray
+    margins: np.ndarray  # score(chosen) - score(rejected), [n]
+    longer: np.ndarray  # tokens of the chosen minus tokens of the rejected response, [n]
+    prompts: np.ndarray  # number of each pair's prompt, [n]
 
 
 def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:

@@ -119,35 +119,20 @@ class WinRateConfig(Settings):
     RULES = (
         Rule("baseline", lambda c: c.baseline not in c.models, "{self.baseline!r} is not among the models"),
         Rule("reference", lambda c: c.measured_from not in c.models, "{self.reference!r} is not among the models"),
-        Rule(
-            "best_of",
-            lambda c: [name for name in c.best_of if name in c.models],
-            "has names of models too, {found}; take others",
-        ),
-        Rule(
-            "best_of",
-            lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
-            "names policies that are not among the models: {found}",
-        ),
-        Rule(
-            "best_of",
-            lambda c: c.best_of and c.temperature == 0,
-            "needs a temperature above 0: the n responses to a prompt would all be the same",
-        ),
-        Rule(
-            "judge",
-            lambda c: c.judge is None,
-            "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
-            "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
-            "judge=gold is for prompts of the generated hotel world alone",
-        ),
-        Rule(
-            "reward_model",
-            lambda c: c.judge == "reward_model" and c.reward_model is None,
-            "must be a directory, the judge's",
-        ),
+        Rule("best_of", lambda c: [name for name in c.best_of if name in c.models],
+             "has names of models too, {found}; take others"),
+        Rule("best_of", lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
+             "names policies that are not among the models: {found}"),
+        Rule("best_of", lambda c: c.best_of and c.temperature == 0,
+             "needs a temperature above 0: the n responses to a prompt would all be the same"),
+        Rule("judge", lambda c: c.judge is None,
+             "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
+             "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
+             "judge=gold is for prompts of the generated hotel world alone"),
+        Rule("reward_model", lambda c: c.judge == "reward_model" and c.reward_model is None,
+             "must be a directory, the judge's"),
         Rule("verdicts", lambda c: c.judge == "verdicts" and c.verdicts is None, "must be a file, of the verdicts"),
-    )
+    )  # fmt: skip
 
     @property
     def measured_from(self) -> str:
