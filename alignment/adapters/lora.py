@@ -86,9 +86,7 @@ class LowRankUpdate:
 def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> None:
     """Freeze the model and add a low-rank update to each linear layer that `spec.layers` matches.
 
-    Args:
-        model: may have a frozen LoRA of another name, below the new one.
-        name: of the new adapter in peft's layers: `default` is trained, `start` is loaded and frozen.
+    In peft's layers the one named `default` is trained, `start` is loaded and frozen, below the new one.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -380,8 +378,7 @@ def _cut(
 ) -> dict[str, Tensor | None]:
     """The tensors of one layer of a file by our names; they are removed from `tensors`.
 
-    Args:
-        block_diagonal: the update of a fused matrix consists of one block per layer; else its layers share one lora_A.
+    A `block_diagonal` update of a fused matrix consists of one block per layer; else its layers share one lora_A.
     """
     here = f"{BEFORE}{layer.file_name}."
     down, up = tensors.pop(f"{here}lora_A.weight", None), tensors.pop(f"{here}lora_B.weight", None)

@@ -439,9 +439,11 @@ def trained_against(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
 
 def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[dict[str, Any]]:
     """Some prompts with every model's response, and the gold score where the judge is gold."""
-    rows = [{"prompt": str(prompt.prompt), "responses": {}} for prompt in prompts[: config.samples]]
-    for name, own in responses.items():
-        for row, prompt, text in zip(rows, prompts, own.texts, strict=False):
-            score = gold_scores([prompt], [text])[0].total if config.judge == "gold" else None
-            row["responses"][name] = {"text": text, "score": score}
-    return rows
+
+    def shown(i: int, text: str) -> dict[str, Any]:
+        return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
+
+    return [
+        {"prompt": str(prompt.prompt), "responses": {name: shown(i, own.texts[i]) for name, own in responses.items()}}
+        for i, prompt in enumerate(prompts[: config.samples])
+    ]

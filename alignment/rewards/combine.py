@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 SHOWN = 3  # reasons of failures in a message
 
-Reduce = Callable[[Tensor], Tensor]
-"""Adds a tensor over all ranks; every rank has to call."""
+Reduce = Callable[[Tensor], Tensor]  # adds a tensor over all ranks; every rank has to call
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,10 @@ class SampledTexts:
         return [row.get(name) for row in self.columns]
 
 
+# Sampled texts -> one number for each; None: the reward does not apply to this response, or could not be given.
 TextReward = Callable[[SampledTexts], Sequence[float | None]]
-"""Sampled texts -> one number for each; None: the reward does not apply to this response, or could not be given."""
-
+# Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score.
 Scorer = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor]
-"""Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class Scores:
         return mean_and_std(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
+# As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts.
 ScoreFunction = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
-"""As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts."""
 
 
 def as_scores(given: Tensor | Scores) -> Scores:
@@ -226,10 +224,7 @@ class Rewards:
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
         gave none although it gave one for another response to the prompt: it does apply, and 0 may be better or worse
         than all that it gives. A reward that applies to no response to a prompt, or is normalized, adds 0 to the others.
-
-        Args:
-            given: the numbers of each reward, [B].
-            prompts: of each response; responses to one prompt stand side by side.
+        Responses to one prompt stand side by side.
         """
         missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
         changes = (one.row_id != other.row_id for one, other in pairwise(prompts))

@@ -142,8 +142,8 @@ def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[
 def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
     """Write a bar's value beside the chart, where neither a line nor a label is."""
     text = f"{value:.1%}".replace("%", " %") if percent else f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
-    place: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-    axes.annotate(text, **place, va="center", fontsize=9.5, color=INK, annotation_clip=False)
+    beside: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+    axes.annotate(text, **beside, va="center", fontsize=9.5, color=INK, annotation_clip=False)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
