@@ -15,12 +15,10 @@ decoding beside transformers are in bench_model.py. `ratios` above 1: ours is fa
 import argparse
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,152 +26,112 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from measuring import (
+    in_process,
+    matrix_rate,
+    matrix_weights,
+    medians,
+    ratios,
+    resident,
+    take_turns,
+    write_checkpoint,
+    write_rows,
+)  # fmt: skip
 
+LLAMA = {"model_type": "llama", "max_position_embeddings": 512, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "micro": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
+    "nano": LLAMA | {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "micro": LLAMA | {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
     "gpt2": {  # GPT-2 small; its vocabulary is what the rows give of 50,257
-        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocabulary": 8192,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
-    "1b": {  # for a GPU
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32
+    "1b": LLAMA | {  # for a GPU
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    },
+}  # fmt: skip
+WARM_UP = 2  # updates
+BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
+PAIR = ("prompt", "chosen", "rejected")
+HH_ROWS, SHORT = (
+    1200,
+    1000,
+)  # how many, all with a reference; characters, below 512 tokens of the small vocabularies here
+KEYS = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
+PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
+MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {  # with the settings of each that could make it faster
+    "sft": {
+        "alignment": {}, "trl": {}, "trl packing": PACKING,
+        "trl grouped by length": {"train_sampling_strategy": "group_by_length"},
+    },
+    "reward": {"alignment": {}, "trl": {}, "trl micro-batch 8": MICRO_BATCH},
+    "dpo": {
+        "alignment": {}, "trl": {}, "trl reference precomputed": {"precompute_ref_log_probs": True},
+        "alignment reference precomputed": {"reference_log_probs": "cache"},
     },
 }  # fmt: skip
 
 
-KINDS = ("sft", "reward", "dpo")
-WARM_UP = 2  # updates
-BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
-SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
-KEYS = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
-PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
-MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
-BEST: dict[str, dict[str, dict[str, Any]]] = {  # trl's settings that could make it faster
-    "sft": {"packing": PACKING, "grouped by length": {"train_sampling_strategy": "group_by_length"}},
-    "reward": {"micro-batch 8": MICRO_BATCH},
-    "dpo": {"reference precomputed": {"precompute_ref_log_probs": True}},
-}
-OURS = {"sft": {}, "reward": {}, "dpo": {"reference precomputed": {"reference_log_probs": "cache"}}}
-
-
 def main() -> None:
     """Run the chosen benchmarks."""
-    from bench_model import matrix_rate
-
     from alignment.hotel_world.datasets import RowCounts, write_world
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano"])
     parser.add_argument("--rows", choices=["world", "hh"], default="world")
-    parser.add_argument("--hh-rows", type=int, default=1200, help="how many; all have a reference computed")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours and trl's")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # in a process of its own: the settings of one run, as JSON
     options = parser.parse_args()
-    if options.run:
-        settings = json.loads(options.run)
-        with tempfile.TemporaryDirectory() as folder:
-            print(
-                json.dumps({"alignment": run_ours, "trl": run_trl}[settings["impl"]](settings, Path(folder)).figures())
-            )
-        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ALIGNMENT_CACHE"] = str(folder / "cache")
         files = write_world(folder / "world", sizes=RowCounts(pretrain=800, demonstrations=600, comparisons=600))
-        rows = {kind: files["demonstrations" if kind == "sft" else "comparisons"] for kind in KINDS}
+        rows = {kind: files["demonstrations" if kind == "sft" else "comparisons"] for kind in RUNS}
         text = files["pretrain"]
         if options.rows == "hh":
-            rows = {kind: hh_rows(kind, folder, options.hh_rows) for kind in KINDS}
+            rows = {kind: hh_rows(kind, folder, HH_ROWS) for kind in RUNS}
             text = rows["sft"]
         for size in options.sizes:
             checkpoint = make_checkpoint(folder / size, text, size)
+            weights = matrix_weights(checkpoint)
             for kind in options.only:
-                bench_trainers(kind, size, checkpoint, rows[kind], options, rate)
+                settings = {"kind": kind, "checkpoint": str(checkpoint), "rows": str(rows[kind])}
+                settings |= {"steps": options.steps, "precision": options.precision}
+                for row in bench_trainers(settings, options.rounds, weights / rate):
+                    print(json.dumps({**row, "size": size, "rows": options.rows}), flush=True)
 
 
 def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
     """A random model of this size with a byte-level BPE of the texts in a file of rows."""
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.data.tokenizers.train import train_bpe
-    from alignment.models.build import build_language_model
-    from alignment.models.huggingface.checkpoint import save_model
-
-    rows = [json.loads(line) for line in text.read_text().splitlines()]
-    shape = SIZES[size]
-    tokenizer = train_bpe((" ".join(map(str, row.values())) for row in rows), shape.get("vocabulary", 640))
-    config = {key: value for key, value in shape.items() if key != "vocabulary"}
-    config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = {"model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **config}
-    if config["model_type"] == "llama":
-        config |= {"max_position_embeddings": 512, "tie_word_embeddings": True}
-        config |= {"num_key_value_heads": config["num_attention_heads"]}
-    torch.manual_seed(0)
-    directory.mkdir(parents=True)
-    save_model(build_language_model(config), directory)
-    save_tokenizer(tokenizer, directory)
+    texts = (" ".join(map(str, json.loads(line).values())) for line in text.read_text().splitlines())
+    write_checkpoint(directory, SIZES[size], texts, 8192 if size == "gpt2" else 640)
     return directory
 
 
-def bench_trainers(
-    kind: str, size: str, checkpoint: Path, rows: Path, options: argparse.Namespace, rate: float
-) -> None:
-    """Runs of ours and of trl by turns, in processes of their own; a line of figures for each."""
-    runs: dict[str, dict[str, Any]] = {"alignment": {}, "trl": {}}
-    runs |= {f"trl {name}": settings for name, settings in BEST[kind].items()}
-    runs |= {f"alignment {name}": settings for name, settings in OURS[kind].items()}
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    common = {"kind": kind, "checkpoint": str(checkpoint), "rows": str(rows), "steps": options.steps}
-    for number in range(options.rounds + 1):
-        for name, own in runs.items():
-            impl = name.split()[0]
-            if number == 0 and impl == "trl":
-                continue  # the round that is not counted only fills our cache of prepared rows (and of the reference)
-            measured = in_process({**common, "impl": impl, "precision": options.precision, "own": own})
-            if number:
-                figures[name].append(measured)
-    weights = matrix_weights(checkpoint)
+def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: float) -> list[dict[str, Any]]:
+    """Figures of ours and of trl's runs, which take turns; weight_seconds: weights over operations a second."""
+    kind, calls = settings["kind"], {}
+    for name, own in RUNS[settings["kind"]].items():
+        run = json.dumps({**settings, "impl": name.split()[0], "own": own})
+        calls[name] = partial(in_process, __file__, "--run", run)
+        if name.startswith("alignment"):
+            calls[name]()  # not counted: it fills our cache of prepared rows (and of the reference)
+    figures, rows = take_turns(calls, rounds), []
     for name, measured in figures.items():
-        row: dict[str, Any] = {"bench": kind, "impl": name, "size": size, "rows": options.rows}
-        row |= {"threads": torch.get_num_threads(), "precision": options.precision, "rounds": len(measured)}
-        for key in KEYS:
-            values = [one[key] for one in measured]
-            row[key] = round(statistics.median(values), 2)
-            row[f"{key}_spread"] = [round(min(values), 2), round(max(values), 2)]
-        operations = weights * (8 if kind == "dpo" and "precomputed" not in name else 6)
-        row["mfu"] = round(row["tokens_per_second"] * operations / rate, 3)
+        row: dict[str, Any] = {"bench": kind, "impl": name, "threads": torch.get_num_threads()}
+        row |= {"precision": settings["precision"], "rounds": rounds, **medians(measured, KEYS)}
+        operations = 8 if kind == "dpo" and "precomputed" not in name else 6
+        row["mfu"] = round(row["tokens_per_second"] * operations * weight_seconds, 3)
         if name.startswith("trl"):  # beside our own run with the same idea, where there is one
-            ours = name.replace("trl", "alignment", 1)
-            row["ratios"] = ratios(figures.get(ours, figures["alignment"]), measured)
-        print(json.dumps(row), flush=True)
-
-
-def ratios(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over rounds of ours over theirs."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return {key: round(statistics.median(a[key] / b[key] for a, b in pairs), 3) for key in KEYS}
-
-
-def in_process(settings: dict[str, Any]) -> dict[str, float]:
-    """Figures of one run in a process of its own."""
-    command = [sys.executable, __file__, "--run", json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def matrix_weights(checkpoint: Path) -> int:
-    """Numbers in the matrices that every token is multiplied with; the embedding counts once, as the head."""
-    from alignment.models.huggingface.checkpoint import load_language_model
-
-    model = load_language_model(checkpoint)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+            ours = figures.get(name.replace("trl", "alignment", 1), figures["alignment"])
+            row["ratios"] = ratios(ours, measured, KEYS)
+        rows.append(row)
+    return rows
 
 
 def hh_rows(kind: str, folder: Path, count: int) -> Path:
@@ -184,47 +142,39 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
     files = sorted(source.rglob("*helpful-base*.jsonl.gz")) or sorted(source.rglob("*.jsonl.gz"))
     if not files:
         raise SystemExit(f"{source}: no HH-RLHF rows here; set ALIGNMENT_DATA, or take --rows world")
-    target = folder / f"hh_{kind}.jsonl"
-    with target.open("w") as file:
-        pairs = read_rows(str(files[0]), "comparisons", on_bad_row="skip")[0]
-        short = (row for row in pairs if len(row.prompt) + max(len(row.chosen), len(row.rejected)) < SHORT)
-        for row in islice(short, count):
-            pair = {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
-            demonstration = {"prompt": row.prompt, "completion": row.chosen}
-            file.write(json.dumps(demonstration if kind == "sft" else pair) + "\n")
-    return target
+    pairs = read_rows(str(files[0]), "comparisons", on_bad_row="skip")[0]
+    short = (row for row in pairs if len(row.prompt) + max(len(row.chosen), len(row.rejected)) < SHORT)
+    names = {"prompt": "prompt", "completion": "chosen"} if kind == "sft" else {x: x for x in PAIR}
+    rows = ({name: getattr(row, column) for name, column in names.items()} for row in islice(short, count))
+    return Path(write_rows(folder / f"hh_{kind}.jsonl", rows))
 
 
 class Clock:
     """Notes the end of each update and what was trained in it."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.tokens: list[float] = []
-        self.rows: list[float] = []
+        self.updates: list[tuple[float, float, float]] = []  # end, tokens, rows
 
     def note(self, tokens: float, rows: float) -> None:
         """An update has ended."""
-        self.ends.append(time.time())
-        self.tokens.append(tokens)
-        self.rows.append(rows)
+        self.updates.append((time.time(), tokens, rows))
 
     def figures(self) -> dict[str, float]:
         """Speed after the warm-up, seconds to the first update, peak memory of the process in MB."""
-        seconds = self.ends[-1] - self.ends[WARM_UP - 1]
+        ends, tokens, rows = zip(*self.updates, strict=True)
+        seconds = ends[-1] - ends[WARM_UP - 1]
         return {
-            "seconds": seconds,
-            "tokens_per_second": sum(self.tokens[WARM_UP:]) / seconds,
-            "rows_per_second": sum(self.rows[WARM_UP:]) / seconds,
-            "first_step_seconds": self.ends[0] - psutil.Process().create_time(),
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "tokens_per_second": sum(tokens[WARM_UP:]) / seconds,
+            "rows_per_second": sum(rows[WARM_UP:]) / seconds,
+            "first_step_seconds": ends[0] - psutil.Process().create_time(),
+            "peak_mb": resident("VmHWM") / 2**20,
         }
 
 
 def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
     """A run of the library's own command."""
-    from alignment.algorithms import dpo, reward, sft
     from alignment.data.config import DataConfig
+    from alignment.pipeline.stages import find_stage
     from alignment.training import Engine, OptimConfig, TrainingConfig
 
     clock, update = Clock(), Engine.update
@@ -234,13 +184,12 @@ def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
         clock.note(sum(sum(batch.lengths) for term in terms for batch in term.micro_batches), BATCH)
         return metrics
 
-    configs = {"sft": (sft, sft.SFTConfig), "reward": (reward, reward.RewardConfig), "dpo": (dpo, dpo.DPOConfig)}
-    module, config = configs[settings["kind"]]
+    config, run = find_stage(settings["kind"])
     training = TrainingConfig(
         max_steps=settings["steps"], save_every_steps=0, batch_size=BATCH, precision=settings["precision"]
     )
     with patch.object(Engine, "update", timed):
-        module.run(
+        run(
             config(
                 policy=settings["checkpoint"], data=DataConfig(train=settings["rows"], max_length=MAX_LENGTH),
                 output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5), **settings["own"]
@@ -252,18 +201,14 @@ def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
 def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
     """The same run in trl."""
     import datasets
+    import trl
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     kind, model = settings["kind"], settings["checkpoint"]
-    trainer_class, config_class = {
-        "sft": (SFTTrainer, SFTConfig),
-        "reward": (RewardTrainer, RewardConfig),
-        "dpo": (DPOTrainer, DPOConfig),
-    }[kind]
-    rows = [json.loads(line) for line in Path(settings["rows"]).read_text().splitlines()]
-    columns = ("prompt", "completion", "chosen", "rejected")
-    data = datasets.Dataset.from_list([{key: row[key] for key in row if key in columns} for row in rows])
+    name = {"sft": "SFT", "reward": "Reward", "dpo": "DPO"}[kind]
+    trainer_class, config_class = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    rows = map(json.loads, Path(settings["rows"]).read_text().splitlines())
+    data = datasets.Dataset.from_list([{key: row[key] for key in row if key in (*PAIR, "completion")} for row in rows])
     options: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": BATCH, "max_steps": settings["steps"],
         "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no",
@@ -293,4 +238,10 @@ def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--run"]:  # in a process of its own
+        settings = json.loads(sys.argv[2])
+        with tempfile.TemporaryDirectory() as folder:
+            run = {"alignment": run_ours, "trl": run_trl}[settings["impl"]]
+            print(json.dumps(run(settings, Path(folder)).figures()))
+    else:
+        main()

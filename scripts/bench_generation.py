@@ -18,19 +18,26 @@ tokens' logits are within 1e-3 in float64; such responses are counted (`near_tie
 
 import argparse
 import json
-import math
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench import SIZES
-from bench_model import matrix_rate
+from measuring import (
+    log_normal_ends,
+    matrix_rate,
+    matrix_weights,
+    padded,
+    random_prompts,
+    seconds_row,
+    take_turns,
+)  # fmt: skip
 
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest
@@ -39,12 +46,13 @@ from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
 
+SETTINGS = ("full", "ends")
 ROWS = {"nano": 64, "micro": 16}
 VOCABULARY, MOST_NEW, PADDING = 640, 64, 2
 QUEUE, MEAN_END, SIGMA = 256, 25, 0.8
 NEAR = 1e-3  # difference of logits that rounding may turn around
 
-Generate = Callable[[], list[list[int]]]
+Tokens = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ def main() -> None:
     """Run the chosen settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--settings", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, tokens are compared; else sampled")
     options = parser.parse_args()
@@ -75,145 +83,104 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             save_model(random_model(size), Path(name))
             for setting in options.settings:
-                workload = WORKLOADS[setting](ROWS[size], options.temperature)
+                workload = build_workload(setting, ROWS[size], options.temperature)
                 contestants = build_contestants(Path(name), workload)
                 exact = load_language_model(Path(name)).double().eval()
-                report(size, setting, workload, run_rounds(contestants, workload, options.rounds, exact), rate)
+                rounds = run_rounds(contestants, workload, options.rounds, exact)
+                row = {"bench": f"generation {setting}", "size": size}
+                report(row, workload, rounds, matrix_weights(Path(name)) / rate)
 
 
 def random_model(size: str) -> Any:
     """A Llama with random weights; larger than as drawn, so that which token is likeliest does not hang on rounding."""
     torch.manual_seed(0)
-    config: dict[str, Any] = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    config |= {
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": PADDING,
-        "tie_word_embeddings": True,
-        **SIZES[size],
-    }
-    model = build_language_model(config | {"num_key_value_heads": config["num_attention_heads"]})
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": PADDING}
+    model = build_language_model({**SIZES[size], **special, "vocab_size": VOCABULARY})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return model
 
 
-def full(rows: int, temperature: float) -> Workload:
-    """One batch without early ends."""
-    return Workload(draw_prompts(rows), [MOST_NEW] * rows, rows, temperature)
+def build_workload(setting: str, rows: int, temperature: float) -> Workload:
+    """`full` or `ends`, described above; its prompts come with the shortest first."""
+    count = rows if setting == "full" else QUEUE
+    ends = [MOST_NEW] * rows if setting == "full" else log_normal_ends(QUEUE, MEAN_END, MOST_NEW, SIGMA)
+    return Workload(sorted(random_prompts(count), key=len), ends, rows, temperature)
 
 
-def ends(rows: int, temperature: float) -> Workload:
-    """A queue whose responses end at log-normal lengths; the mean is that after the cut."""
-    generator = random.Random(1)
-    normal = [generator.gauss(0, 1) for _ in range(QUEUE)]
-    location, lengths = 0.0, [0]
-    while statistics.mean(lengths) < MEAN_END:
-        location += 0.005
-        lengths = [min(MOST_NEW, max(1, round(math.exp(location + SIGMA * x)))) for x in normal]
-    return Workload(draw_prompts(QUEUE), lengths, rows, temperature)
-
-
-WORKLOADS: dict[str, Callable[[int, float], Workload]] = {"full": full, "ends": ends}
-
-
-def draw_prompts(count: int) -> list[list[int]]:
-    """Prompts of 16 to 64 tokens."""
-    generator = random.Random(0)
-    return [[generator.randrange(10, 600) for _ in range(generator.randint(16, 64))] for _ in range(count)]
-
-
-def build_contestants(checkpoint: Path, workload: Workload) -> dict[str, Generate]:
-    """What generates the workload's responses, by name."""
+def build_contestants(checkpoint: Path, workload: Workload) -> dict[str, Callable[[], Tokens]]:
+    """Functions that generate the workload's responses, by name."""
     from transformers import AutoModelForCausalLM
 
     mine = load_language_model(checkpoint).eval()
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
     return {
-        "alignment": lambda: generate_ours(mine, workload),
-        "transformers dynamic": lambda: generate_theirs(theirs, workload, None),
-        "transformers static": lambda: generate_theirs(theirs, workload, "static"),
+        "alignment": partial(generate_ours, mine, workload),
+        "transformers dynamic": partial(generate_theirs, theirs, workload, None),
+        "transformers static": partial(generate_theirs, theirs, workload, "static"),
     }
 
 
-def generate_ours(model: Any, workload: Workload) -> list[list[int]]:
-    """Responses of the engine: a request for each prompt, shorter prompts first."""
+def generate_ours(model: Any, workload: Workload) -> Tokens:
+    """Responses of the engine: a request for each prompt."""
     engine = DecodingEngine(model, max_rows=workload.rows)
-    numbers = {}
-    for i in by_length(workload.prompts):
-        sampling = SamplingConfig(workload.ends[i], workload.temperature)
-        numbers[i] = engine.add(DecodingRequest(workload.prompts[i], sampling, row=i))
+    numbers = [
+        engine.add(DecodingRequest(prompt, SamplingConfig(end, workload.temperature), row=i))
+        for i, (prompt, end) in enumerate(zip(workload.prompts, workload.ends, strict=True))
+    ]
     found = engine.run()
-    return [found[numbers[i]].tokens for i in range(len(workload.prompts))]
+    return [found[number].tokens for number in numbers]
 
 
-def generate_theirs(model: Any, workload: Workload, cache: str | None) -> list[list[int]]:
+def generate_theirs(model: Any, workload: Workload, cache: str | None) -> Tokens:
     """Responses of transformers, one batch of similar prompts after the other, multiplied as PyTorch itself does."""
-    order, responses = by_length(workload.prompts), {}
-    for start in range(0, len(order), workload.rows):
-        batch = order[start : start + workload.rows]
-        prompts = [workload.prompts[i] for i in batch]
-        width = max(map(len, prompts))
-        ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        lengths = torch.tensor([workload.ends[i] for i in batch])
+    responses = []
+    for start in range(0, len(workload.prompts), workload.rows):
+        ends = workload.ends[start : start + workload.rows]
+        ids, mask = padded(workload.prompts[start : start + workload.rows], "left")
+        width = ids.shape[1]
         settings: dict[str, Any] = {"do_sample": workload.temperature > 0, "eos_token_id": None}
         if workload.temperature:
             settings |= {"temperature": workload.temperature, "top_k": 0}
         if min(workload.ends) < MOST_NEW:
-            settings["stopping_criteria"] = [RowEnds(width, lengths)]
+            last = width + torch.tensor(ends)
+            settings["stopping_criteria"] = [lambda ids, scores, last=last, **_: ids.shape[1] >= last]
         written = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=MOST_NEW, pad_token_id=PADDING,
             cache_implementation=cache, **settings,
         )  # fmt: skip
-        for i, row in zip(batch, written[:, width:].tolist(), strict=True):
-            responses[i] = row[: workload.ends[i]]
-    return [responses[i] for i in range(len(order))]
-
-
-class RowEnds:
-    """A stopping criterion of transformers: each row ends at a length of its own."""
-
-    def __init__(self, width: int, lengths: torch.Tensor):
-        self.ends = width + lengths
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Which rows have ended, [B]."""
-        return input_ids.shape[1] >= self.ends
-
-
-def by_length(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of prompts, the shortest first."""
-    return sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        responses += [row[:end] for row, end in zip(written[:, width:].tolist(), ends, strict=True)]
+    return responses
 
 
 def run_rounds(
-    contestants: dict[str, Generate], workload: Workload, rounds: int, model: Any
+    contestants: dict[str, Callable[[], Tokens]], workload: Workload, rounds: int, model: Any
 ) -> dict[str, list[tuple[float, int]]]:
     """Seconds and near ties of every contestant's rounds, after one that is not counted; model: in float64, to tell ties.
 
     Raises:
         SystemExit: greedy tokens differ.
     """
-    measured: dict[str, list[tuple[float, int]]] = {name: [] for name in contestants}
-    for number in range(rounds + 1):
-        wanted = None
-        for name, generate in contestants.items():
-            began = time.perf_counter()
-            tokens = generate()
-            seconds = time.perf_counter() - began
-            if [len(row) for row in tokens] != workload.ends:
-                raise SystemExit(f"{name}: responses have other lengths than asked for")
-            wanted = tokens if wanted is None else wanted
-            different = [i for i, pair in enumerate(zip(wanted, tokens, strict=True)) if pair[0] != pair[1]]
-            if workload.temperature == 0:
-                wrong = [i for i in different if not is_near_tie(model, workload.prompts[i], wanted[i], tokens[i])]
-                if wrong:
-                    raise SystemExit(f"{name}: {len(wrong)} of {len(tokens)} greedy responses differ from ours")
-            if number:
-                measured[name].append((seconds, len(different)))
-    return measured
+    wanted: Tokens = []
+
+    def measured(name: str, generate: Callable[[], Tokens]) -> tuple[float, int]:
+        nonlocal wanted
+        began = time.perf_counter()
+        tokens = generate()
+        seconds = time.perf_counter() - began
+        if [len(row) for row in tokens] != workload.ends:
+            raise SystemExit(f"{name}: responses have other lengths than asked for")
+        wanted = tokens if name == "alignment" else wanted
+        pairs = list(zip(workload.prompts, wanted, tokens, strict=True))
+        different = [(prompt, one, other) for prompt, one, other in pairs if one != other]
+        wrong = [] if workload.temperature else [each for each in different if not is_near_tie(model, *each)]
+        if wrong:
+            raise SystemExit(f"{name}: {len(wrong)} of {len(tokens)} greedy responses differ from ours")
+        return seconds, len(different)
+
+    calls = {name: partial(measured, name, generate) for name, generate in contestants.items()}
+    return take_turns(calls, rounds, warm_up=1)
 
 
 def is_near_tie(model: Any, prompt: list[int], one: list[int], other: list[int]) -> bool:
@@ -224,23 +191,21 @@ def is_near_tie(model: Any, prompt: list[int], one: list[int], other: list[int])
 
 
 def report(
-    size: str, setting: str, workload: Workload, measured: dict[str, list[tuple[float, int]]], rate: float
+    row: dict[str, Any], workload: Workload, measured: dict[str, list[tuple[float, int]]], weight_seconds: float
 ) -> None:
-    """One line for each contestant."""
-    weights = sum(parameter.numel() for parameter in random_model(size).parameters() if parameter.ndim == 2)
+    """One line for each contestant; weight_seconds: weights of the model over operations a second."""
+    row |= {"rows": workload.rows, "threads": torch.get_num_threads(), "temperature": workload.temperature}
     ours = [seconds for seconds, _ in measured["alignment"]]
     for name, rounds in measured.items():
-        seconds = [each for each, _ in rounds]
+        seconds, ties = zip(*rounds, strict=True)
         median = statistics.median(seconds)
-        row: dict[str, Any] = {"bench": f"generation {setting}", "impl": name, "size": size, "rows": workload.rows}
-        row |= {"threads": torch.get_num_threads(), "temperature": workload.temperature, "rounds": len(rounds)}
-        row |= {"seconds_median": median, "seconds_min": min(seconds), "seconds_max": max(seconds)}
-        row["new_tokens_per_second"] = round(sum(workload.ends) / median, 1)
-        row["mfu"] = round(2 * weights * workload.tokens / median / rate, 3)
+        line = {**row, "impl": name, "rounds": len(rounds), **seconds_row(seconds)}
+        line["new_tokens_per_second"] = round(sum(workload.ends) / median, 1)
+        line["mfu"] = round(2 * workload.tokens * weight_seconds / median, 3)
         if name != "alignment":
-            ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
-            row |= {"ratio": round(statistics.median(ratios), 3), "near_ties": max(ties for _, ties in rounds)}
-        print(json.dumps(row), flush=True)
+            ratio = statistics.median(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
+            line |= {"ratio": round(ratio, 3), "near_ties": max(ties)}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ machine in the same run. No optimizer and no data loading here: see bench.py.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from measuring import matrix_rate, padded, seconds_of, seconds_row, take_turns
 from torch import Tensor
 
 from alignment.models.build import build_language_model
@@ -24,16 +24,21 @@ from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import to_hf
 from alignment.ragged import Ragged
 
-SIZES: dict[str, dict[str, int]] = {  # GPT-2's shape throughout; `batch` is documents of 256 tokens
-    "nano": {"vocab_size": 2048, "n_embd": 128, "n_layer": 4, "n_head": 4, "batch": 32},
-    "micro": {"vocab_size": 8192, "n_embd": 384, "n_layer": 6, "n_head": 6, "batch": 16},
-    "small": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "batch": 4},
-}
-LLAMA_1B = {  # for a GPU: `--sizes llama-1b --dtype bfloat16`
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "batch": 16,
-}  # fmt: skip
 WIDTH = 256
+GPT2 = {"model_type": "gpt2", "n_positions": WIDTH * 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": GPT2 | {"vocab_size": 2048, "n_embd": 128, "n_layer": 4, "n_head": 4},
+    "micro": GPT2 | {"vocab_size": 8192, "n_embd": 384, "n_layer": 6, "n_head": 6},
+    "small": GPT2 | {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "llama-1b": {  # for a GPU: `--sizes llama-1b --dtype bfloat16`
+        "model_type": "llama", "max_position_embeddings": WIDTH * 16, "vocab_size": 128256, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+DOCUMENTS = {"nano": 32, "micro": 16, "small": 4, "llama-1b": 16}  # of a batch
+WORK = ("forward", "train", "decode")
+NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -49,84 +54,67 @@ class Bench:
 def main() -> None:
     """Run the chosen benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "llama-1b"], default=["nano", "micro"])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano", "micro"])
     parser.add_argument("--batches", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
-    parser.add_argument("--work", nargs="+", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compile", action="store_true", help="torch.compile both")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, arguments.dtype)
-    rate = matrix_rate(arguments.device, dtype)
-    machine = {"threads": arguments.threads, "device": arguments.device, "dtype": arguments.dtype}
+    rate = matrix_rate(device, dtype)
+    machine = {"threads": torch.get_num_threads(), "device": device, "dtype": arguments.dtype}
     print(json.dumps({"bench": "matrix_rate", "gflops": round(rate / 1e9, 1), **machine}), flush=True)
     for size in arguments.sizes:
-        ours, theirs = models(size, arguments.device, dtype)
+        ours, theirs = models(size, device, dtype)
         if arguments.compile:
             ours.compile_blocks()
             theirs = torch.compile(theirs, dynamic=True)
         for batch in arguments.batches:
-            count = (LLAMA_1B if size == "llama-1b" else SIZES[size])["batch"]
-            bench = Bench(ours, theirs, documents(LENGTHS[batch](count), ours.spec.vocabulary), arguments.device)
+            lengths = LENGTHS[batch](DOCUMENTS[size])
+            bench = Bench(ours, theirs, documents(lengths, ours.spec.vocabulary), device)
             for work in arguments.work:
-                mine, peer, tokens, flops = WORK[work](bench)
-                times = take_turns(mine, peer, arguments.rounds, arguments.device)
-                report({"bench": work, "size": size, "batch": batch, **machine}, times, tokens, flops, rate)
+                row = {"bench": work, "size": size, "batch": batch, **machine}
+                report(row, bench, arguments.rounds, rate)
 
 
-def report(row: dict[str, Any], times: tuple[list[float], list[float]], tokens: int, flops: float, rate: float) -> None:
-    """One line for us and one for the peer."""
-    ratio = statistics.median(theirs / ours for ours, theirs in zip(*times, strict=True))
-    for who, values in zip(("alignment", "transformers"), times, strict=True):
-        median = statistics.median(values)
-        figures: dict[str, Any] = {
-            "seconds_median": round(median, 5), "seconds_min": round(min(values), 5), "seconds_max": round(max(values), 5),
-            "tokens_per_second": round(tokens / median), "mfu": round(flops / median / rate, 3),
-        }  # fmt: skip
-        figures |= {"ratio": round(ratio, 2)} if who == "alignment" else {}
-        print(json.dumps({**row, "impl": who, **figures}), flush=True)
-
-
-def matrix_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product, the best of several: the machine's floor."""
-    side = 8192 if device == "cuda" else 1536
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    times = take_turns(lambda: a @ b, lambda: b @ a, 30, device)
-    return 2 * side**3 / min(*times[0], *times[1])
+def report(row: dict[str, Any], bench: Bench, rounds: int, rate: float) -> None:
+    """Measure one kind of work; one line for us and one for the peer."""
+    if row["bench"] == "decode":
+        ours, theirs = decoding(bench)
+        prompts = [len(row[:NEW_TOKENS]) for row in bench.documents]
+        tokens, flops = len(prompts) * NEW_TOKENS, operations(bench, [length + NEW_TOKENS for length in prompts])
+    else:
+        ours, theirs = losses(bench, gradient=row["bench"] == "train")
+        lengths = [len(row) for row in bench.documents]
+        tokens, flops = sum(lengths), operations(bench, lengths) * (3 if row["bench"] == "train" else 1)
+    calls = {
+        "alignment": lambda: seconds_of(ours, bench.device),
+        "transformers": lambda: seconds_of(theirs, bench.device),
+    }
+    times = take_turns(calls, rounds, warm_up=2)
+    pairs = zip(times["transformers"], times["alignment"], strict=True)
+    ratio = {"alignment": {"ratio": round(statistics.median(peer / own for peer, own in pairs), 2)}, "transformers": {}}
+    for who, seconds in times.items():
+        median = statistics.median(seconds)
+        speed = {"tokens_per_second": round(tokens / median), "mfu": round(flops / median / rate, 3)}
+        print(json.dumps({**row, "impl": who, **seconds_row(seconds), **speed, **ratio[who]}), flush=True)
 
 
 def models(size: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Ours with fresh weights, and transformers' with the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {key: value for key, value in (LLAMA_1B if size == "llama-1b" else SIZES[size]).items() if key != "batch"}
-    if size == "llama-1b":
-        config = {"model_type": "llama", "max_position_embeddings": WIDTH * 16, **shape}
-    else:
-        config = {"model_type": "gpt2", "n_positions": WIDTH * 4, **shape}
-        config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
-    ours = build_language_model(config)
-    kind = config.pop("model_type")
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="sdpa")
+    ours = build_language_model(SIZES[size])
+    config = AutoConfig.for_model(**SIZES[size])
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     tensors = to_hf(dict(ours.named_parameters()), hf_locations(ours))
     missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     theirs.tie_weights()
     return ours.to(device, dtype), theirs.to(device, dtype).eval()
-
-
-def full(count: int) -> list[int]:
-    """Every document as long as the batch is wide."""
-    return [WIDTH] * count
-
-
-def half(count: int) -> list[int]:
-    """Lengths evenly spread up to the width: half of the rectangle is padding."""
-    return [max(2, round(WIDTH * (i + 1) / count)) for i in range(count)]
 
 
 def ragged(count: int) -> list[int]:
@@ -136,7 +124,11 @@ def ragged(count: int) -> list[int]:
     return [*drawn.tolist()[1:], WIDTH]
 
 
-LENGTHS: dict[str, Callable[[int], list[int]]] = {"full": full, "half": half, "ragged": ragged}
+LENGTHS: dict[str, Callable[[int], list[int]]] = {
+    "full": lambda count: [WIDTH] * count,
+    "half": lambda count: [max(2, round(WIDTH * (i + 1) / count)) for i in range(count)],  # half is padding
+    "ragged": ragged,
+}
 
 
 def documents(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
@@ -145,117 +137,57 @@ def documents(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def padded(rows: list[list[int]], device: str, side: str = "right") -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask [B, T]."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, place], mask[i, place] = torch.tensor(row), 1
-    return ids.to(device), mask.to(device)
+Call = Callable[[], Any]
 
 
-Measured = tuple[Callable[[], Any], Callable[[], Any], int, float]
-
-
-def forward(bench: Bench) -> Measured:
-    """Mean next-token loss without gradient, both from the same tokens."""
-    ours, theirs = losses(bench)
-    return torch.no_grad()(ours), torch.no_grad()(theirs), tokens_of(bench), useful_operations(bench)
-
-
-def train(bench: Bench) -> Measured:
-    """Mean next-token loss and its gradient."""
-    ours, theirs = losses(bench)
-
-    def step(model: Any, loss: Callable[[], Tensor]) -> None:
-        model.zero_grad()
-        loss().backward()
-
-    mine, peer = lambda: step(bench.ours, ours), lambda: step(bench.theirs, theirs)
-    return mine, peer, tokens_of(bench), 3 * useful_operations(bench)
-
-
-def losses(bench: Bench) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """The same loss by both; checked to agree."""
+def losses(bench: Bench, *, gradient: bool) -> tuple[Call, Call]:
+    """Mean next-token loss of the same tokens by both, checked to agree; with its gradient or without."""
     batch = Ragged.build(bench.documents).to(bench.device)
-    ids, mask = padded(bench.documents, bench.device)
+    ids, mask = padded(bench.documents, "right", bench.device)
     labels = ids.masked_fill(mask == 0, -100)
 
     def ours() -> Tensor:
         return -bench.ours(batch=batch).log_probs.mean()
 
     def theirs() -> Tensor:
-        return bench.theirs(
-            input_ids=ids, attention_mask=None if bool(mask.all()) else mask, labels=labels, use_cache=False
-        ).loss
+        seen = None if bool(mask.all()) else mask
+        return bench.theirs(input_ids=ids, attention_mask=seen, labels=labels, use_cache=False).loss
 
     with torch.no_grad():
         torch.testing.assert_close(ours().float(), theirs().float(), atol=2e-3, rtol=2e-3)
-    return ours, theirs
+    if not gradient:
+        return torch.no_grad()(ours), torch.no_grad()(theirs)
+
+    def step(model: Any, loss: Call) -> None:
+        model.zero_grad()
+        loss().backward()
+
+    return lambda: step(bench.ours, ours), lambda: step(bench.theirs, theirs)
 
 
-def decode(bench: Bench) -> Measured:
+def decoding(bench: Bench) -> tuple[Call, Call]:
     """64 tokens after prompts of up to 64, greedily, no end token: prefill and decoding."""
     from alignment.generation.decode import decode_responses
     from alignment.generation.sampling import SamplingConfig
 
-    steps = 64
-    prompts = [row[:64] for row in bench.documents]
-    ids, mask = padded(prompts, bench.device, "left")
-
-    def ours() -> Any:
-        return decode_responses(bench.ours, prompts, SamplingConfig(max_new_tokens=steps, temperature=0.0), [])
-
-    def theirs() -> Any:
-        options = {"max_new_tokens": steps, "min_new_tokens": steps, "pad_token_id": 0, "eos_token_id": None}
-        return bench.theirs.generate(ids, attention_mask=mask, do_sample=False, **options)
-
-    flops = sum(operations(bench, [len(prompt)]) for prompt in prompts)
-    flops += sum(operations(bench, [len(prompt) + steps]) - operations(bench, [len(prompt)]) for prompt in prompts)
-    return ours, torch.no_grad()(theirs), len(prompts) * steps, flops
-
-
-WORK: dict[str, Callable[[Bench], Measured]] = {"forward": forward, "train": train, "decode": decode}
-
-
-def tokens_of(bench: Bench) -> int:
-    """Real tokens of the batch."""
-    return sum(map(len, bench.documents))
-
-
-def useful_operations(bench: Bench) -> float:
-    """Of one forward over the documents."""
-    return operations(bench, [len(row) for row in bench.documents])
+    prompts = [row[:NEW_TOKENS] for row in bench.documents]
+    ids, mask = padded(prompts, "left", bench.device)
+    options = {"min_new_tokens": NEW_TOKENS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    return (
+        lambda: decode_responses(bench.ours, prompts, sampling, []),
+        torch.no_grad()(lambda: bench.theirs.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **options)),
+    )
 
 
 def operations(bench: Bench, lengths: Sequence[int]) -> float:
     """Multiplications and additions of one forward: every matrix once per token, the causal half of attention."""
     spec = bench.ours.spec
-    matrices = sum(
-        x.numel()
-        for name, x in bench.ours.named_parameters()
-        if x.dim() == 2 and "embed" not in name and "positions" not in name
-    )
+    named = {name: x for name, x in bench.ours.named_parameters() if x.dim() == 2}
+    matrices = sum(x.numel() for name, x in named.items() if "embed" not in name and "positions" not in name)
     matrices += spec.vocabulary * spec.width if spec.tied_head else 0
     heads = sum(block.attention.heads * block.attention.head_dim for block in spec.layers)
     return sum(2 * matrices * length + 2 * heads * length * (length + 1) for length in lengths)
-
-
-def take_turns(
-    ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, device: str
-) -> tuple[list[float], list[float]]:
-    """Seconds of each, round by round, after two rounds that are not counted."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 2):
-        for call, kept in zip((ours, theirs), times, strict=True):
-            began = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if number > 1:
-                kept.append(time.perf_counter() - began)
-    return times
 
 
 if __name__ == "__main__":

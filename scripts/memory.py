@@ -11,28 +11,26 @@ peak      the most resident memory during the stage (VmHWM) less the resident me
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-SIZES = {  # keys of config.json
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000},
-    "large": {
-        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16, "vocab_size": 32_000,
-    },
-}  # fmt: skip
+from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_rows
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 512, "tie_word_embeddings": True}
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "num_attention_heads": 16}
+SIZES = {"tiny": {**LLAMA, **TINY, "vocab_size": 1000}, "large": {**LLAMA, **LARGE, "vocab_size": 32_000}}
 RANK = 8
 WORDS = "guest pool spa desk room opens closes at in the on every day night of hotel"
-
-
+CHILD = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 MEASUREMENTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, `weights` of its config
     "sft lora": ("sft", {}),
     "sft lora float32": ("sft", {"dtype": "float32"}),
@@ -57,53 +55,34 @@ def main() -> None:
         return
     size, rows = "tiny" if arguments.small else "large", []
     with tempfile.TemporaryDirectory() as folder:
-        for each in dict.fromkeys(["tiny", size]):
-            write_parents(Path(folder) / each, SIZES[each])
+        for each in {"tiny", size}:
+            words = WORDS.split()
+            texts = [" ".join(words[i * j % len(words)] for j in range(1, 9)) for i in range(64)]
+            write_networks(Path(folder) / each, SIZES[each], texts, 300, RANK)
+            write_rows(Path(folder) / each / "rows.jsonl", ({"prompt": x[:20], "completion": x[20:]} for x in texts))
         for name in arguments.only:
-            rows.append({"bench": name, "size": size, **in_process(name, size, folder)})
+            found = in_process(__file__, "--measure", name, size, folder, **CHILD)
+            rows.append({"bench": name, "size": size, **found})
             print(json.dumps(rows[-1]), flush=True)
     print(f"{'':20}{'weights MB':>12}{'peak MB':>10}{'seconds':>9}")
     for row in rows:
         print(f"{row['bench']:20}{row['weights']:12.1f}{row['peak']:10.1f}{row['seconds']:9.1f}")
 
 
-def in_process(name: str, size: str, folder: str) -> dict[str, float]:
-    """The figures of one measurement, from a process of its own."""
-    command = [sys.executable, __file__, "--measure", name, size, folder]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def write_parents(folder: Path, sizes: dict[str, int]) -> None:
-    """A base model in bfloat16, and two adapters on it as peft writes them: a policy and a reward model."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
-
+def write_networks(folder: Path, config: dict[str, Any], texts: Iterable[str], vocabulary: int, rank: int) -> None:
+    """A base model in bfloat16, and two adapters on it: of a policy and of a reward model."""
+    from alignment.adapters import LoRASpec
+    from alignment.adapters.attach import attach, save_adapter
     from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.data.tokenizers.train import train_bpe
+    from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 
-    folder.mkdir()
-    words = WORDS.split()
-    text = [" ".join(words[(i * j) % len(words)] for j in range(1, 9)) for i in range(64)]
-    tokenizer = train_bpe(iter(text), 300)
-    torch.manual_seed(0)
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(**sizes, **special, max_position_embeddings=512, tie_word_embeddings=True)  # pyright: ignore[reportArgumentType]
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "base")
-    save_tokenizer(tokenizer, folder / "base")
-    kinds = {"policy": (AutoModelForCausalLM, "CAUSAL_LM"), "reward": (AutoModelForSequenceClassification, "SEQ_CLS")}
-    for name, (kind, task) in kinds.items():
-        lora = LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear", task_type=task, init_lora_weights=False)
-        options = {"num_labels": 1} if task == "SEQ_CLS" else {}
-        model = get_peft_model(kind.from_pretrained(folder / "base", dtype=torch.bfloat16, **options), lora)
-        model.save_pretrained(str(folder / name))
+    base, spec = folder / "base", LoRASpec(rank=rank, alpha=2 * rank)
+    tokenizer = write_checkpoint(base, {**config, "dtype": "bfloat16"}, texts, vocabulary)
+    loaders = {"policy": load_language_model, "reward": partial(load_scalar_model, new_head="normal")}
+    for name, load in loaders.items():
+        (folder / name).mkdir()
+        save_adapter(attach(load(base), spec), folder / name, base=str(base), revision=None)
         save_tokenizer(tokenizer, folder / name)
-    rows = [{"prompt": line[:20], "completion": line[20:]} for line in text]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(stage: str, weights: dict[str, Any], folder: Path, size: str) -> dict[str, float]:
@@ -118,38 +97,34 @@ def measure(stage: str, weights: dict[str, Any], folder: Path, size: str) -> dic
         found.append(weights_alive())
         return update(engine, *terms)
 
-    Engine.update = counted  # pyright: ignore[reportAttributeAccessIssue]
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before, began = resident("VmRSS"), time.perf_counter()
-    run_stage(stage, weights, folder / size, folder / f"out-{os.getpid()}")
-    peak = resident("VmHWM") - before
-    return {
-        "weights": round(found[0] / 1e6, 1), "peak": round(peak / 1e6, 1), "before": round(before / 1e6, 1),
-        "seconds": round(time.perf_counter() - began, 1),
-    }  # fmt: skip
+    before, began = reset_peak(), time.perf_counter()
+    with patch.object(Engine, "update", counted):
+        run_stage(stage, weights, folder / size, folder / f"out-{os.getpid()}")
+    sizes = {"weights": found[0], "peak": resident("VmHWM") - before, "before": before}
+    seconds = round(time.perf_counter() - began, 1)
+    return {**{name: round(size / 1e6, 1) for name, size in sizes.items()}, "seconds": seconds}
 
 
 def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) -> None:
     """Few short rows, one update: what is measured is the weights."""
     from alignment.adapters import LoRASpec
-    from alignment.algorithms import sft
-    from alignment.algorithms.ppo import ppo
     from alignment.data.config import DataConfig
     from alignment.models.weights_config import WeightsConfig
+    from alignment.pipeline.stages import find_stage
     from alignment.training import TrainingConfig
 
-    common: dict[str, Any] = {
-        "data": DataConfig(train=str(parents / "rows.jsonl"), max_length=48), "output": str(output),
-        "adapter": LoRASpec(rank=RANK), "training": TrainingConfig(batch_size=2, max_steps=1, micro_batch_tokens=96),
-        "weights": WeightsConfig(**weights),
-    }  # fmt: skip
-    if stage == "sft":
-        sft.run(sft.SFTConfig(policy=str(parents / "base"), **common))
-    else:
-        networks = {"policy": str(parents / "policy"), "reward_model": str(parents / "reward")}
-        ppo.run(ppo.PPOConfig(**networks, **common, max_new_tokens=4, epochs=1))
+    own: dict[str, Any] = {"policy": str(parents / "base")}
+    if stage == "ppo":
+        own = {"policy": str(parents / "policy"), "reward_model": str(parents / "reward")}
+        own |= {"max_new_tokens": 4, "epochs": 1}
+    config, run = find_stage(stage)
+    run(
+        config(
+            data=DataConfig(train=str(parents / "rows.jsonl"), max_length=48), output=str(output),
+            adapter=LoRASpec(rank=RANK), training=TrainingConfig(batch_size=2, max_steps=1, micro_batch_tokens=96),
+            weights=WeightsConfig(**weights), **own,
+        )
+    )  # fmt: skip
 
 
 def weights_alive() -> int:
@@ -159,12 +134,6 @@ def weights_alive() -> int:
     from alignment.models.weight_bytes import total_bytes
 
     return total_bytes(*(thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)))
-
-
-def resident(key: str) -> int:
-    """VmRSS or VmHWM of this process, bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 if __name__ == "__main__":

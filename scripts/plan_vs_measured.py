@@ -15,32 +15,32 @@ The model is a random Llama, or Phi 3 with a head of its own, with bfloat16 weig
 """
 
 import argparse
-import gc
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
+from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_rows
+from memory import write_networks
+
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+CHILD = {**MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LORA = {"kind": "lora", "rank": 16, "alpha": 32}
 VOCABULARY, ROW_TOKENS, MICRO_BATCH_TOKENS, ROWS = 8192, 256, 1024, 8
 PROMPT_TOKENS, NEW_TOKENS = 96, 32
 
 SFT = {
-    "policy": "{base}",
-    "data": {"train": "{rows}", "max_length": ROW_TOKENS, "max_cut_share": 1.0},
+    "policy": "INPUTS/base",
+    "data": {"train": "INPUTS/rows.jsonl", "max_length": ROW_TOKENS, "max_cut_share": 1.0},
     "optim": {"learning_rate": 1e-4},
 }
-PHI3 = {**SFT, "policy": "{phi3}"}
-REWARD = {**SFT, "data": {**SFT["data"], "train": "{pairs}"}}
+PHI3 = {**SFT, "policy": "INPUTS/phi3"}
+REWARD = {**SFT, "data": {**SFT["data"], "train": "INPUTS/pairs.jsonl"}}
 CHECKPOINTING = {"training": {"gradient_checkpointing": True}}
 PPO = {
-    "data": {"train": "{prompts}", "max_length": PROMPT_TOKENS, "max_cut_share": 1.0}, "optim": {"learning_rate": 1e-5}, "epochs": 1,
-    "max_new_tokens": NEW_TOKENS, "micro_rollout_batch_size": ROWS,
+    "data": {"train": "INPUTS/prompts.jsonl", "max_length": PROMPT_TOKENS, "max_cut_share": 1.0}, "epochs": 1,
+    "optim": {"learning_rate": 1e-5}, "max_new_tokens": NEW_TOKENS, "micro_rollout_batch_size": ROWS,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, config
     "full": ("sft", SFT),
@@ -50,8 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, config
     "phi3": ("sft", PHI3),
     "phi3 lora": ("sft", {**PHI3, "adapter": LORA}),
     "reward lora checkpointing": ("reward", {**REWARD, "adapter": LORA, **CHECKPOINTING}),
-    "ppo one base": ("ppo", {**PPO, "policy": "{policy}", "reward_model": "{reward}", "adapter": LORA}),
-    "ppo separate": ("ppo", {**PPO, "policy": "{base}", "reward_model": "{whole_reward}"}),
+    "ppo one base": ("ppo", {**PPO, "policy": "INPUTS/policy", "reward_model": "INPUTS/reward", "adapter": LORA}),
+    "ppo separate": ("ppo", {**PPO, "policy": "INPUTS/base", "reward_model": "INPUTS/whole_reward"}),
 }
 
 
@@ -73,107 +73,64 @@ def main() -> int:
         write_inputs(small, width=64, layers=2)
         for name in arguments.only:
             planned, phase = plan(name, large)
-            found = measured_peak(name, large, small)
+            stage, config = write_config(name, large, "measured")
+            _, warm_up = write_config(name, small, "measured")
+            found = in_process(__file__, "--measure", stage, config, warm_up, **CHILD)
             ratio = planned / found["peak"]
             bad += not 0.9 <= ratio <= 1.1
+            figures = (f"{size / 1e9:.3f}" for size in (planned, found["peak"]))
             print(
-                f"| {name} | {planned / 1e9:.3f} | {found['peak'] / 1e9:.3f} | {ratio:.3f} | {phase} "
-                f"| {found['start'] / 1e9:.3f} |", flush=True,
-            )  # fmt: skip
+                f"| {name} | {' | '.join(figures)} | {ratio:.3f} | {phase} | {found['start'] / 1e9:.3f} |", flush=True
+            )
     return int(bad > 0)
-
-
-# Inputs
 
 
 def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
     import torch
 
-    from alignment.adapters.attach import attach, save_adapter
-    from alignment.adapters.specs import LoRASpec
     from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.data.tokenizers.train import train_tokenizer
-    from alignment.models.build import build_language_model, build_scalar_model
-    from alignment.models.huggingface.checkpoint import save_model
+    from alignment.loading import load_tokenizer
+    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 
-    torch.manual_seed(0)
-    texts = [" ".join(f"w{number * 7 % 50}" for number in range(400))] * 20
-    tokenizer = train_tokenizer("bpe", texts, 400)
-    config = {
+    text = " ".join(f"w{number * 7 % 50}" for number in range(400))
+    heads = max(1, width // 64)
+    llama = {
         "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 4 * width,
-        "num_hidden_layers": layers, "num_attention_heads": max(1, width // 64), "max_position_embeddings": 512,
-        "eos_token_id": tokenizer.eos_token_id,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 512,
     }  # fmt: skip
-    phi3 = {
-        **config, "model_type": "phi3", "num_key_value_heads": max(1, config["num_attention_heads"] // 2),
-        "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1,
-    }  # fmt: skip
-    models = {
-        "base": build_language_model(config), "whole_reward": build_scalar_model(config),
-        "phi3": build_language_model(phi3),
-    }  # fmt: skip
-    for name, model in models.items():
-        (folder / name).mkdir(parents=True)
-        save_model(model.to(torch.bfloat16), folder / name)
-        save_tokenizer(tokenizer, folder / name)
-    spec = LoRASpec(rank=16, alpha=32)
-    for name, model in (("policy", models["base"]), ("reward", build_scalar_model(config))):
-        (folder / name).mkdir()
-        save_adapter(attach(model.float(), spec), folder / name, base=str(folder / "base"), revision=None)
-        save_tokenizer(tokenizer, folder / name)
-    text = texts[0]
-    rows = [{"prompt": text[:40], "completion": " " + text * 3} for _ in range(2 * ROWS)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " " + text[10:] * 3} for row in rows]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    prompts = [{"prompt": text[: PROMPT_TOKENS * 3 + number]} for number in range(2 * ROWS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    phi3 = {"model_type": "phi3", "num_key_value_heads": max(1, heads // 2), "tie_word_embeddings": False}
+    write_networks(folder, llama, [text] * 20, 400, LORA["rank"])
+    write_checkpoint(folder / "phi3", {**llama, **phi3, "dtype": "bfloat16"}, [text] * 20, 400)
+    (folder / "whole_reward").mkdir()
+    save_model(load_scalar_model(folder / "base", torch.bfloat16, new_head="normal"), folder / "whole_reward")
+    save_tokenizer(load_tokenizer(str(folder / "base")), folder / "whole_reward")
+    rows = [{"prompt": text[:40], "completion": " " + text * 3}] * 2 * ROWS
+    write_rows(folder / "rows.jsonl", rows)
+    pair = {"prompt": text[:40], "chosen": " " + text * 3, "rejected": " " + text[10:] * 3}
+    write_rows(folder / "pairs.jsonl", [pair] * 2 * ROWS)
+    prompts = ({"prompt": text[: PROMPT_TOKENS * 3 + number]} for number in range(2 * ROWS))
+    write_rows(folder / "prompts.jsonl", prompts)
 
 
-def write_config(name: str, inputs: Path, output: Path) -> tuple[str, Path]:
+def write_config(name: str, inputs: Path, output: str) -> tuple[str, str]:
     """Stage and config file of a case on some inputs."""
     stage, config = CASES[name]
-    names = ("base", "phi3", "policy", "reward", "whole_reward")
-    paths = {each: str(inputs / each) for each in names}
-    paths |= {each: str(inputs / f"{each}.jsonl") for each in ("rows", "pairs", "prompts")}
-    training = {
-        "max_steps": 2, "batch_size": ROWS, "micro_batch_tokens": MICRO_BATCH_TOKENS, **config.get("training", {}),
-    }  # fmt: skip
-    text = json.dumps({**config, "training": training, "output": str(output)})
-    for each, path in paths.items():
-        text = text.replace(f'"{{{each}}}"', json.dumps(path))
-    file = output.with_suffix(".yaml")
-    file.write_text(text)
-    return stage, file
-
-
-# Planned
+    output = str(inputs / f"{name.replace(' ', '_')}_{output}")
+    training = {"max_steps": 2, "batch_size": ROWS, "micro_batch_tokens": MICRO_BATCH_TOKENS}
+    training |= config.get("training", {})
+    text = json.dumps({**config, "training": training, "output": output})
+    Path(f"{output}.yaml").write_text(text.replace("INPUTS", str(inputs)))
+    return stage, f"{output}.yaml"
 
 
 def plan(name: str, inputs: Path) -> tuple[int, str]:
     """Bytes and name of the largest phase of the plan."""
     from alignment.commands.plan import plan_config
 
-    stage, file = write_config(name, inputs, inputs / f"{name.replace(' ', '_')}_planned")
-    found = plan_config(str(file), [], stage=stage, tflops=1.0)
-    return found.peak.total, found.peak.phase
-
-
-# Measured
-
-
-def measured_peak(name: str, large: Path, small: Path) -> dict[str, int]:
-    """What `measure` returns in a fresh process."""
-    slug = name.replace(" ", "_")
-    stage, file = write_config(name, large, large / slug)
-    _, warm_up = write_config(name, small, small / slug)
-    environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure", stage, str(file), str(warm_up)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}: the measured run failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    stage, file = write_config(name, inputs, "planned")
+    peak = plan_config(file, [], stage=stage, tflops=1.0).peak
+    return peak.total, peak.phase
 
 
 def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
@@ -185,40 +142,29 @@ def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
 
     config_class, run = find_stage(stage)
     run(load_config(config_class, warm_up))
-    gc.collect()
-    start = resident("VmRSS")
-    update, peak, loaded = Engine.update, 0, []
+    start = reset_peak()
+    update, collect, loaded, peak = Engine.update, ppo.collect, False, 0
+
+    def networks_are_loaded() -> None:
+        nonlocal loaded
+        if not loaded:
+            reset_peak()
+        loaded = True
 
     def measured(self: Engine, *terms: Any) -> dict[str, float]:
         nonlocal peak
-        if not loaded and stage != "ppo":
-            reset_peak(loaded)
+        networks_are_loaded()
         metrics = update(self, *terms)
         peak = resident("VmHWM")
         return metrics
 
     def first_rollout_resets(*args: Any) -> Any:
-        if not loaded:
-            reset_peak(loaded)
+        networks_are_loaded()
         return collect(*args)
 
-    Engine.update, collect = measured, ppo.collect  # type: ignore[method-assign]
-    ppo.collect = first_rollout_resets
-    run(load_config(config_class, config))
-    return {"start": start, "loaded": loaded[0] - start, "peak": peak - start}
-
-
-def reset_peak(noted: list[int]) -> None:
-    """Let the peak begin anew at what is resident now, which is noted."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    noted.append(resident("VmRSS"))
-
-
-def resident(key: str) -> int:
-    """VmRSS or VmHWM of this process, bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+    with patch.object(Engine, "update", measured), patch.object(ppo, "collect", first_rollout_resets):
+        run(load_config(config_class, config))
+    return {"start": start, "peak": peak - start}
 
 
 if __name__ == "__main__":

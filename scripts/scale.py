@@ -1,10 +1,10 @@
 """Many rows: how fast they are prepared beside `datasets.map`, and the memory and the start of a training process.
 
-    python scripts/scale.py [--rows 10000000] [--compare-rows 200000] [--processes 2]
+    python scripts/scale.py [--rows 10000000] [--processes 2]
 
 Demonstrations are generated, a tiny Llama trains on them, and every measurement is a process of its own and a JSON line:
 
-    prepare        seconds and rows per second of reading, tokenizing and writing `--compare-rows` rows
+    prepare        seconds and rows per second of reading, tokenizing and writing 200,000 rows
     datasets_map   the same rows and texts by `datasets.Dataset.map` alone, read before the clock starts
     train          peak memory of the training process, for 10,000 rows and for `--rows`, prepared by this start and by an
                    earlier one, and the seconds from the start of the process to the end of its first update
@@ -16,20 +16,19 @@ import argparse
 import json
 import os
 import random
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-START = time.time()
-SMALL = 10_000
+import psutil
+from measuring import ROOT, in_process, resident, write_checkpoint
+
+SMALL, COMPARED = 10_000, 200_000
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 WORDS = (
     "hotel guest room pool garden breakfast evening morning quiet window river bridge ticket train station coffee table "
@@ -41,31 +40,30 @@ def main() -> None:
     """Write the rows and the model, and run each measurement in a process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--compare-rows", type=int, default=200_000)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--measure", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         name, folder = options.measure
-        found = MEASURES[name](Path(folder), options.rows, options.processes)
-        print(json.dumps({"measure": name, "rows": options.rows, "processes": options.processes, **found}))
+        print(json.dumps(MEASURES[name](Path(folder), options.rows, options.processes)))
         return
-    with tempfile.TemporaryDirectory(prefix="alignment-scale-") as name:
-        folder = Path(name)
-        for rows in {SMALL, options.rows, options.compare_rows}:
-            write_rows(folder, rows)
-        write_model(folder)
-        for name, rows in (
-            ("prepare", options.compare_rows), ("datasets_map", options.compare_rows), ("train", SMALL), ("train", SMALL),
-            ("train", options.rows), ("train", options.rows),
-        ):  # fmt: skip
-            command = [sys.executable, __file__, "--measure", name, str(folder), "--rows", str(rows)]
-            threads = {"TOKENIZERS_PARALLELISM": "false"} if options.processes > 1 else {}
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **threads}
-            subprocess.run([*command, "--processes", str(options.processes)], env=environment, check=True)
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= {"TOKENIZERS_PARALLELISM": "false"} if options.processes > 1 else {}
+    with tempfile.TemporaryDirectory(prefix="alignment-scale-") as folder:
+        compared = min(COMPARED, options.rows)
+        for rows in {SMALL, options.rows, compared}:
+            write_demonstrations(Path(folder), rows)
+        with open(f"{folder}/rows-{SMALL}.jsonl", encoding="utf-8") as file:
+            texts = (row["prompt"] + row["completion"] for row in map(json.loads, file))
+            write_checkpoint(Path(folder) / "model", LLAMA, texts, 1024)
+        trained = [("train", rows) for rows in (SMALL, SMALL, options.rows, options.rows)]
+        for name, rows in [("prepare", compared), ("datasets_map", compared), *trained]:
+            row = {"measure": name, "rows": rows, "processes": options.processes}
+            arguments = ["--measure", name, folder, "--rows", str(rows), "--processes", str(options.processes)]
+            print(json.dumps(row | in_process(__file__, *arguments, **variables)), flush=True)
 
 
-def write_rows(folder: Path, rows: int) -> None:
+def write_demonstrations(folder: Path, rows: int) -> None:
     """Demonstrations of about forty tokens, each different."""
     generator = random.Random(rows)
     with open(folder / f"rows-{rows}.jsonl", "w", encoding="utf-8") as file:
@@ -73,27 +71,6 @@ def write_rows(folder: Path, rows: int) -> None:
             words = generator.choices(WORDS.split(), k=30)
             prompt, completion = " ".join(words[:14]), " ".join(words[14:])
             file.write(f'{{"prompt": "Guest {number}: {prompt}?\\n", "completion": "{completion} {number}."}}\n')
-
-
-def write_model(folder: Path) -> None:
-    """A Llama of two layers, and a byte-level BPE tokenizer of 1024 tokens trained on the first rows."""
-    import torch
-
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.data.tokenizers.train import train_bpe
-    from alignment.models.build import build_language_model
-    from alignment.models.huggingface.checkpoint import save_model
-
-    with open(folder / f"rows-{SMALL}.jsonl", encoding="utf-8") as file:
-        tokenizer = train_bpe((row["prompt"] + row["completion"] for row in map(json.loads, file)), 1024)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    torch.manual_seed(0)
-    (folder / "model").mkdir()
-    save_model(build_language_model({**LLAMA, **special, "vocab_size": len(tokenizer)}), folder / "model")
-    save_tokenizer(tokenizer, folder / "model")
-
-
-# The measured processes
 
 
 def data_config(folder: Path, rows: int, processes: int, cache: str) -> Any:
@@ -128,9 +105,9 @@ def measure_datasets_map(folder: Path, rows: int, processes: int) -> dict[str, A
         options = {"add_special_tokens": False, "return_attention_mask": False}
         return {name: tokenizer(batch[name], **options)["input_ids"] for name in ("prompt", "completion")}
 
-    started = time.perf_counter()
+    began = time.perf_counter()
     done = table.map(tokenize, batched=True, num_proc=processes if processes > 1 else None, load_from_cache_file=False)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - began
     return {"seconds": seconds, "rows_per_second": len(done) / seconds}
 
 
@@ -143,18 +120,16 @@ def measure_train(folder: Path, rows: int, processes: int) -> dict[str, Any]:
     log = Run.log
 
     def timed(run: Run, step: int, metrics: Any) -> None:
-        first.append(time.time() - START)
+        first.append(time.time() - psutil.Process().create_time())
         log(run, step, metrics)
 
-    cast(Any, Run).log = timed
     data = data_config(folder, rows, processes, str(folder / "cache"))
-    with tempfile.TemporaryDirectory(dir=folder) as output:
-        training = TrainingConfig(batch_size=8, max_steps=100, save_every_steps=0)
+    training = TrainingConfig(batch_size=8, max_steps=100, save_every_steps=0)
+    with tempfile.TemporaryDirectory(dir=folder) as output, patch.object(Run, "log", timed):
         sft.run(sft.SFTConfig(policy=str(folder / "model"), data=data, output=output, training=training))
         notes = json.loads((Path(output) / "lineage.json").read_text())["notes"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     cached = any("read from the cache" in note for note in notes)
-    return {"cached": cached, "peak_mb": peak, "first_update_seconds": first[0]}
+    return {"cached": cached, "peak_mb": resident("VmHWM") / 2**20, "first_update_seconds": first[0]}
 
 
 MEASURES = {"prepare": measure_prepare, "datasets_map": measure_datasets_map, "train": measure_train}

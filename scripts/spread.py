@@ -19,18 +19,12 @@ from alignment.files import write_json
 from alignment.pipeline.recipe import flatten_numbers, read_json, read_metric
 
 POLICY = ("win_rate", "gold", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
-CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines
-    "loss": ("first", "last"),
-    "held_out_loss": ("last",),
-    "held_out_accuracy": ("last",),
-    "accuracy": ("last",),
-    "score": ("first", "last"),
-    "gold_score": ("first", "last"),
-    "kl": ("last", "max"),
-    "ended_share": ("last",),
-    "pretrain_loss": ("first", "last"),
-    "first_ratio_error": ("max",),
-}
+Line = Literal["first", "last", "max"]
+CURVES: dict[str, tuple[Line, ...]] = {  # column of metrics.jsonl -> which of its lines
+    "loss": ("first", "last"), "held_out_loss": ("last",), "held_out_accuracy": ("last",), "accuracy": ("last",),
+    "score": ("first", "last"), "gold_score": ("first", "last"), "kl": ("last", "max"), "ended_share": ("last",),
+    "pretrain_loss": ("first", "last"), "first_ratio_error": ("max",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="the same as JSON")
     arguments = parser.parse_args()
     figures = read_figures(arguments.runs)
-    print(table(figures))
+    head = ("stage", "metric", "mean", "smallest", "largest", "95 % over prompts", "each run")
+    for row in (head, ("---",) * len(head), *(figure.row for figure in figures)):
+        print(f"| {' | '.join(row)} |")
     if arguments.output is not None:
         write_json(arguments.output, {"runs": list(map(str, arguments.runs)), "figures": list(map(asdict, figures))})
 
@@ -68,15 +64,19 @@ def read_figures(runs: Sequence[Path]) -> list[Figure]:
     Raises:
         UserError: a directory that no recipe wrote, or one whose stages are not those of the first.
     """
-    stages = [list(read_json(run / "stages.json")) for run in runs]
-    for run, names in zip(runs, stages, strict=True):
-        if not names:
+    stages = [read_json(run / "stages.json") for run in runs]
+    for run, found in zip(runs, stages, strict=True):
+        if not found:
             raise UserError(f"{run}: no stages.json here; give the --output of `alignment run`")
-        if names != stages[0]:
+        if list(found) != list(stages[0]):
             raise UserError(f"{run}: has other stages than {runs[0]}; give finished runs of one recipe")
-    return [
-        figure for stage in stages[0] for figure in (*results(runs, stage), *curves(runs, stage), *costs(runs, stage))
-    ]
+    figures = []
+    for stage in stages[0]:
+        figures += [*results(runs, stage), *curves(runs, stage)]
+        for metric in ("seconds", "process_peak_megabytes"):  # up to the end of the stage
+            if all(metric in found[stage] for found in stages):
+                figures.append(Figure(stage, metric, [float(found[stage][metric]) for found in stages]))
+    return figures
 
 
 def results(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
@@ -105,27 +105,12 @@ def shown(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def curves(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
-    """What a training stage began and ended at."""
+    """First, last or largest values of what a training stage logged."""
     for metric, lines in CURVES.items():
-        for over in lines:
-            values = [read_metric(run / stage, metric, over) for run in runs]
+        for line in lines:
+            values = [read_metric(run / stage, metric, line) for run in runs]
             if None not in values:
-                yield Figure(stage, f"{metric}, {over}", [value for value in values if value is not None])
-
-
-def costs(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
-    """Seconds of a stage, and the peak memory of the process up to its end."""
-    records = [read_json(run / "stages.json")[stage] for run in runs]
-    for metric in ("seconds", "process_peak_megabytes"):
-        if all(metric in record for record in records):
-            yield Figure(stage, metric, [float(record[metric]) for record in records])
-
-
-def table(figures: Sequence[Figure]) -> str:
-    """Markdown, one line per figure."""
-    head = ("stage", "metric", "mean", "smallest", "largest", "95 % over prompts", "each run")
-    rows = [head, ("---",) * len(head), *(figure.row for figure in figures)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+                yield Figure(stage, f"{metric}, {line}", [value for value in values if value is not None])
 
 
 if __name__ == "__main__":

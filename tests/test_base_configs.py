@@ -1,8 +1,8 @@
 """Packaged configs for real bases: each runs, as it is, on a small random checkpoint of its base's architecture."""
 
 import dataclasses
-import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from alignment.config.load import load_config, packaged_folder
 from alignment.pipeline.stages import find_stage
 
 ROOT = packaged_folder("configs")
+sys.path.insert(0, str(ROOT.parent / "scripts"))
+import shrink  # noqa: E402
+
 STAGES = ("sft", "reward", "dpo", "ppo")
 BASES = {  # base of a config -> file of its config.json
     "qwen3_0.6b": "qwen3-0.6b", "qwen3_1.7b": "qwen3-1.7b", "qwen3_8b": "qwen3-8b", "llama3.2_1b": "llama-3.2-1b",
@@ -25,11 +28,6 @@ SMALL = {"max_steps": 1, "epochs": None, "batch_size": 4, "micro_batch_tokens": 
 @pytest.fixture(scope="session")
 def shrunken(tmp_path_factory, world) -> Any:
     """`shrunken("qwen3_8b")`: directory of a small checkpoint of that architecture, made once."""
-    path = ROOT.parent / "scripts/shrink.py"
-    spec = importlib.util.spec_from_file_location("shrink", path)
-    assert spec is not None and spec.loader is not None
-    shrink = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shrink)
     texts = [json.loads(line)["text"] for line in Path(world["pretrain"]).read_text().splitlines()]
     made: dict[str, str] = {}
 

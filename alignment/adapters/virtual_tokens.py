@@ -21,7 +21,7 @@ from alignment.errors import UserError
 from alignment.files import read_json_object
 from alignment.models.encoder_decoder import EncoderDecoderSpec, Seq2SeqClassifier, Seq2SeqModel
 from alignment.models.external.models import ExternalModel, ExternalSeq2SeqModel
-from alignment.models.external.padding import accepts
+from alignment.models.external.rectangles import accepts
 from alignment.models.layers import AttentionSpec
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer

@@ -23,7 +23,7 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
 
 def refuse_mixture(data: DataConfig) -> None:
     """Refuse settings of a mixture: an evaluation reads every row once."""
-    if unread := data.unread("mixing", "loss_weight", "chat_template"):
+    if unread := data.unread("mixing", "chat_template"):
         raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
 
 

@@ -388,7 +388,7 @@ def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> T
 def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
     """The scores of a padded call, [B, k]."""
     if isinstance(network, AdapterEnsemble):
-        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.models], -1)
+        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.members], -1)
     return (network(ids, mask, segments) if isinstance(network, SequenceClassifier) else network(ids, mask)).logits
 
 

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench
+from measuring import write_rows
 
 
 def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
@@ -24,32 +25,22 @@ def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
     assert figures["first_step_seconds"] == 2.5
 
 
-def test_ratios_are_medians_of_ours_over_theirs_round_by_round():
-    ours, theirs = ([dict.fromkeys(bench.KEYS, speed) for speed in speeds] for speeds in ((4, 9, 8), (2, 3, 8)))
-    assert bench.ratios(ours, theirs)["tokens_per_second"] == 2
-
-
 def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"prompt": f"{i} and 1 is", "completion": f" {i + 1}"}) + "\n" for i in range(8))
-    )
-    checkpoint = bench.make_checkpoint(tmp_path / "model", rows, "nano")
-    seen = {}
+    rows = [{"prompt": f"{i} and 1 is", "completion": f" {i + 1}"} for i in range(8)]
+    file = Path(write_rows(tmp_path / "rows.jsonl", rows))
+    checkpoint = bench.make_checkpoint(tmp_path / "model", file, "nano")
     monkeypatch.setattr(bench, "BATCH", 8)
     settings = {
         "kind": "sft",
         "checkpoint": str(checkpoint),
-        "rows": str(rows),
+        "rows": str(file),
         "steps": 3,
         "precision": "fp32",
         "own": {},
     }
-    for impl, run in (("alignment", bench.run_ours), ("trl", bench.run_trl)):
-        clock = run(settings, tmp_path / impl)
-        seen[impl] = clock.tokens, clock.rows
-    assert seen["alignment"] == seen["trl"]
-    assert seen["trl"][1] == [8.0] * 3
+    ours, theirs = (run(settings, tmp_path / run.__name__).updates for run in (bench.run_ours, bench.run_trl))
+    assert [update[1:] for update in ours] == [update[1:] for update in theirs]
+    assert [rows for _, _, rows in theirs] == [8.0] * 3
 
 
 @pytest.mark.real_data
@@ -57,8 +48,6 @@ def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
 def test_hh_rows_are_short_and_of_the_kind(kind, tmp_path):
     if not (Path(bench.os.environ.get("ALIGNMENT_DATA", "../shared/data")) / "hh_rlhf").is_dir():
         pytest.skip("no real data")
+    columns = {"prompt", "completion"} if kind == "sft" else {"prompt", "chosen", "rejected"}
     rows = [json.loads(line) for line in bench.hh_rows(kind, tmp_path, 20).read_text().splitlines()]
-    assert len(rows) == 20
-    assert all(
-        set(row) == ({"prompt", "completion"} if kind == "sft" else {"prompt", "chosen", "rejected"}) for row in rows
-    )
+    assert [set(row) for row in rows] == [columns] * 20
