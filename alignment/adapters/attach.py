@@ -57,18 +57,13 @@ def kinds_attached(model: AnyModel) -> list[Kind]:
 def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = None) -> Loaded:
     """Freeze `model`, attach a new adapter and return the model; the score head of a scalar model stays trainable.
 
-    Args:
-        tokenizer: the model's, for a soft prompt that starts from a text.
+    A soft prompt that starts from a text needs the model's tokenizer.
     """
     kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
     kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    _train_head(model)
-    return model
-
-
-def _train_head(model: AnyModel) -> None:
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
+    return model
 
 
 def disabled(model: AnyModel) -> AbstractContextManager[None]:
@@ -115,12 +110,7 @@ def read_spec(directory: Path) -> AdapterSpec:
 
 
 def adapter_state(model: AnyModel, state: State | None = None) -> State:
-    """The adapter's weights by our names, with the score head of a scalar model.
-
-    Args:
-        model: a model with its adapter attached.
-        state: the full state dict where the model is sharded; None: the model's own.
-    """
+    """The adapter's weights by our names, with the score head of a scalar model; `state` is whole where the model is sharded."""
     whole: State = model.state_dict() if state is None else state
     kinds, head = kinds_attached(model), _head_name(model)
     return {name: value for name, value in whole.items() if name == head or any(kind.holds(name) for kind in kinds)}
@@ -139,8 +129,6 @@ def save_adapter(
     """Write an adapter that peft's and transformers' Auto classes open by its directory, and that gives the same model.
 
     Args:
-        model: a model with its adapter attached.
-        directory: directory to write.
         base: directory or Hub name of the frozen weights. A directory is written as an absolute path, since peft reads
             it from the working directory, and relative to the adapter's in our own settings, so that both can be moved
             together.
@@ -175,7 +163,6 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
 
     Args:
         model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
-        directory: an adapter in peft's format.
         with_head: load the score head of a reward model's adapter; False keeps that of `model`.
     """
     directory = Path(directory)
@@ -186,11 +173,12 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
         wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
-    _train_head(model)
-    if (head := _head_name(model)) is not None and is_scalar_adapter(directory):
-        score = next((name for name in tensors if name.endswith("score.weight")), "")
-        weight = tensors.pop(score, None)
-        wanted |= {head: weight} if with_head else {}
+    if isinstance(model, ScalarModel | ExternalScalarModel):
+        model.head.requires_grad_(True)
+        if is_scalar_adapter(directory):
+            score = next((name for name in tensors if name.endswith("score.weight")), "")
+            weight = tensors.pop(score, None)
+            wanted |= {str(_head_name(model)): weight} if with_head else {}
     _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
     return model
 

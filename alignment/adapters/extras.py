@@ -57,17 +57,10 @@ def changed(changes: Iterable[Change]) -> Iterator[None]:
 
 
 class TokenRows(nn.Module):
-    """Trained rows of the token embedding, and of a language head tied to it.
+    """Trained rows of the token embedding, and of a language head tied to it: fp32, [n, D]."""
 
-    Attributes:
-        rows: fp32, [n, D].
-        ids: token of each row, [n].
-        slots: token id -> its row, -1 where it has none, [V].
-        enabled: the rows act.
-    """
-
-    ids: Tensor
-    slots: Tensor
+    ids: Tensor  # token of each row, [n]
+    slots: Tensor  # token id -> its row, -1 where it has none, [V]
 
     def __init__(self, weight: Tensor, tokens: tuple[int, ...]):
         super().__init__()
@@ -81,7 +74,6 @@ class TokenRows(nn.Module):
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def forward(self) -> Tensor:
-        """The rows, [n, D]."""
         return self.rows
 
 

@@ -22,19 +22,12 @@ NO_LAYER = "(?!)"  # matches no name
 
 @dataclass(frozen=True)
 class FileLayer:
-    """A linear layer of a Hugging Face model.
+    """A linear layer of a Hugging Face model."""
 
-    Attributes:
-        file_name: its name there.
-        layers: names of our layers that make it up, in order.
-        groups: number of groups of output rows, each with some rows of every layer.
-        transposed: its weight is stored as [in, out].
-    """
-
-    file_name: str
-    layers: tuple[str, ...]
-    groups: int = 1
-    transposed: bool = False
+    file_name: str  # its name there
+    layers: tuple[str, ...]  # names of our layers that make it up, in order
+    groups: int = 1  # number of groups of output rows, each with some rows of every layer
+    transposed: bool = False  # its weight is stored as [in, out]
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -65,19 +65,12 @@ def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum.
+    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum."""
 
-    Attributes:
-        down: A, [rank, inputs].
-        up: B, [outputs, rank].
-        scale: factor on B A.
-        magnitude: m, [outputs], or None.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    magnitude: Tensor | None = None
+    down: Tensor  # A, [rank, inputs]
+    up: Tensor  # B, [outputs, rank]
+    scale: float  # factor on B A
+    magnitude: Tensor | None = None  # m, [outputs], or None
 
     def applied(self, weight: Tensor) -> Tensor:
         """The layer's weight with the update, [outputs, inputs]."""
@@ -93,9 +86,7 @@ class LowRankUpdate:
 def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> None:
     """Freeze the model and add a low-rank update to each linear layer that `spec.layers` matches.
 
-    Args:
-        model: may have a frozen LoRA of another name, below the new one.
-        name: of the new adapter in peft's layers: `default` is trained, `start` is loaded and frozen.
+    In peft's layers the one named `default` is trained, `start` is loaded and frozen, below the new one.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -387,8 +378,7 @@ def _cut(
 ) -> dict[str, Tensor | None]:
     """The tensors of one layer of a file by our names; they are removed from `tensors`.
 
-    Args:
-        block_diagonal: the update of a fused matrix consists of one block per layer; else its layers share one lora_A.
+    A `block_diagonal` update of a fused matrix consists of one block per layer; else its layers share one lora_A.
     """
     here = f"{BEFORE}{layer.file_name}."
     down, up = tensors.pop(f"{here}lora_A.weight", None), tensors.pop(f"{here}lora_B.weight", None)

@@ -1,13 +1,12 @@
 """Settings of adapters."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
-from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
+from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings, compile_pattern, refusal
 
 MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
 # Every expert of a mixture, but not its router.
@@ -21,12 +20,8 @@ Names = str | tuple[str, ...]  # a regular expression, or a list of names
 
 def _pattern_problem(names: Names | Mapping[str, float]) -> str:
     """The fault of regular expressions; '' without one."""
-    try:
-        for pattern in [names] if isinstance(names, str) else names:
-            re.compile(pattern)
-    except re.error as error:
-        return f"is no regular expression: {error}"
-    return ""
+    problems = (refusal(compile_pattern, each) for each in ([names] if isinstance(names, str) else names))
+    return next(filter(None, problems), "")
 
 
 def _patterns(*keys: str) -> tuple[Rule, ...]:

@@ -65,28 +65,20 @@ class PrefixAdapter(SoftPrompt):
 
 
 class VirtualTokensKind(AdapterKind):
-    """The common part of prefixes and soft prompts.
+    """The common part of prefixes and soft prompts."""
 
-    Attributes:
-        spec: class of the settings.
-        attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
-    """
-
-    spec: ClassVar[type[PrefixSpec | PromptSpec]]
-    attribute: ClassVar[str]
+    spec: ClassVar[type[PrefixSpec | PromptSpec]]  # class of the settings
+    attribute: ClassVar[str]  # of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them
     unmergeable = "virtual tokens are no change of weights and cannot be merged; keep them as an adapter directory"
     before_head = "base_model."
 
     def is_attached(self, model: nn.Module) -> bool:
-        """True where a model has such an adapter."""
         return getattr(model, self.attribute, None) is not None
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
-        """The attribute that switches the virtual tokens off, and its value then."""
         return [(model, f"{self.attribute}_enabled", False)]
 
     def holds(self, name: str) -> bool:
-        """True for names of the model's state dict that are weights of the adapter."""
         return name.startswith(f"{self.attribute}.")
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> PrefixSpec | PromptSpec:
@@ -104,7 +96,6 @@ class VirtualTokensKind(AdapterKind):
     def from_file(
         self, model: AnyModel, spec: PrefixSpec | PromptSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach virtual tokens, take their tensor from a file's and return it by our name; None: missing."""
         vectors = tensors.pop("prompt_embeddings", None)
         check_size(spec.tokens, [] if vectors is None or not vectors.dim() else [vectors])
         self.attach(model, spec)
@@ -224,11 +215,6 @@ class PromptKind(VirtualTokensKind):
     peft_type, spec, attribute = "PROMPT_TUNING", PromptSpec, "soft_prompt"
 
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec, tokenizer: Tokenizer | None = None) -> None:
-        """Freeze the model and attach a new soft prompt.
-
-        Args:
-            tokenizer: the model's, for a prompt that starts from `spec.init_text`.
-        """
         device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
         prompt = SoftPrompt(spec, _vector_width(model)).to(device)
         if text is not None and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
@@ -275,8 +261,7 @@ def _vector_width(model: AnyModel) -> int:
             f"prompt tuning needs a model that reads vectors, and {type(model.inner).__name__} has no `inputs_embeds`; "
             "use LoRA instead"
         )
-    token = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
-    return _token_vectors(model, token).shape[-1]
+    return model.inner.get_input_embeddings().embedding_dim
 
 
 @torch.no_grad()

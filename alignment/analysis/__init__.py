@@ -8,9 +8,6 @@ from alignment.analysis.inspection import write_attention
 from alignment.models.operations import forward_operations
 
 __all__ = [
-    "EncoderDecoderMaps",
-    "attention_maps",
-    "encoder_decoder_attention_maps",
-    "forward_operations",
+    "EncoderDecoderMaps", "attention_maps", "encoder_decoder_attention_maps", "forward_operations",
     "write_attention",
-]
+]  # fmt: skip

@@ -43,33 +43,21 @@ class EncoderDecoderMaps(NamedTuple):
     cross: list[Tensor]
 
 
-class Recorded(NamedTuple):
-    """Weights of a trunk's layers, in the order they acted: among its own tokens, and on an encoder's states."""
-
-    own: list[Tensor]
-    cross: list[Tensor]
-
-
 @torch.no_grad()
 def attention_maps(model: NativeModel | ExternalModel, ids: Sequence[int]) -> list[Tensor]:
-    """Attention weights of a decoder or an encoder on one document, without dropout.
+    """Attention weights of a decoder or an encoder, ours or transformers', on a document of T tokens, without dropout.
 
-    Args:
-        model: a model with one trunk, ours or transformers'.
-        ids: tokens of the document, T of them.
-
-    Returns:
-        One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or
-        soft prompt of the model's own takes; what cannot be seen is exactly 0.
+    One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or soft prompt
+    of the model's own takes; what cannot be seen is exactly 0.
     """
     if isinstance(model, ExternalModel):
         return _given(_output_of(model, input_ids=torch.tensor([list(ids)])), "attentions")
     trunk = model.get_submodule("trunk")
     assert isinstance(trunk, Transformer)
-    with evaluation_mode(model), recorded(trunk) as maps:
+    with evaluation_mode(model), recorded(trunk) as (maps, _):
         read = model.read(trunk, Ragged.build([ids]).to(trunk.embed.weight.device), prefix=model.active_prefix())
     before = len(read.batch.tokens) - len(ids)  # of a soft prompt
-    return [weights[:, before:, before:] for weights in maps.own]
+    return [weights[:, before:, before:] for weights in maps]
 
 
 @torch.no_grad()
@@ -84,27 +72,27 @@ def encoder_decoder_attention_maps(
         names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
         return EncoderDecoderMaps(*(_given(output, name) for name in names))
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
-    with evaluation_mode(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
+    with evaluation_mode(model), recorded(model.encoder) as (read, _), recorded(model.decoder) as (written, on_source):
         model.states(pair)
-    own, cross = ([weights[..., -len(source) :] for weights in part] for part in (read.own, written.cross))
-    return EncoderDecoderMaps([weights[:, -len(source) :] for weights in own], written.own, cross)
+    own, cross = ([weights[..., -len(source) :] for weights in part] for part in (read, on_source))
+    return EncoderDecoderMaps([weights[:, -len(source) :] for weights in own], written, cross)
 
 
 @contextmanager
-def recorded(trunk: nn.Module) -> Iterator[Recorded]:
-    """Within the block, one document through `trunk` leaves the weights of each layer here."""
-    maps = Recorded([], [])
+def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Within the block, one document through `trunk` leaves the weights of each layer here: on its own tokens, on an encoder's."""
+    own_maps, cross_maps = maps = list[Tensor](), list[Tensor]()
 
     def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
         x, context = inputs
         if isinstance(attention, DisentangledAttention):  # it computes its own scores
             own = attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
-            maps.own.append(_weights(partial(_mixed, attention, x, context), own))
+            own_maps.append(_weights(partial(_mixed, attention, x, context), own))
             return x, context
         if isinstance(attention, CrossAttention):
             assert context.cross_attend is not None
-            return x, replace(context, cross_attend=_recording_cross(context.cross_attend, maps.cross))
-        return x, replace(context, attend=_recording(context.attend, maps.own))
+            return x, replace(context, cross_attend=_recording_cross(context.cross_attend, cross_maps))
+        return x, replace(context, attend=_recording(context.attend, own_maps))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
     with ExitStack() as hooks:
@@ -143,14 +131,9 @@ def _recording_cross(attend: CrossAttentionFn, maps: list[Tensor]) -> CrossAtten
 
 
 def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """The weights w behind mix(values)_t = sum_s w_ts values_s + what a prefix adds.
+    """The weights w [H, T, S], fp32, behind mix(values [S, KV, K])_t = sum_s w_ts values_s + what a prefix adds.
 
-    Args:
-        mix: values [S, KV, K] -> [T, H, K].
-        value: the layer's own, for their shape; K columns of w are found at a time.
-
-    Returns:
-        [H, T, S], fp32.
+    `value` is the layer's own, for its shape; K columns of w are found at a time.
     """
     slots, _, width = value.shape
     nothing = mix(torch.zeros_like(value))

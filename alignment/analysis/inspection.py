@@ -20,7 +20,7 @@ from alignment.analysis.attention import attention_maps, encoder_decoder_attenti
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.html import render
+from alignment.evaluation.report.html import render_page
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
@@ -38,18 +38,12 @@ VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
 
 
 class Maps(NamedTuple):
-    """One kind of attention in one document.
+    """One kind of attention in one document."""
 
-    Attributes:
-        title: says which tokens look at which.
-        rows, columns: tokens that look, and that are looked at, as shown.
-        layers: weights of each, [H, rows, columns].
-    """
-
-    title: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    layers: Sequence[Tensor]
+    title: str  # says which tokens look at which
+    rows: Sequence[str]  # tokens that look, as shown
+    columns: Sequence[str]  # tokens that are looked at
+    layers: Sequence[Tensor]  # weights of each, [H, rows, columns]
 
 
 def write_attention(
@@ -92,7 +86,7 @@ def write_attention(
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     content = {"title": str(model), "texts": list(zip(texts, found, strict=True)), "script": script}
-    return render(Path(output), "attention.html.jinja", templates=TEMPLATES, script_hash=script_hash, **content)
+    return render_page(Path(output), TEMPLATES / "attention.html.jinja", script_hash=script_hash, **content)
 
 
 def load_any(source: str) -> Any:

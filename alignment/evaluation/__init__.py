@@ -13,17 +13,6 @@ from alignment.evaluation.language_loss import LanguageLoss, language_loss
 from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
 
 __all__ = [
-    "Judge",
-    "JudgeResult",
-    "LanguageLoss",
-    "WinRate",
-    "agreement",
-    "compare",
-    "file_judge",
-    "language_loss",
-    "longer_judge",
-    "merge_orders",
-    "score_judge",
-    "win_rate",
-    "write_annotation_form",
-]
+    "Judge", "JudgeResult", "LanguageLoss", "WinRate", "agreement", "compare", "file_judge", "language_loss",
+    "longer_judge", "merge_orders", "score_judge", "win_rate", "write_annotation_form",
+]  # fmt: skip

@@ -36,26 +36,18 @@ class Advice(NamedTuple):
 
 
 class Symptom(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        name: of the symptom.
-        stages: that are examined for it; "rows": all that learn from rows without preferences, such as sft.
-        signs: names of metrics -> True where the run is not well, called with the run and the `Series` of each metric. One
-            sign suffices; it is absent where the run lacks a metric.
-        cause: what usually leads to it.
-        advice: the likeliest first.
-        unless: symptoms that would explain this one.
-        enough: lines of each metric that are needed.
-    """
+    """A row of the table."""
 
     name: str
+    # that are examined for it; "rows": all that learn from rows without preferences, such as sft
     stages: tuple[str, ...]
+    # names of metrics -> True where the run is not well, called with the run and the `Series` of each metric. One sign
+    # suffices; it is absent where the run lacks a metric.
     signs: Mapping[str, Callable[..., object]]
-    cause: str
-    advice: tuple[Advice, ...]
-    unless: tuple[str, ...] = ()
-    enough: int = ENOUGH
+    cause: str  # what usually leads to it
+    advice: tuple[Advice, ...]  # the likeliest first
+    unless: tuple[str, ...] = ()  # symptoms that would explain this one
+    enough: int = ENOUGH  # lines of each metric
 
 
 @dataclass(frozen=True)

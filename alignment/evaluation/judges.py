@@ -9,50 +9,37 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from alignment.data.rows.files import json_line_rows
+from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, paired_interval, win_rate
 from alignment.files import write_text
 
-if TYPE_CHECKING:
-    from alignment.data.rows.records import Prompt
-
 ROW = ("id", "first", "second", "verdict")  # of a form
 
-Judge = Callable[[Sequence["Prompt"], Sequence[str], Sequence[str]], Sequence[Verdict]]
-"""Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge."""
-
-ScoreFunction = Callable[[Sequence["Prompt"], Sequence[str]], Sequence[float]]
-"""Prompts, one response to each -> one score each; higher is better, not a number: could not score."""
+# Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
+Judge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[Verdict]]
+# Prompts, one response to each -> one score each; higher is better, not a number: could not score.
+ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """Verdicts of a judge on two sides.
+    """Verdicts of a judge on two sides."""
 
-    Attributes:
-        win_rate: of ours, over the items that were judged.
-        verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
-        inconsistent: items whose two orders disagreed; they count half and narrow no interval, see `win_rate`.
-        failures: items without a verdict, in no rate.
-        position_bias: mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias.
-        inconsistent_interval: of the share of inconsistent items, 95 %.
-        position_bias_interval: of the position bias, 95 %; the two orders of an item are a pair.
-    """
-
-    win_rate: WinRate
-    verdicts: list[Verdict]
-    inconsistent: int
-    failures: int
+    win_rate: WinRate  # of ours, over the items that were judged
+    verdicts: list[Verdict]  # for ours, one per prompt in order, both orders merged; None where the judge failed
+    inconsistent: int  # items whose two orders disagreed; they count half and narrow no interval, see `win_rate`
+    failures: int  # items without a verdict, in no rate
+    # mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias
     position_bias: float
-    inconsistent_interval: tuple[float, float]
-    position_bias_interval: tuple[float, float]
+    inconsistent_interval: tuple[float, float]  # of the share of inconsistent items, 95 %
+    position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
 
 
 def compare(
-    prompts: Sequence["Prompt"],
+    prompts: Sequence[Prompt],
     ours: Sequence[str],
     baseline: Sequence[str],
     judge: Judge,
@@ -85,16 +72,12 @@ def compare(
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
-    """A judge that prefers the higher score, such as the gold reward or a reward model.
+    """A judge that prefers the higher score, such as the gold reward; differences up to `tie_margin` are ties.
 
-    Each distinct response is scored once, so that equal texts tie even if the scorer is noisy.
-
-    Args:
-        score: called once with all distinct (prompt, response) pairs.
-        tie_margin: largest difference of scores that is still a tie, >= 0.
+    All distinct responses are scored in one call, so that equal texts tie even if the scorer is noisy.
     """
 
-    def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
+    def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         responses = {
             (id(prompt), response): prompt
             for side in (first, second)
@@ -113,13 +96,11 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
     return judge
 
 
+# Prefers the response with more characters: the baseline that any judge must beat.
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
-"""Prefers the response with more characters: the baseline that any judge must beat."""
 
 
-def write_annotation_form(
-    path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]
-) -> None:
+def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:
     """Write every pair that `compare` judges, in both orders and on a line each, for people or another program to fill in."""
     rows = [
         {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
@@ -168,7 +149,7 @@ def file_judge(path: Path) -> Judge:
     if filled < len(verdicts):
         print(f"{filled} of {len(verdicts)} verdicts are filled in in {path}", file=sys.stderr)
 
-    def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
+    def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
         if not verdicts.keys() & set(keys):
             raise UserError(

@@ -40,13 +40,7 @@ class LanguageLoss:
 
 @torch.no_grad()
 def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
-    """Loss of a language model over ragged batches, averaged over target tokens.
-
-    Args:
-        model: called as `model(batch=ragged)` in eval mode; its `.log_probs` [M] are those of the targets, nats.
-        batches: moved to the model's device one by one.
-        text_bytes: UTF-8 bytes of the text behind all targets.
-    """
+    """Loss of a language model over ragged batches, averaged over target tokens; `text_bytes` is the size of their UTF-8 text."""
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(model):

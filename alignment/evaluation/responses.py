@@ -134,11 +134,9 @@ def note_form(output: Path, form: Path) -> None:
 def read_responses(
     output: Path, source: Mapping[str, object], *, by_people: bool
 ) -> tuple[list[str], Responses] | None:
-    """The ids of the rows and the responses that an earlier start sampled; None where they have to be sampled.
+    """The ids of the rows and the responses that an earlier start sampled from `source`; None where they have to be sampled.
 
-    Args:
-        source: as for `write_responses`, of this start.
-        by_people: verdicts of people are read, for which seed and type of the weights may be others than before.
+    Where verdicts of people are read, seed and type of the weights may be others than before.
     """
     path = output / RESPONSES
     if not (path.is_file() and (output / SAMPLING).is_file()):

@@ -81,17 +81,11 @@ class BestOfNConfig(Settings):
     chat_template: str | None = None
 
     RULES = (
-        Rule(
-            "judge_model",
-            lambda c: c.judge == "reward_model" and c.judge_model is None,
-            "must be a directory with judge=reward_model",
-        ),
-        Rule(
-            "judge_model",
-            lambda c: c.judge == "gold" and c.judge_model is not None,
-            "says nothing with judge=gold; set judge=reward_model",
-        ),
-    )
+        Rule("judge_model", lambda c: c.judge == "reward_model" and c.judge_model is None,
+             "must be a directory with judge=reward_model"),
+        Rule("judge_model", lambda c: c.judge == "gold" and c.judge_model is not None,
+             "says nothing with judge=gold; set judge=reward_model"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,35 +16,21 @@ BOOTSTRAPS = 1000
 
 
 class ScoredGroup(NamedTuple):
-    """The scores of the K responses to one prompt.
+    """The scores of the K responses to one prompt."""
 
-    Attributes:
-        source: name of the row's source.
-        prompt: equal for equal prompts.
-        scores: of the reward model, [K].
-        ranks: place of each response by the annotators, 0 is best, [K].
-        lengths: tokens of each response as the model reads it, cut where it did not fit, [K].
-    """
-
-    source: str
-    prompt: str
-    scores: Sequence[float]
-    ranks: Sequence[int]
-    lengths: Sequence[int]
+    source: str  # name of the row's source
+    prompt: str  # equal for equal prompts
+    scores: Sequence[float]  # of the reward model, [K]
+    ranks: Sequence[int]  # place of each response by the annotators, 0 is best, [K]
+    lengths: Sequence[int]  # tokens of each response as the model reads it, cut where it did not fit, [K]
 
 
 class Pairs(NamedTuple):
-    """The n ordered pairs among groups: a response and a worse one by the annotators.
+    """The n ordered pairs among groups: a response and a worse one by the annotators."""
 
-    Attributes:
-        margins: score(chosen) - score(rejected), [n].
-        longer: tokens of the chosen minus tokens of the rejected response, [n].
-        prompts: number of each pair's prompt, [n].
-    """
-
-    margins: np.ndarray
-    longer: np.ndarray
-    prompts: np.ndarray
+    margins: np.ndarray  # score(chosen) - score(rejected), [n]
+    longer: np.ndarray  # tokens of the chosen minus tokens of the rejected response, [n]
+    prompts: np.ndarray  # number of each pair's prompt, [n]
 
 
 def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:
@@ -71,11 +57,8 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
 
     With one pair per prompt the interval is Tango's score interval. Else pairs of a prompt are not independent: the variance
     is the cluster-robust one, G/(G-1) sum_g (sum_i (v_i - rate))^2 / n^2, and the interval Wilson's of as many pairs as would
-    have that variance if they were independent (at most n; the number of prompts where all pairs agree).
-
-    Args:
-        verdicts: 1, 0.5 or 0 of each pair, [n].
-        prompts: number of each pair's prompt, [n].
+    have that variance if they were independent (at most n; the number of prompts where all pairs agree). `verdicts` are 1,
+    0.5 or 0 of each pair, [n], `prompts` the number of its prompt, [n].
 
     Source: Korn and Graubard 1998, Survey Methodology 24, 193-201 (effective sample size).
     """
@@ -150,11 +133,8 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
     The prediction is sigmoid(|margin|), in [1/2, 1], that the higher score is the chosen one: both orders of a pair say the
     same. ECE is the mean over pairs of |observed share - mean prediction| of their bin, Brier's score the mean of
-    (1 - sigmoid(margin))^2.
-
-    Args:
-        margins: score(chosen) - score(rejected) on the scale of training, [n].
-        bins: of equal width between 1/2 and 1.
+    (1 - sigmoid(margin))^2. The margins [n] are score(chosen) - score(rejected) on the scale of training, the bins of equal
+    width between 1/2 and 1.
 
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
@@ -210,13 +190,8 @@ def best_of_n_curve(
     """A point for each n: mean over prompts of the expected gold score of the best of n, with its 95 % interval.
 
     The interval is the percentile bootstrap over prompts; None of a single prompt, all of whose resamples are equal. `gain`
-    is that over one response of the same prompts.
-
-    Args:
-        scores: of the reward model, a list of responses for each prompt.
-        gold: true scores, likewise.
-        sizes: values of n.
-        seed: of the bootstrap.
+    is that over one response of the same prompts. `scores` are the reward model's, `gold` the true ones, each a list for
+    each prompt; `sizes` are the values of n.
     """
     curve = []
     for n in sizes:

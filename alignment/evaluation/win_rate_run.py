@@ -119,35 +119,20 @@ class WinRateConfig(Settings):
     RULES = (
         Rule("baseline", lambda c: c.baseline not in c.models, "{self.baseline!r} is not among the models"),
         Rule("reference", lambda c: c.measured_from not in c.models, "{self.reference!r} is not among the models"),
-        Rule(
-            "best_of",
-            lambda c: [name for name in c.best_of if name in c.models],
-            "has names of models too, {found}; take others",
-        ),
-        Rule(
-            "best_of",
-            lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
-            "names policies that are not among the models: {found}",
-        ),
-        Rule(
-            "best_of",
-            lambda c: c.best_of and c.temperature == 0,
-            "needs a temperature above 0: the n responses to a prompt would all be the same",
-        ),
-        Rule(
-            "judge",
-            lambda c: c.judge is None,
-            "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
-            "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
-            "judge=gold is for prompts of the generated hotel world alone",
-        ),
-        Rule(
-            "reward_model",
-            lambda c: c.judge == "reward_model" and c.reward_model is None,
-            "must be a directory, the judge's",
-        ),
+        Rule("best_of", lambda c: [name for name in c.best_of if name in c.models],
+             "has names of models too, {found}; take others"),
+        Rule("best_of", lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
+             "names policies that are not among the models: {found}"),
+        Rule("best_of", lambda c: c.best_of and c.temperature == 0,
+             "needs a temperature above 0: the n responses to a prompt would all be the same"),
+        Rule("judge", lambda c: c.judge is None,
+             "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
+             "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
+             "judge=gold is for prompts of the generated hotel world alone"),
+        Rule("reward_model", lambda c: c.judge == "reward_model" and c.reward_model is None,
+             "must be a directory, the judge's"),
         Rule("verdicts", lambda c: c.judge == "verdicts" and c.verdicts is None, "must be a file, of the verdicts"),
-    )
+    )  # fmt: skip
 
     @property
     def measured_from(self) -> str:
@@ -454,9 +439,11 @@ def trained_against(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
 
 def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[dict[str, Any]]:
     """Some prompts with every model's response, and the gold score where the judge is gold."""
-    rows = [{"prompt": str(prompt.prompt), "responses": {}} for prompt in prompts[: config.samples]]
-    for name, own in responses.items():
-        for row, prompt, text in zip(rows, prompts, own.texts, strict=False):
-            score = gold_scores([prompt], [text])[0].total if config.judge == "gold" else None
-            row["responses"][name] = {"text": text, "score": score}
-    return rows
+
+    def shown(i: int, text: str) -> dict[str, Any]:
+        return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
+
+    return [
+        {"prompt": str(prompt.prompt), "responses": {name: shown(i, own.texts[i]) for name, own in responses.items()}}
+        for i, prompt in enumerate(prompts[: config.samples])
+    ]

@@ -15,19 +15,12 @@ Z_95 = NormalDist().inv_cdf(0.975)  # 1.96
 
 @dataclass(frozen=True)
 class WinRate:
-    """Share of items won, ties counting half.
+    """Share of items won, ties counting half, with its 95 % interval."""
 
-    Attributes:
-        rate: (wins + ties / 2) / n.
-        low, high: 95 % interval of the rate.
-        n: items with a verdict.
-        wins, losses, ties: they add up to n.
-    """
-
-    rate: float
+    rate: float  # (wins + ties / 2) / n
     low: float
     high: float
-    n: int
+    n: int  # items with a verdict
     wins: int
     losses: int
     ties: int
@@ -119,11 +112,7 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
     Both orders must agree on a winner; everything else is a tie.
 
     Args:
-        first: for the response shown first, which is ours.
-        second: for the response shown first, which now is the other one.
-
-    Returns:
-        Verdicts for ours.
+        first, second: verdicts for the response shown first, which is ours in `first`; those returned are for ours.
 
     Source: Zheng et al. 2023, arXiv:2306.05685, section 3.4.
     """

@@ -22,26 +22,18 @@ if TYPE_CHECKING:
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 SHOWN = 3  # reasons of failures in a message
 
-Reduce = Callable[[Tensor], Tensor]
-"""Adds a tensor over all ranks; every rank has to call."""
+Reduce = Callable[[Tensor], Tensor]  # adds a tensor over all ranks; every rank has to call
 
 
 @dataclass(frozen=True)
 class SampledTexts:
-    """N responses and what belongs to each.
+    """N responses and what belongs to each."""
 
-    Attributes:
-        prompts: text or messages, as they were read.
-        responses: texts without their end token.
-        columns: the further columns of each prompt's row.
-        lengths: tokens of each response, its end token included.
-        failures: why responses got no number, with counts; a reward that fails to give one adds its reason.
-    """
-
-    prompts: "Sequence[str | Messages]"
-    responses: Sequence[str]
-    columns: Sequence[Mapping[str, object]] = ()
-    lengths: Sequence[int] = ()
+    prompts: "Sequence[str | Messages]"  # text or messages, as they were read
+    responses: Sequence[str]  # texts without their end token
+    columns: Sequence[Mapping[str, object]] = ()  # the further columns of each prompt's row
+    lengths: Sequence[int] = ()  # tokens of each response, its end token included
+    # why responses got no number, with counts; a reward that fails to give one adds its reason
     failures: Counter[str] = field(default_factory=Counter)
 
     def column(self, name: str) -> list[object]:
@@ -49,30 +41,25 @@ class SampledTexts:
         return [row.get(name) for row in self.columns]
 
 
+# Sampled texts -> one number for each; None: the reward does not apply to this response, or could not be given.
 TextReward = Callable[[SampledTexts], Sequence[float | None]]
-"""Sampled texts -> one number for each; None: the reward does not apply to this response, or could not be given."""
-
+# Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score.
 Scorer = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor]
-"""Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses.
+    """Scores of B responses."""
 
-    Attributes:
-        total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part. Not a
-            number: there is no score, and nothing is learned from the response; see `Rewards.without_score`.
-        parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
-        shaped: the score to learn from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
-            `total`, under the algorithm's own normalization of scores.
-        fixed_deviation: of the score to learn from, where normalization fixes it; None: nothing does.
-    """
-
+    # the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part. Not a
+    # number: there is no score, and nothing is learned from the response; see `Rewards.without_score`.
     total: Tensor
+    # the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply
     parts: dict[str, Tensor] = field(default_factory=dict)
+    # the score to learn from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None: `total`,
+    # under the algorithm's own normalization of scores
     shaped: Tensor | None = None
-    fixed_deviation: float | None = None
+    fixed_deviation: float | None = None  # of the score to learn from, where normalization fixes it; None: nothing does
 
     def std(self, reduce: Reduce) -> float:
         """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal."""
@@ -80,8 +67,8 @@ class Scores:
         return mean_and_std(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
+# As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts.
 ScoreFunction = Callable[[Sequence[Example], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
-"""As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts."""
 
 
 def as_scores(given: Tensor | Scores) -> Scores:
@@ -110,21 +97,18 @@ def mean_and_std(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
 class PartNormalizer:
     """Shifts and scales the numbers of one reward to mean 0 and deviation 1.
 
-    Attributes:
-        mode: first: mean and deviation of the first samples count for the whole run. running: those of all samples so far,
-            the newest included.
-        name: of the reward, for messages.
-        count, mean, squares: of the samples: number, mean, and sum of the squared distances from the mean.
+    `first`: mean and deviation of the first samples count for the whole run; `running`: those of all samples so far, the
+    newest included.
 
     Source: first: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; means and squares of parts are joined as in Chan,
         Golub and LeVeque 1983, eq. 2.1.
     """
 
     mode: Literal["first", "running"]
-    name: str = "reward"
+    name: str = "reward"  # for messages
     count: float = 0.0
     mean: float = 0.0
-    squares: float = 0.0
+    squares: float = 0.0  # sum of the squared distances from the mean
 
     def take_in(self, values: Tensor, reduce: Reduce) -> None:
         """Let the statistics take in samples of all ranks, [B], not a number where the reward does not apply."""
@@ -159,26 +143,17 @@ def no_std_reason(count: float) -> str:
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One reward and how it is shaped.
+    """One reward and how it is shaped."""
 
-    Attributes:
-        name: in metrics.
-        score: gives its numbers.
-        weight: factor in the sum.
-        clip: bounds after normalization; None: none.
-        normalizer: None: numbers stay as they are.
-        max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
-        scaled: the numbers have a deviation of 1 by the files of their reward model.
-        failures: reasons of the last call's missing numbers on this rank, with counts; for messages.
-    """
-
-    name: str
+    name: str  # in metrics
     score: Scorer
-    weight: float = 1.0
-    clip: tuple[float, float] | None = None
-    normalizer: PartNormalizer | None = None
+    weight: float = 1.0  # factor in the sum
+    clip: tuple[float, float] | None = None  # bounds after normalization; None: none
+    normalizer: PartNormalizer | None = None  # None: numbers stay as they are
+    # of responses without a number in one iteration; None: a reward that need not apply, any share
     max_failed_share: float | None = None
-    scaled: bool = False
+    scaled: bool = False  # the numbers have a deviation of 1 by the files of their reward model
+    # reasons of the last call's missing numbers on this rank, with counts; for messages
     failures: Counter[str] = field(default_factory=Counter)
 
     def shaped(self, values: Tensor) -> Tensor:
@@ -249,10 +224,7 @@ class Rewards:
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
         gave none although it gave one for another response to the prompt: it does apply, and 0 may be better or worse
         than all that it gives. A reward that applies to no response to a prompt, or is normalized, adds 0 to the others.
-
-        Args:
-            given: the numbers of each reward, [B].
-            prompts: of each response; responses to one prompt stand side by side.
+        Responses to one prompt stand side by side.
         """
         missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
         changes = (one.row_id != other.row_id for one, other in pairwise(prompts))

@@ -60,11 +60,6 @@ def best_of_n(scores: Sequence[float], gold: Sequence[float], n: int) -> float:
     With the responses sorted by score, sum_{i=n}^{N} C(i-1, n-1) / C(N, n) gold_(i). Responses of equal scores count as in a
     random order, that is with their mean gold score.
 
-    Args:
-        scores: of the reward model, [N].
-        gold: the true scores, [N].
-        n: at most N.
-
     Source: Nakano et al. 2021, arXiv:2112.09332, appendix I; Gao et al. 2022, arXiv:2210.10760, section 2.
     """
     total = len(scores)

@@ -164,29 +164,17 @@ class JudgeSpec(Settings):
 
     RULES = (
         Rule("url", lambda c: url_problem(c.url)),
-        Rule(
-            "protocol",
-            lambda c: c.protocol == "openai" and None in (c.model, c.template),
-            "openai of a judge needs model and template",
-        ),
-        Rule(
-            "protocol",
-            lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
-            "json has no model, template and pattern; they go with protocol: openai",
-        ),
+        Rule("protocol", lambda c: c.protocol == "openai" and None in (c.model, c.template),
+             "openai of a judge needs model and template"),
+        Rule("protocol", lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
+             "json has no model, template and pattern; they go with protocol: openai"),
         Rule("template", lambda c: c.template is not None and template_problem(c.template, c.columns)),
         Rule("pattern", lambda c: c.pattern is not None and _group_problem(c.pattern)),
-        Rule(
-            "key_variable",
-            lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
-            "must be the name of an environment variable, not the key itself",
-        ),
-        Rule(
-            "low",
-            lambda c: c.low is not None and c.high is not None and c.low >= c.high,
-            "({self.low}) must be below high ({self.high})",
-        ),
-    )
+        Rule("key_variable", lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
+             "must be the name of an environment variable, not the key itself"),
+        Rule("low", lambda c: c.low is not None and c.high is not None and c.low >= c.high,
+             "({self.low}) must be below high ({self.high})"),
+    )  # fmt: skip
 
 
 SHORT_FORMS = {"format": MatchSpec, "regex": MatchSpec, "answer": AnswerSpec, "judge": JudgeSpec}  # of one text
@@ -240,41 +228,23 @@ class RewardSpec(Settings):
     normalize: Literal["none", "first", "running"] | None = None
 
     RULES = (
-        Rule(
-            "reward_model",
-            lambda c: len(c.kinds) != 1 and (" and ".join(c.kinds) or "none"),
-            f"or another kind must be given, one of {', '.join(KINDS)} in each entry; found {{found}}",
-        ),
-        Rule(
-            "function",
-            lambda c: c.function is not None and not re.fullmatch(r"[\w.]+:[\w.<>]+", c.function),
-            "must be module:name, got {self.function!r}",
-        ),
+        Rule("reward_model", lambda c: len(c.kinds) != 1 and (" and ".join(c.kinds) or "none"),
+             f"or another kind must be given, one of {', '.join(KINDS)} in each entry; found {{found}}"),
+        Rule("function", lambda c: c.function is not None and not re.fullmatch(r"[\w.]+:[\w.<>]+", c.function),
+             "must be module:name, got {self.function!r}"),
         Rule("format", lambda c: isinstance(c.format, str) and refusal(compile_pattern, c.format)),
         Rule("regex", lambda c: isinstance(c.regex, str) and refusal(compile_pattern, c.regex)),
         Rule("judge", lambda c: isinstance(c.judge, str) and url_problem(c.judge)),
         Rule("weight", lambda c: c.weight == 0, "must not be 0; leave the entry out, or log it by `metrics`"),
-        Rule(
-            "name",
-            lambda c: c.name is not None and not re.fullmatch(r"[\w.-]+", c.name),
-            "may have letters, digits and _ . - only, got {self.name!r}",
-        ),
-        Rule(
-            "clip",
-            lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
-            "must be [low, high] with low below high, got {self.clip}",
-        ),
-        Rule(
-            "reward_combine",
-            lambda c: c.reward_model is None and (c.reward_combine != "mean" or c.reward_std_coef != 1),
-            "and reward_std_coef go with reward_model",
-        ),
-        Rule(
-            "reward_std_coef",
-            lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
-            "goes with reward_combine=lower, not with {self.reward_combine}",
-        ),
-    )
+        Rule("name", lambda c: c.name is not None and not re.fullmatch(r"[\w.-]+", c.name),
+             "may have letters, digits and _ . - only, got {self.name!r}"),
+        Rule("clip", lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
+             "must be [low, high] with low below high, got {self.clip}"),
+        Rule("reward_combine", lambda c: c.reward_model is None and (c.reward_combine != "mean" or c.reward_std_coef != 1),
+             "and reward_std_coef go with reward_model"),
+        Rule("reward_std_coef", lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
+             "goes with reward_combine=lower, not with {self.reward_combine}"),
+    )  # fmt: skip
 
     @property
     def kinds(self) -> list[str]:

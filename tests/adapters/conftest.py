@@ -1,10 +1,15 @@
 """Adapted models with weights far from their initial zeros, and their twins in transformers and peft."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from alignment.adapters import attach
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from tests.adapters import tiny_models
+
+disturb = partial(tiny_models.disturb, seed=1, size=0.2)
 
 
 @pytest.fixture(params=["gpt2", "llama"])
@@ -59,11 +64,3 @@ def logits():
             return model.eval()(ids).logits
 
     return of
-
-
-def disturb(model, size=0.2, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-    return model

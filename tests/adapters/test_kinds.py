@@ -25,7 +25,7 @@ from alignment.adapters import (
 )
 from alignment.adapters.attach import merged_state
 from alignment.models.huggingface.checkpoint import load_pretrained
-from tests.adapters.tiny_models import MODELS, write
+from tests.adapters.tiny_models import MODELS, train, write
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt2", "bert", "t5", "gptj", "stablelm", "gpt_neox", "phi3")
 RARE = ("stablelm", "gpt_neox", "phi3")  # the last two: rows of a fused matrix in turn, and a fused gate and up
@@ -94,19 +94,6 @@ def loss_of(model, name):
     return F.cross_entropy(logits(model, name)[:, :-1].flatten(0, 1), wanted.flatten())
 
 
-def train(model, name, steps=20, learning_rate=3e-3):
-    """Losses of some steps on one batch."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, name)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def base_weights(model):
     """The weights that are not the adapter's, by the names of the model without one."""
     adapter = ("lora_", "ia3_l", ".modules_to_save.", "token_rows", "prefix.")
@@ -127,7 +114,7 @@ def test_trained_saved_opened_in_peft_and_here_switched_off_and_merged(bases, tm
     model = attach(load_pretrained(base), KINDS[kind](name))
     with torch.no_grad():
         start = logits(model, name)
-    losses = train(model, name)
+    losses = train(model, lambda model: loss_of(model, name), 20, 3e-3)
     assert losses[-1] < losses[0] - 0.02, losses
     before, after = load_pretrained(base).state_dict(), base_weights(model)
     assert before.keys() == after.keys()
@@ -204,7 +191,7 @@ def test_an_adapter_trained_with_plain_peft_opens_here(bases, tmp_path, kind, na
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = get_peft_model(plain(bases(name), name), their_config(kind, name)).eval()
-    train(theirs, name, steps=5, learning_rate=1e-2)
+    train(theirs, lambda model: loss_of(model, name), 5, 1e-2)
     theirs.save_pretrained(tmp_path)
     ours = load_adapter(load_pretrained(bases(name)), tmp_path)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models import quantization
 from alignment.models.huggingface.checkpoint import save_model
-from tests.adapters.tiny_models import disturb, inputs, training_batch, write
+from tests.adapters.tiny_models import disturb, inputs, train, training_batch, write
 
 pytest.importorskip("bitsandbytes")
 KINDS = {
@@ -66,19 +66,6 @@ def logits(model, name):
     return model.eval()(inputs(name)["input_ids"]).logits
 
 
-def train(model, name, steps=12):
-    """Losses of some steps on one batch."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = -model(batch=training_batch(name)).log_probs.mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def stored(model):
     """The quantized numbers of the base, by the names of the model without an adapter."""
     layers = {name: each for name, each in model.named_modules() if quantization.is_quantized(each)}
@@ -98,7 +85,7 @@ def test_trained_saved_loaded_and_switched_off(bases, tmp_path, kind, name, quan
         assert_close(logits(model, name), plain, atol=1e-5, rtol=0)
     if kind == "pissa":
         assert_close(logits(model, name), plain, atol=1e-4, rtol=0)
-    losses = train(model, name)
+    losses = train(model, lambda model: -model(batch=training_batch(name)).log_probs.mean(), 12, 1e-2)
     assert losses[-1] < losses[0] - 0.02, losses
     trained, after = logits(model, name), stored(model)
     assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)

@@ -72,6 +72,19 @@ def training_batch(name: str) -> Ragged | Seq2Seq:
     )
 
 
+def train(model, loss_of, steps: int, learning_rate: float) -> list[float]:
+    """Losses of some steps on one batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @torch.no_grad()
 def disturb(model, seed: int = 3, size: float = 0.3):
     """The model with every trainable weight moved, as training would."""

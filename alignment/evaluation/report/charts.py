@@ -29,29 +29,12 @@ LABEL_LETTERS = 18  # of a bar's label on one line
 STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: searchable, and in the page's own typeface
     "text.parse_math": False,  # a "$" in a name is a "$"
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.formatter.limits": (-3, 5),
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-}
+    "font.size": 10, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.labelsize": 9.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5), "grid.color": GRID, "grid.linewidth": 0.8, "xtick.color": GRID, "ytick.color": GRID,
+    "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
+}  # fmt: skip
 
 
 class Curve(NamedTuple):
@@ -159,13 +142,8 @@ def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[
 def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
     """Write a bar's value beside the chart, where neither a line nor a label is."""
     text = f"{value:.1%}".replace("%", " %") if percent else f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
-    position: Any = {
-        "xy": (1, y),
-        "xycoords": ("axes fraction", "data"),
-        "xytext": (6, 0),
-        "textcoords": "offset points",
-    }
-    axes.annotate(text, **position, va="center", fontsize=9.5, color=INK, annotation_clip=False)
+    beside: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
+    axes.annotate(text, **beside, va="center", fontsize=9.5, color=INK, annotation_clip=False)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

@@ -25,40 +25,32 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a page; its parts are shown in this order.
+    """A section of a page; its parts are shown in this order."""
 
-    Attributes:
-        name: of its anchor.
-        points: sentences, as a list.
-        folded: charts that open with a click.
-        samples: `{prompt, responses: {policy: {text, score, color}}}`; a prompt is text or chat messages.
-        settings: headline -> key -> value, that open with a click.
-        notes: such as the reason why a figure is missing.
-    """
-
-    name: str
+    name: str  # of its anchor
     title: str
     lead: str = ""
     charts: Sequence[Chart] = ()
     tables: Sequence[Sequence[Row]] = ()
-    notes: Sequence[str] = ()
-    points: Sequence[str] = ()
-    folded: Sequence[Chart] = ()
+    notes: Sequence[str] = ()  # such as the reason why a figure is missing
+    points: Sequence[str] = ()  # sentences, as a list
+    folded: Sequence[Chart] = ()  # charts that open with a click
+    # `{prompt, responses: {policy: {text, score, color}}}`; a prompt is text or chat messages
     samples: Sequence[Mapping[str, Any]] = ()
+    # headline -> key -> value, that open with a click
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def render_page(path: Path, *, kind: str, title: str, summary: str, sections: Sequence[Section]) -> Path:
-    """Write a page and return its path. All text is escaped, and the page runs no script."""
-    return render(path, "page.html.jinja", kind=kind, title=title, summary=summary, sections=sections)
+def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **content: object) -> Path:
+    """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error.
 
-
-def render(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
-    """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error."""
+    Args:
+        content: of the usual template: `kind`, `title`, `summary`, and `sections`, each a `Section`.
+    """
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(templates), **options)
+    environment = Environment(loader=FileSystemLoader(template.parent), **options)
     environment.filters["cell"] = _breakable_cell
-    write_text(Path(path), environment.get_template(template).render(content))
+    write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)
 
 

@@ -94,26 +94,18 @@ FURTHER = {
 
 @dataclass(frozen=True)
 class ReportData:
-    """Content of a report; empty parts are left out.
-
-    Attributes:
-        title, summary: a headline and a paragraph.
-        verdicts: sentences that say who won.
-        tables: in order.
-        results: of `evaluate winrate`, as in results.json.
-        stages: stage -> lines of its metrics.jsonl.
-        samples: `{prompt, responses: {policy: {text, score}}}`; a prompt is text or chat messages.
-        lineage: the stages in order.
-    """
+    """Content of a report; empty parts are left out."""
 
     title: str
     summary: str = ""
-    verdicts: Sequence[str] = ()
+    verdicts: Sequence[str] = ()  # sentences that say who won
     tables: Sequence[Sequence[Row]] = ()
-    results: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)  # of `evaluate winrate`, as in results.json
     stages: Mapping[str, Log] = field(default_factory=dict)
-    samples: Sequence[Mapping[str, Any]] = ()
-    lineage: Sequence[StageRecord] = ()
+    samples: Sequence[
+        Mapping[str, Any]
+    ] = ()  # `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages
+    lineage: Sequence[StageRecord] = ()  # the stages in order
 
 
 def write_report(path: Path, data: ReportData) -> Path:
