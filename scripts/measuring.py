@@ -136,6 +136,20 @@ def write_checkpoint(
     return tokenizer
 
 
+def write_reward_model(directory: Path, policy: Path, dtype: Any = None) -> None:
+    """Write a reward model with a policy's trunk, in the type of its files or another, and a random head."""
+    import torch
+
+    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.loading import load_tokenizer
+    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
+
+    torch.manual_seed(1)
+    directory.mkdir(exist_ok=True)
+    save_model(load_scalar_model(policy, dtype, new_head="normal"), directory)
+    save_tokenizer(load_tokenizer(str(policy)), directory)
+
+
 def matrix_weights(checkpoint: Path) -> int:
     """Numbers in the matrices that every token is multiplied with; the embedding counts once, as the head."""
     from alignment.models.huggingface.checkpoint import load_language_model

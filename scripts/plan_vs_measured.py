@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_rows
+from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_reward_model, write_rows
 from memory import write_networks
 
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -89,10 +89,6 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
     import torch
 
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.loading import load_tokenizer
-    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
-
     text = " ".join(f"w{number * 7 % 50}" for number in range(400))
     heads = max(1, width // 64)
     llama = {
@@ -102,9 +98,7 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     phi3 = {"model_type": "phi3", "num_key_value_heads": max(1, heads // 2), "tie_word_embeddings": False}
     write_networks(folder, llama, [text] * 20, 400, LORA["rank"])
     write_checkpoint(folder / "phi3", {**llama, **phi3, "dtype": "bfloat16"}, [text] * 20, 400)
-    (folder / "whole_reward").mkdir()
-    save_model(load_scalar_model(folder / "base", torch.bfloat16, new_head="normal"), folder / "whole_reward")
-    save_tokenizer(load_tokenizer(str(folder / "base")), folder / "whole_reward")
+    write_reward_model(folder / "whole_reward", folder / "base", torch.bfloat16)
     rows = [{"prompt": text[:40], "completion": " " + text * 3}] * 2 * ROWS
     write_rows(folder / "rows.jsonl", rows)
     pair = {"prompt": text[:40], "chosen": " " + text * 3, "rejected": " " + text[10:] * 3}
