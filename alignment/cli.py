@@ -212,9 +212,7 @@ def show_result(result: Path, directory: str) -> None:
 def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> None:
     """Replace this process by a launcher that starts the command in several processes; does not return.
 
-    Args:
-        gpus: number of processes; None: that of the launch file.
-        launch: file or packaged name for Accelerate's launcher; None: torch's launcher, with the whole model on every GPU.
+    Without a launch file, torch's launcher starts it with the whole model on every GPU.
     """
     import torch
 
@@ -480,8 +478,7 @@ def doctor(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    Returns:
-        0 done; 2 the user's input is wrong; 130 and 143 stopped by SIGINT and SIGTERM; 1 anything else.
+    0 done; 2 the user's input is wrong; 130 and 143 stopped by SIGINT and SIGTERM; 1 anything else.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments

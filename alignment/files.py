@@ -71,9 +71,6 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     `path` is complete at every moment, old or new. Where the system cannot exchange two names in one step, a process
     killed between two renames leaves no `path`: then `remove_leftovers` restores the old one.
-
-    Raises:
-        UserError: the disk is full; `path` is as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,10 +213,6 @@ def check_directory(directory: Path) -> None:
 
     A symbolic link may point to another file of the directory, or into `blobs/` of the Hub's cache, whose snapshots
     consist of such links. A link to anywhere else could make a private file of this machine part of a model.
-
-    Raises:
-        UserError: naming every link that leaves the directory, every device, pipe or socket, and every file that is too
-            large for its kind.
     """
     directory = Path(directory)
     try:

@@ -31,12 +31,7 @@ from alignment.models.weights_config import Quantization, warn_of_slow_bfloat16
 def find_directory(source: str, revision: str | None = None) -> Path:
     """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON and tokenizer files only).
 
-    Args:
-        source: directory or Hub name.
-        revision: commit on the Hub; None: the newest.
-
-    Raises:
-        UserError: `source` is neither a directory nor a Hub name that can be reached, or its files lie elsewhere.
+    `revision` is a commit on the Hub; None: the newest.
     """
     path = Path(os.path.expanduser(source))
     if path.is_dir():
@@ -64,7 +59,6 @@ def missing_directory(path: Path) -> str:
 
 
 def _hub_refusal(error: Exception) -> str:
-    """Why the Hub did not deliver a model, and how to fix it."""
     from huggingface_hub import errors, is_offline_mode
 
     if isinstance(error, errors.GatedRepoError):
@@ -81,23 +75,16 @@ def _hub_refusal(error: Exception) -> str:
 
 
 class Checkpoint:
-    """A model or adapter directory, found once.
-
-    Attributes:
-        source: directory or Hub name, as the user wrote it.
-        directory: its local directory.
-        is_adapter: True where it holds an adapter.
-        base: the directory of the weights: that of the adapter's base model, or `directory` itself.
+    """A model or adapter directory, found once: `source` as the user wrote it, the local `directory`, and `base`, that of
+    the weights: of the adapter's base model, or `directory` itself.
     """
 
     def __init__(self, source: str | Path):
-        """Find a directory or download a Hub name; see `find_directory`."""
         self.source, self.directory = str(source), find_directory(str(source))
         self.is_adapter = is_adapter(self.directory)
 
     @cached_property
     def base(self) -> Path:
-        """The directory of the weights."""
         if not self.is_adapter:
             return self.directory
         base, revision = read_base(self.directory), read_revision(self.directory)
@@ -114,7 +101,6 @@ class Checkpoint:
         return (self.base if self.is_adapter and not (self.directory / name).is_file() else self.directory) / name
 
     def with_adapter(self, model: NativeModel | ExternalModel) -> NativeModel | ExternalModel:
-        """Return the base model with the adapter, if there is one."""
         if not self.is_adapter:
             return model
         from alignment.adapters.attach import load_adapter
@@ -128,7 +114,7 @@ def open_checkpoint(source: str | Checkpoint) -> Checkpoint:
 
 
 def find_base(adapter: Path) -> Path:
-    """Return the local directory of an adapter's base model; errors as in `Checkpoint.base`."""
+    """Return the local directory of an adapter's base model."""
     return Checkpoint(adapter).base
 
 
@@ -150,26 +136,19 @@ def load_tokenizer(
     """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's.
 
     Args:
-        source: directory or Hub name.
         chat_template: another template than its own: a built-in one's name, a file, or Jinja text.
         add_tokens, add_special_tokens: new to the vocabulary; see `add_new_tokens`. The template may write them.
-
-    Raises:
-        UserError: no such tokenizer or template, or one that does not fit the vocabulary; tokens that cannot be added.
     """
     tokenizer = read_tokenizer_files(open_checkpoint(source).file("tokenizer.json").parent)
     if add_tokens or add_special_tokens:
         add_new_tokens(tokenizer, add_tokens, add_special_tokens)
-    return with_chat_template(tokenizer, chat_template)
+    if chat_template is not None:
+        return with_chat_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
-    """Say which tokens end a response, and which end tokens of generation_config.json do not, in one sentence.
-
-    Args:
-        source: directory or Hub name of the model; an adapter without a generation config uses its base model's.
-        tokenizer: the model's tokenizer.
-    """
+    """Say which tokens end a response, and which end tokens of the model's generation_config.json do not, in one sentence."""
     path = open_checkpoint(source).file(GENERATION_CONFIG)
     named = (read_generation_config(path.parent) or {}).get("eos_token_id")
     named = [] if named is None else named if isinstance(named, list) else [named]
@@ -197,15 +176,11 @@ def load_model(
     Args:
         source: directory or Hub name of a model, or of an adapter, which is loaded with its base model.
         dtype: "float32", "bfloat16", "float16", or "auto" for the type that the weights have in the checkpoint.
-        device: device of the weights.
         quantize: hold the matrices of the blocks in 4 bits ("nf4") or 8 ("int8"); everything else as `dtype` says.
 
     Returns:
         A model: `model(input_ids, attention_mask).logits` is [B, T, V]; `.source` is "native" for an architecture of
         this library and "transformers" for one that runs through transformers' class.
-
-    Raises:
-        UserError: something in the directory is missing, unknown or unsafe.
     """
     require_bitsandbytes(quantize)
     checkpoint = open_checkpoint(source)
@@ -218,13 +193,9 @@ def load_model(
 
 
 def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
-    """Load a language model that does not train, such as a reference, in eval mode.
+    """Load a language model that does not train, such as a reference, in eval mode; `bases` gives its weights.
 
     It computes in float32, or in the type of the autocast around a call, however its weights are held.
-
-    Args:
-        source, device: as for `load_model`.
-        bases: gives its weights, which other networks may share.
     """
     checkpoint = open_checkpoint(source)
     model = bases.language_model(checkpoint.base).to(device)

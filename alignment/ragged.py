@@ -158,10 +158,7 @@ class Ragged(DeviceBatch):
         row_ids: Sequence[str] = (),
         share: Sharing = True,
     ) -> "Ragged":
-        """Lay documents end to end, what the documents of a group begin with only once.
-
-        Shared are the leading tokens that are equal in all documents of the group and no target in any. At least one
-        token of each document remains its own. Where no group shares a token, this is `build`.
+        """Lay documents end to end, what the documents of a group begin with (no targets) only once; see `common_prompt`.
 
         Args:
             groups: numbers of the documents that may share their beginning; no document is in two groups.
@@ -295,23 +292,20 @@ def document_tokens(prompts: Sequence[int], of_documents: Sequence[int | None], 
 
 @dataclass(frozen=True)
 class RaggedBatch(DeviceBatch):
-    """Base of the batches that carry more than tokens."""
+    """Base of the batches that carry more than tokens; a `Batch`."""
 
     ragged: Ragged
 
     @property
     def weight(self) -> float:
-        """Weight of the batch in the mean of its term."""
         return self.ragged.weight
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
         return self.ragged.lengths
 
     @property
     def row_ids(self) -> tuple[str, ...]:
-        """Name of the data row behind each document."""
         return self.ragged.row_ids
 
     @property
@@ -322,29 +316,25 @@ class RaggedBatch(DeviceBatch):
 
 @dataclass(frozen=True)
 class Seq2Seq(DeviceBatch):
-    """Documents for an encoder, and for each the decoder's, which begins with its start token, no target."""
+    """Documents for an encoder, and for each the decoder's, which begins with its start token, no target; a `Batch`."""
 
     encoder: Ragged
     decoder: Ragged
 
     @property
     def weight(self) -> float:
-        """Tokens of the decoder that count."""
         return self.decoder.weight
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, the encoder's first."""
         return self.encoder.lengths + self.decoder.lengths
 
     @property
     def row_ids(self) -> tuple[str, ...]:
-        """Name of the data row behind each pair."""
         return self.decoder.row_ids
 
     @property
     def counted_sources(self) -> Tensor | None:
-        """Data source of each token that the decoder predicts, [M]."""
         return self.decoder.counted_sources
 
 
@@ -358,10 +348,8 @@ def distinct_firsts(batch: Ragged) -> Tensor:
 
 
 def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
-    """The documents with `count` more tokens (of id 0) in front of each, and the indices of their own tokens there, [N].
-
-    A shared prompt has them once for its documents. Targets stay the same tokens. The new tokens stand for the vectors of
-    a soft prompt.
+    """The documents with `count` more tokens in front of each, for the vectors of a soft prompt, and the indices of their own
+    tokens there, [N]. A shared prompt has them once for its documents; targets stay the same tokens.
     """
     shared, device, pieces = batch.shared, batch.tokens.device, batch.pieces
     alone = [True] * len(pieces)  # pieces that begin a document

@@ -67,18 +67,20 @@ def split(config: SplitConfig) -> Path:
     """
     output, losses = Path(config.output), []
     sources = [config.source] if isinstance(config.source, str) else config.source
-    lines: dict[str, list[str]] = {name: [] for name in config.parts}
+    parts: dict[str, list[Any]] = {name: [] for name in config.parts}
     for source in sources:
-        rows, counts = _texts(source, config) if source.endswith(TEXT_SUFFIXES) else _rows(source, config)
+        if source.endswith(TEXT_SUFFIXES):
+            documents = read_documents(Path(source), config.starts)
+            rows, counts = [(text, {"text": text}) for text in documents], [f"{len(documents)} documents"]
+        else:
+            rows, counts = _rows(source, config)
         for key, values in rows:
-            lines[part_of(key, config.parts)].append(json.dumps(values, ensure_ascii=False) + "\n")
+            parts[part_of(key, config.parts)].append(values)
         losses += [f"{source}: {line}" for line in counts]
-    if empty := [name for name, part in lines.items() if not part]:
+    if empty := [name for name, part in parts.items() if not part]:
         raise UserError(f"{', '.join(sources)}: nothing falls into part {', '.join(empty)}; give it a larger share")
-    for name, part in lines.items():
-        write_text(output / f"{name}.jsonl", "".join(part))
-    write_json(output / "results.json", {"rows": {name: len(part) for name, part in lines.items()}, "counts": losses})
-    return output
+    counts = {"rows": {name: len(part) for name, part in parts.items()}, "counts": losses}
+    return _write(output, {f"{name}.jsonl": part for name, part in parts.items()}, counts)
 
 
 def part_of(key: str, parts: dict[str, float]) -> str:
@@ -91,21 +93,8 @@ def part_of(key: str, parts: dict[str, float]) -> str:
     return list(parts)[-1]  # the shares add up to 1 but for rounding
 
 
-def opening(record: Record) -> str:
-    """The beginning of a record's prompt: its first message, or its text up to the first assistant turn."""
-    prompt = getattr(record, "prompt", "")
-    return prompt.partition(ASSISTANT_TURN)[0] if isinstance(prompt, str) else repr(prompt[:1])
-
-
 def read_documents(path: Path, starts: list[str]) -> list[str]:
-    """Documents of running text: paragraphs are separated by blank lines, and some of them begin a document.
-
-    Args:
-        starts: beginnings of such paragraphs; none: each paragraph is a document.
-
-    Raises:
-        UserError: no file, or no UTF-8 text.
-    """
+    """Documents of running text: paragraphs between blank lines; one that begins as `starts` says begins a document."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             text = file.read().decode("utf-8")
@@ -120,12 +109,6 @@ def read_documents(path: Path, starts: list[str]) -> list[str]:
     return documents
 
 
-def _texts(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Keys and rows of running text."""
-    documents = read_documents(Path(source), config.starts)
-    return [(text, {"text": text}) for text in documents], [f"{len(documents)} documents"]
-
-
 def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
     """Keys and good rows of a file, unchanged; of a row that holds several records (a tree) the first one's key."""
     records, counts = read_rows(source, config.kind, on_bad_row=config.on_bad_row)
@@ -138,6 +121,12 @@ def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, A
             row_id = row_id[: row_id.rindex("[")]
         found.setdefault(row_id, keys[config.by](record))
     return [(key, raw[row_id]) for row_id, key in found.items()], counts.lines()
+
+
+def opening(record: Record) -> str:
+    """The beginning of a record's prompt: its first message, or its text up to the first assistant turn."""
+    prompt = getattr(record, "prompt", "")
+    return prompt.partition(ASSISTANT_TURN)[0] if isinstance(prompt, str) else repr(prompt[:1])
 
 
 @dataclass(frozen=True)
@@ -165,11 +154,7 @@ class PairsConfig(Settings):
 
 
 def pairs(config: PairsConfig) -> Path:
-    """Write the comparisons and return the directory.
-
-    Raises:
-        UserError: rows without the columns, or a label that no row has.
-    """
+    """Write the comparisons and return the directory; rows without the columns and labels without rows are refused."""
     texts: dict[str, list[str]] = {config.chosen: [], config.rejected: []}
     problems = []
     for row in read_raw(config.source):
@@ -187,7 +172,7 @@ def pairs(config: PairsConfig) -> Path:
         made += zip(texts[config.chosen], texts[config.rejected], strict=False)
     rows = [{"prompt": config.prompt, "chosen": f" {good}", "rejected": f" {bad}"} for good, bad in made]
     counts = {"comparisons": len(rows), "labels": {label: len(found) for label, found in texts.items()}}
-    return _write(Path(config.output), "comparisons.jsonl", rows, counts)
+    return _write(Path(config.output), {"comparisons.jsonl": rows}, counts)
 
 
 @dataclass(frozen=True)
@@ -210,11 +195,7 @@ class ContinuationsConfig(Settings):
 
 
 def continuations(config: ContinuationsConfig) -> Path:
-    """Write the openings of all paragraphs and their continuations, and return the directory.
-
-    Raises:
-        UserError: bad rows; no paragraph that is long enough.
-    """
+    """Write the openings of all paragraphs and their continuations, and return the directory."""
     records: list[Any] = read_rows(config.source, "text")[0]
     paragraphs = [part for record in records for part in record.text.split("\n\n") if part.strip()]
     first, rows = config.prompt_sentences, []
@@ -227,10 +208,11 @@ def continuations(config: ContinuationsConfig) -> Path:
     if not rows:
         raise UserError(f"{config.source}: no paragraph is long enough; lower `prompt_sentences` or `least`")
     counts = {"demonstrations": len(rows), "paragraphs": len(paragraphs)}
-    return _write(Path(config.output), "demonstrations.jsonl", rows, counts)
+    return _write(Path(config.output), {"demonstrations.jsonl": rows}, counts)
 
 
-def _write(output: Path, name: str, rows: list[dict[str, str]], counts: Mapping[str, object]) -> Path:
-    write_text(output / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+def _write(output: Path, files: Mapping[str, list[Any]], counts: Mapping[str, object]) -> Path:
+    for name, rows in files.items():
+        write_text(output / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_json(output / "results.json", counts)
     return output

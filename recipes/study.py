@@ -6,6 +6,7 @@ Nothing is measured here. `results.json` holds the points of each series and the
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,8 +52,7 @@ class SeriesConfig(Settings):
     RULES = (
         Rule("run", lambda c: (c.run is None) == (not c.results), "or results must be given, and not both"),
         Rule("smooth", lambda c: c.smooth % 2 == 0, "must be an odd number of points, got {self.smooth}; 1 is none"),
-        Rule("smooth", lambda c: c.run is None and c.smooth > 1, "goes with run, whose points are in order"),
-        Rule("kept", lambda c: c.run is None and c.kept is not None, "goes with run, whose points are in order"),
+        Rule("run", lambda c: c.run is None and (c.smooth > 1 or c.kept), "goes with smooth and kept"),
         Rule("at", lambda c: c.run is not None and (c.at or c.names), "and names go with results"),
         Rule("fit", lambda c: c.fit and not {"kl", "gold"} <= set(c.columns), "needs the columns kl and gold"),
     )
@@ -94,8 +94,7 @@ class SavingsConfig:
 
     Attributes:
         cost, gain: quantities, such as the loss on text and the gold score.
-        start: series of one point, before anything was learned.
-        base: series of one point, with the whole increase.
+        start, base: series of one point: before anything was learned, and with the whole increase.
         series: those that are compared.
         tolerance: a point counts where its gain is at least that of the base less this.
     """
@@ -140,14 +139,12 @@ def _missing_series(config: StudyConfig) -> Iterator[str]:
         uses.append(("savings", [own.start, own.base, *own.series], (own.cost, own.gain)))
     known = {quantity for series in config.series.values() for quantity in series.columns}
     for use, names, quantities in uses:
-        for name in names:
-            if name not in config.series:
-                yield f"has no {name!r}, which {use} names; {suggest(name, config.series)}"
-            elif missing := [each for each in quantities if each not in config.series[name].columns]:
-                yield f"{name} has no column {missing[0]!r}, which {use} names"
-        yield from (
-            f"has no {each!r}, which {use} names; {suggest(each, known)}" for each in quantities if each not in known
-        )
+        for name in [*names, *quantities]:
+            if name not in (config.series if name in names else known):
+                yield f"has no {name!r}, which {use} names; {suggest(name, [*config.series, *known])}"
+        for name, quantity in product(names, quantities):
+            if name in config.series and quantity not in config.series[name].columns:
+                yield f"{name} has no column {quantity!r}, which {use} names"
 
 
 def run(config: StudyConfig) -> Path:
@@ -164,23 +161,30 @@ def run(config: StudyConfig) -> Path:
         except UserError as error:
             problems += [f"series {name}: {line}" for line in str(error).splitlines()]
     raise_all(problems)
-    peak, own = config.peak, config.savings
     laws = {
         name: fit_law(series.fit, *([point[key] for point in points[name]] for key in ("kl", "gold")))
         for name, series in config.series.items()
         if series.fit is not None
     }
-    peaks = {} if peak is None else {
-        name: find_peak(points[name], of=peak.of, against=peak.against, kept=_kept_name(config.series[name]))
-        for name in peak.series
-    }  # fmt: skip
-    savings = {} if own is None else {
-        name: find_saving(points[name], points[own.start][0], points[own.base][0], own) for name in own.series
-    }  # fmt: skip
-    results = {"series": points, "laws": laws, "peaks": peaks, "savings": savings}
+    sections, peaks, savings = _chart_sections(config, points, laws), {}, {}
+    if (peak := config.peak) is not None:
+        for name in peak.series:
+            peaks[name] = find_peak(points[name], of=peak.of, against=peak.against, kept=_kept(config.series[name]))
+        sections.append(_peak_section(peak, peaks))
+    if (own := config.savings) is not None:
+        for name in own.series:
+            savings[name] = find_saving(points[name], points[own.start][0], points[own.base][0], own)
+        sections.append(_saving_section(own, savings))
+    if laws:
+        lead = (
+            "Gao et al. 2022, with d = sqrt(KL): gold = start + d (alpha - beta d) for best-of-n, "
+            "start + d (alpha - beta log d) for reinforcement learning."
+        )
+        sections.append(Section("laws", "Laws", lead, tables=[[{"series": name, **law} for name, law in laws.items()]]))
+    if tables := [points[name] for name, series in config.series.items() if series.run is None]:
+        sections.append(Section("points", "Numbers", tables=tables))
     output = Path(config.output)
-    write_json(output / "results.json", results)
-    sections = _sections(config, points, laws, peaks, savings)
+    write_json(output / "results.json", {"series": points, "laws": laws, "peaks": peaks, "savings": savings})
     render_page(output / "report.html", kind="study", title=config.title, summary=config.summary, sections=sections)
     return output / "results.json"
 
@@ -251,12 +255,8 @@ def smoothed(points: Sequence[Point], width: int) -> list[Point]:
     found = []
     for i, point in enumerate(points):
         near = points[max(0, i - width // 2) : i + width // 2 + 1]
-        found.append(
-            {
-                key: value if key == "name" else float(np.mean([one[key] for one in near]))
-                for key, value in point.items()
-            }
-        )
+        means = {key: float(np.mean([one[key] for one in near])) for key in point.keys() - {"name"}}
+        found.append({key: means.get(key, value) for key, value in point.items()})
     return found
 
 
@@ -282,16 +282,14 @@ def fit_law(law: Law, kl: Sequence[float], gold: Sequence[float]) -> dict[str, A
         raise UserError(f"fit={law}: a law with three coefficients needs points at three different values of the KL")
     heights = np.asarray(gold, float)
     start, alpha, beta = np.linalg.lstsq(_law_terms(law, kl), heights, rcond=None)[0].tolist()
-    found = {"law": law, "start": start, "alpha": alpha, "beta": beta}
+    found = {"law": law, "start": start, "alpha": alpha, "beta": beta, "peak_kl": None}
+    if beta > 0 and law == "rl":  # where the derivative is 0
+        found["peak_kl"] = math.exp(min(alpha / beta - 1, 300.0)) ** 2
+    elif beta > 0 and alpha > 0:
+        found["peak_kl"] = (alpha / (2 * beta)) ** 2
     variation = float(((heights - heights.mean()) ** 2).sum())
     left = float(((heights - law_heights(found, kl)) ** 2).sum())
-    peak_distance = None  # where the derivative is 0
-    if beta > 0 and law == "rl":
-        peak_distance = math.exp(min(alpha / beta - 1, 300.0))
-    elif beta > 0 and alpha > 0:
-        peak_distance = alpha / (2 * beta)
-    peak_kl = None if peak_distance is None else peak_distance**2
-    return {**found, "peak_kl": peak_kl, "explained": 1 - left / variation if variation > 0 else 0.0}
+    return {**found, "explained": 1 - left / variation if variation > 0 else 0.0}
 
 
 def law_heights(law: Mapping[str, Any], kl: Sequence[float]) -> np.ndarray:
@@ -309,26 +307,18 @@ def _law_terms(law: Law, kl: Sequence[float]) -> np.ndarray:
 def find_peak(points: Sequence[Point], *, of: str, against: str, kept: str | None = None) -> dict[str, Any]:
     """The highest point of `of`, how far it falls to the end, and how far `against` still rises.
 
-    Args:
-        points: in order.
-        kept: name of the point that was kept; kept_share is (kept - first) / (highest - first).
+    `kept` names the point that was kept; kept_of_peak is its share of the highest value.
     """
-    index = int(np.argmax([point[of] for point in points]))
-    first, highest, last = points[0], points[index], points[-1]
-    figures = {"index": index, "highest": highest, "first": first, "last": last}
-    figures |= {"fall": highest[of] - last[of], "rise": last[against] - highest[against]}
+    first, highest, last = points[0], max(points, key=lambda point: point[of]), points[-1]
+    figures = {"highest": highest, "first": first, "last": last, "fall": highest[of] - last[of]}
     chosen = next((point for point in points if point["name"] == kept), None)
     if kept is not None and chosen is None:
         raise UserError(f"the weights are those of update {kept}, whose line lacks a column of the series")
-    share = of_peak = None
-    if chosen is not None:
-        gain = highest[of] - first[of]
-        share = (chosen[of] - first[of]) / gain if gain > 0 else None
-        of_peak = chosen[of] / highest[of] if highest[of] > 0 else None
-    return {**figures, "kept": chosen, "kept_share": share, "kept_of_peak": of_peak}
+    share = chosen[of] / highest[of] if chosen is not None and highest[of] > 0 else None
+    return {**figures, "rise": last[against] - highest[against], "kept": chosen, "kept_of_peak": share}
 
 
-def _kept_name(series: SeriesConfig) -> str | None:
+def _kept(series: SeriesConfig) -> str | None:
     """The update whose weights a run kept: the first one with the highest value of the column `kept`."""
     if series.kept is None:
         return None
@@ -357,67 +347,55 @@ def find_saving(points: Sequence[Point], start: Point, base: Point, own: Savings
 # The page
 
 
-def _sections(
-    config: StudyConfig, points: Mapping[str, list[Point]], laws: Any, peaks: Any, savings: Any
-) -> list[Section]:
-    sections, peak, own = [], config.peak, config.savings
-    if config.charts:
-        lead = "Each dot is one measurement, the large one the last; runs move along their line in order of training."
-        sections.append(
-            Section("charts", "Charts", lead, [_chart(config, chart, points, laws) for chart in config.charts])
-        )
-    if peak is not None:
-        rows = [
-            {"series": name, f"{peak.of} first": one["first"][peak.of], f"{peak.of} highest": one["highest"][peak.of],
-             f"{peak.of} last": one["last"][peak.of], f"{peak.against} at the peak": one["highest"][peak.against],
-             f"{peak.against} last": one["last"][peak.against], "kept": one["kept"] and one["kept"][peak.of],
-             "kept / highest": one["kept_of_peak"]}
-            for name, one in peaks.items()
-        ]  # fmt: skip
-        lead = (
-            f"Where {peak.of} is highest, and what {peak.of} and {peak.against} do after that. Runs are averaged over "
-            "neighboring updates."
-        )
-        sections.append(Section("peaks", "Peaks", lead, tables=[rows]))
-    if own is not None:
-        rows = [
-            {"series": name, "point": each, f"{own.cost}, change": found[own.cost], f"{own.gain}, change": found[own.gain],
-             "share removed": 1 - found[own.cost] / saving["increase"] if saving["increase"] > 0 else None,
-             "best of equal gain": "yes" if each == saving["best"] else ""}
-            for name, saving in savings.items()
-            for each, found in saving["costs"].items()
-        ]  # fmt: skip
-        lead = (
-            f"Changes since {own.start}, and the share of the increase of {own.cost} up to {own.base} that is not there. The "
-            f"gain is equal where {own.gain} is at least that of {own.base} less {own.tolerance:g}."
-        )
-        sections.append(Section("savings", "What is taken back", lead, tables=[rows]))
-    if laws:
-        lead = (
-            "Gao et al. 2022, with d = sqrt(KL): gold = start + d (alpha - beta d) for best-of-n, "
-            "start + d (alpha - beta log d) for reinforcement learning."
-        )
-        sections.append(Section("laws", "Laws", lead, tables=[[{"series": name, **law} for name, law in laws.items()]]))
-    tables = [points[name] for name, series in config.series.items() if series.run is None]
-    return [*sections, Section("points", "Numbers", tables=tables)] if tables else sections
+def _chart_sections(config: StudyConfig, points: Mapping[str, list[Point]], laws: Mapping[str, Any]) -> list[Section]:
+    lead = "Each dot is one measurement, the large one the last; runs move along their line in order of training."
+    charts = [_chart(config, chart, points, laws) for chart in config.charts]
+    return [Section("charts", "Charts", lead, charts)] if charts else []
 
 
-def _chart(config: StudyConfig, chart: ChartConfig, points: Mapping[str, list[Point]], laws: Any) -> Chart:
+def _peak_section(peak: PeakConfig, peaks: Mapping[str, Any]) -> Section:
+    of, against = peak.of, peak.against
+    rows = [
+        {"series": name, f"{of} first": one["first"][of], f"{of} highest": one["highest"][of], f"{of} last": one["last"][of],
+         f"{against} at the peak": one["highest"][against], f"{against} last": one["last"][against],
+         "kept": one["kept"] and one["kept"][of], "kept / highest": one["kept_of_peak"]}
+        for name, one in peaks.items()
+    ]  # fmt: skip
+    lead = (
+        f"Where {of} is highest, and what {of} and {against} do after that. Runs are averaged over neighboring updates."
+    )
+    return Section("peaks", "Peaks", lead, tables=[rows])
+
+
+def _saving_section(own: SavingsConfig, savings: Mapping[str, Any]) -> Section:
+    rows = [
+        {"series": name, "point": each, f"{own.cost}, change": found[own.cost], f"{own.gain}, change": found[own.gain],
+         "share removed": 1 - found[own.cost] / saving["increase"] if saving["increase"] > 0 else None,
+         "best of equal gain": "yes" if each == saving["best"] else ""}
+        for name, saving in savings.items()
+        for each, found in saving["costs"].items()
+    ]  # fmt: skip
+    lead = (
+        f"Changes since {own.start}, and the share of the increase of {own.cost} up to {own.base} that is not there. The "
+        f"gain is equal where {own.gain} is at least that of {own.base} less {own.tolerance:g}."
+    )
+    return Section("savings", "What is taken back", lead, tables=[rows])
+
+
+def _chart(
+    config: StudyConfig, chart: ChartConfig, points: Mapping[str, list[Point]], laws: Mapping[str, Any]
+) -> Chart:
     """One chart of the series that have both quantities, with their laws if they are asked for."""
     colors = {name: number % len(SERIES) for number, name in enumerate(points)}
     scale = (lambda x: math.sqrt(max(0.0, x))) if chart.root else float
+    having_both = [name for name, own in config.series.items() if {chart.x, chart.y} <= own.columns.keys()]
     curves = []
-    for name in chart.series or [
-        name for name, own in config.series.items() if {chart.x, chart.y} <= own.columns.keys()
-    ]:
+    for name in chart.series or having_both:
         x, y = ([point[key] for point in points[name]] for key in (chart.x, chart.y))
         curves.append(Curve(name, list(map(scale, x)), y, colors[name]))
         if chart.laws and name in laws:
             kl = np.linspace(0, max(x), LAW_POINTS)
-            curves.append(
-                Curve(f"law of {name}", list(map(scale, kl)), law_heights(laws[name], kl).tolist(), len(curves) + 3)
-            )
-    label = f"square root of {chart.x}" if chart.root else chart.x
-    return Chart(
-        chart.title, chart.note, path_chart(chart.title, curves, label.replace("_", " "), chart.y.replace("_", " "))
-    )
+            heights = law_heights(laws[name], kl).tolist()
+            curves.append(Curve(f"law of {name}", list(map(scale, kl)), heights, len(curves) + 3))
+    x, y = (axis.replace("_", " ") for axis in (f"square root of {chart.x}" if chart.root else chart.x, chart.y))
+    return Chart(chart.title, chart.note, path_chart(chart.title, curves, x, y))

@@ -98,15 +98,20 @@ class Result:
 
 def main() -> None:
     arguments, settings = read_arguments()
-    corpus = read_corpus(arguments.text, settings.tokens)
+    data = arguments.text.read_bytes()
+    text = (gzip.decompress(data) if arguments.text.suffix == ".gz" else data).decode("utf-8")
+    corpus = corpus_of(text, settings.tokens)
     held_out = sum(map(len, corpus.held_out)) - len(corpus.held_out)
     print(f"{len(corpus.training)} characters to train on, {held_out} to predict held out, {corpus.vocabulary} kinds")
     results: list[Result] = []
     for name in arguments.rows:
         results.append(measure(name, corpus, settings))
-        print(line(results[-1]), flush=True)
+        print(" | ".join(cells(results[-1])), flush=True)
         about = {"text": str(arguments.text), "characters": len(corpus.training), "held_out": held_out}
-        write(results, {**about, **asdict(settings), "optim": asdict(settings.optim)}, arguments.output)
+        about |= {**asdict(settings), "optim": asdict(settings.optim)}
+        found = {"settings": about, "rows": [summary(result) for result in results]}
+        write_json(arguments.output / "ablation.json", found)
+        write_text(arguments.output / "ablation.md", table(results))
     print("\n" + table(results))
 
 
@@ -134,12 +139,6 @@ def read_arguments() -> tuple[argparse.Namespace, Settings]:
     if not arguments.text.is_file():
         parser.error(f"{arguments.text} is not there; set ALIGNMENT_DATA, or give --text FILE")
     return arguments, settings
-
-
-def read_corpus(path: Path, tokens: int) -> Corpus:
-    """Read a text, plain or gzipped."""
-    data = path.read_bytes()
-    return corpus_of((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"), tokens)
 
 
 def corpus_of(text: str, tokens: int) -> Corpus:
@@ -246,22 +245,10 @@ def spread(values: Sequence[float]) -> str:
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
 
 
-def line(result: Result) -> str:
-    """A row for the screen."""
-    label, parameters, operations, speed, early, final = cells(result)
-    return f"{label:62s} {parameters:>10s} {operations:>12s} {speed:>7s}/s  {early:>16s}  {final:>16s}"
-
-
 def table(results: Sequence[Result]) -> str:
     """All rows in markdown."""
     head = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
     return "\n".join([*head, *(f"| {' | '.join(cells(result))} |" for result in results)]) + "\n"
-
-
-def write(results: Sequence[Result], settings: dict[str, Any], output: Path) -> None:
-    """Both files, whole each time."""
-    write_json(output / "ablation.json", {"settings": settings, "rows": [summary(result) for result in results]})
-    write_text(output / "ablation.md", table(results))
 
 
 def summary(result: Result) -> dict[str, Any]:

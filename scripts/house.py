@@ -9,15 +9,14 @@ The architecture test holds each number at its ceiling.
 
 import argparse
 import ast
-import difflib
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from house_calls import Calls, decorators
-from house_code import Class, Function, Package, circles, own_nodes, room_of, wrong_imports
-from house_words import retired, unknown_words
+from house_code import Class, Function, Package, circles, own_nodes, room_of
+from house_words import unknown_words
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_POSITIONAL, MOST_LINES, SMALL_FILE = 5, 60, 60
@@ -57,10 +56,6 @@ class House(Package):
             raise LookupError(f"no chain of calls from {self.calls.start} to {end} was found")
         return found
 
-    def hops(self) -> list[str]:
-        """The calls of the way, each under the name of what is called."""
-        return self.way[1:]
-
     def files_narrow(self) -> list[str]:
         """Files with a function of the way, one that it calls on every run, or one that this calls on every run.
 
@@ -78,20 +73,6 @@ class House(Package):
         Imports inside functions and under `if TYPE_CHECKING` are not counted, nor is a room's __init__ for a file in it.
         """
         return self.closure(f"alignment.algorithms.{algorithm}", leave_out="models")
-
-    def shared_lines(self) -> list[str]:
-        """Lines that reward.py and dpo.py have in common and in the same order, blank ones aside."""
-        reward, dpo = self._page("reward"), self._page("dpo.dpo")
-        blocks = difflib.SequenceMatcher(None, reward, dpo, autojunk=False).get_matching_blocks()
-        return [line for block in blocks for line in reward[block.a : block.a + block.size]]
-
-    def shared_share(self) -> int:
-        """Shared lines in percent of the shorter page."""
-        return round(100 * len(self.shared_lines()) / min(len(self._page("reward")), len(self._page("dpo.dpo"))))
-
-    def _page(self, name: str) -> list[str]:
-        lines = self.modules[f"alignment.algorithms.{name}"].lines
-        return [line.strip() for line in lines if line.strip()]
 
     # Functions and classes
 
@@ -135,23 +116,6 @@ class House(Package):
                 homes.setdefault(plain, set()).add(home)
         return [f"{name}: {', '.join(sorted(found))}" for name, found in sorted(homes.items()) if len(found) > 1]
 
-    def borrowed_methods(self) -> list[str]:
-        """Assignments in a class's body of an attribute of another class: `forward = Other.forward`."""
-        found = []
-        for known in self.classes.values():
-            for line in known.node.body:
-                if isinstance(line, ast.Assign):
-                    for part in ast.walk(line.value):
-                        if self._is_method_of_another(part, known):
-                            found.append(f"{self.where(known)}: {ast.unparse(line)}")
-        return found
-
-    def _is_method_of_another(self, node: ast.AST, known: Class) -> bool:
-        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
-            return False
-        other = self.lookup(known.module.name, node.value.id)
-        return isinstance(other, Class) and other is not known and f"{other.name}.{node.attr}" in self.functions
-
     def formulas(self) -> list[str]:
         """Formulas that are minimized in algorithms/, evaluation/ and models/ and not named in losses/.
 
@@ -192,20 +156,6 @@ class House(Package):
         """Modules that do not say what they hold."""
         return [str(module.path) for module in self.modules.values() if not ast.get_docstring(module.tree)]
 
-    def floors(self) -> tuple[list[set[str]], set[tuple[str, str]]] | None:
-        """FLOORS and BESIDE of the architecture test next to the package."""
-        test = self.directory.resolve().parent / "tests" / "test_architecture.py"
-        tables = {}
-        for line in ast.parse(test.read_text(encoding="utf-8")).body if test.exists() else []:
-            if isinstance(line, ast.Assign) and (name := ast.unparse(line.targets[0])) in ("FLOORS", "BESIDE"):
-                tables[name] = ast.literal_eval(line.value)
-        return (tables["FLOORS"], tables["BESIDE"]) if tables else None
-
-    def upward_imports(self) -> list[str]:
-        """Imports of a room on the same or a higher floor."""
-        floors = self.floors()
-        return [] if floors is None else wrong_imports(self, *floors)
-
     def circles(self) -> list[str]:
         """Rings of modules that import each other."""
         return [" -> ".join(ring) for ring in circles(self)]
@@ -215,10 +165,10 @@ class House(Package):
         return sum(len(module.lines) for module in self.modules.values())
 
     def statements(self) -> int:
-        """Statements of the package, docstrings aside."""
+        """Statements of the package; docstrings and `...` are none."""
         nodes = [node for module in self.modules.values() for node in ast.walk(module.tree)]
-        documented = sum(isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None for node in nodes)
-        return sum(isinstance(node, ast.stmt) for node in nodes) - documented
+        constants = sum(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in nodes)
+        return sum(isinstance(node, ast.stmt) for node in nodes) - constants
 
     def relative_clauses(self) -> list[str]:
         """Docstrings that begin with a relative clause without its noun."""
@@ -250,24 +200,19 @@ MEASURES = [
     Measure("narrow", "files of DPO on the way to the loss, and two calls around it", House.files_narrow, "20"),
     Measure("called", "files of DPO, every call", House.files_called, "60"),
     Measure("loaded", "files of DPO, import closure", House.files_loaded, "50"),
-    Measure("hops", "calls from the command to dpo_loss", House.hops, "5"),
-    Measure("shared", "lines of reward.py and dpo.py in common, %", House.shared_lines, "20", House.shared_share),
     Measure("any", "parameters of type Any", House.any_parameters, "60"),
     Measure("positional", "functions with more than 5 positional parameters", House.many_positional, "0"),
     Measure("long", "functions above 60 lines", House.long_functions, "0"),
     Measure("doubled", "public names defined twice", House.doubled_names, "0"),
-    Measure("borrowed", "methods borrowed from another class", House.borrowed_methods, "0"),
     Measure("formulas", "minimized formulas outside losses/", House.formulas, "0"),
-    Measure("upward", "upward imports", House.upward_imports, "0"),
     Measure("circles", "circles of imports", House.circles, "0"),
-    Measure("retired", "retired words in names and docstrings", retired, "0"),
     Measure("words", "words that a reader of torch does not know", unknown_words, "10"),
     Measure("clauses", "docstrings that begin with What, Whether, Where, Which or How", House.relative_clauses, "0"),
     Measure("loose", "loose files at the top", House.loose_files, "6"),
     Measure("small", "files below 60 lines", House.small_files, "15"),
     Measure("files", "files", lambda house: sorted(house.modules), "260"),
     Measure("lines", "lines", lambda _: [], "42000", House.lines),
-    Measure("statements", "statements, docstrings aside", lambda _: [], "21500", House.statements),
+    Measure("statements", "statements, docstrings and `...` aside", lambda _: [], "21500", House.statements),
 ]
 
 

@@ -133,6 +133,17 @@ def make_stage(world, checkpoints) -> Callable[..., tuple[Callable[[Any], Path],
     return make
 
 
+@pytest.fixture(scope="session")
+def ran(make_stage) -> Callable[..., Path]:
+    """`ran("dpo", policy, output, **config changes)` runs a small stage and returns its model's directory."""
+
+    def run_small(kind: str, policy: str, output: Path, **changes: Any) -> Path:
+        run, config = make_stage(kind, policy, output, **changes)
+        return run(config)
+
+    return run_small
+
+
 @pytest.fixture
 def foreign(tmp_path, world) -> str:
     """Directory of a reward model with a tokenizer of its own."""

@@ -33,15 +33,11 @@ BESIDE = {  # the neighbors on one floor that may be looked at
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
     "narrow": 35,
     "called": 68,
-    "hops": 5,
-    "shared": 20,
     "any": 52,
     "positional": 0,
     "long": 0,
     "doubled": 0,
-    "borrowed": 0,
     "formulas": 0,
-    "retired": 0,
     "words": 10,
     "clauses": 0,
     "loose": 6,
@@ -128,7 +124,6 @@ def test_a_planted_circle_is_found_and_a_straight_line_is_none(tmp_path):
 
 
 LONG = "def f():\n" + "    x = 1\n" * 60
-BASE = "class A:\n    def f(self): ...\n"
 
 
 @pytest.mark.parametrize(
@@ -137,15 +132,10 @@ BASE = "class A:\n    def f(self): ...\n"
         ("any", "def f(a: int, **rest: Any): ...", "def f(a: list[Any]): ..."),
         ("positional", "class A:\n    def f(self, a, b, c, d, e, *, f): ...", "def f(a, b, c, d, e, f): ..."),
         ("long", LONG.replace("    x = 1\n", "", 1), LONG),
-        ("borrowed", BASE + "class B(A):\n    g = len", BASE + "class B:\n    f = A.f"),
         ("doubled", "def _nearest(): ...", "def nearest(): ..."),
         ("doubled", "def run(): ...", "class Table: ..."),
         ("formulas", "def f(x):\n    return x.softmax(-1)", "def f(x):\n    return F.cross_entropy(x)"),
         ("formulas", "def f(x):\n    return LossSum(x, {'m': x**2})", "def f(x):\n    return LossSum(x**2)"),
-        ("retired", "def attend(): ...", "def f():\n    sight = 1"),
-        ("retired", "def tokenize_texts(): ...", "def tokenise_texts(): ..."),
-        ("retired", "class WorldSize: ...", "class World: ..."),
-        ("retired", 'def f():\n    """Unfold it."""', 'def f():\n    """The same of one layer."""'),
     ],
 )
 def test_a_planted_fault_is_counted_and_its_neighbor_is_not(tmp_path, key, good, bad):
@@ -201,7 +191,7 @@ def rare():
 
 
 def test_the_way_to_the_loss_goes_through_functions_that_are_handed_in(tmp_path):
-    assert plant(tmp_path, DPO).hops() == [
+    assert plant(tmp_path, DPO).way[1:] == [
         "alignment.algorithms.dpo.dpo:run",
         "alignment.training.loop:fit",
         "alignment.training.loop:update",
@@ -226,7 +216,7 @@ def make(verb):
     return command
 """
     house = plant(tmp_path, {**DPO, "cli.py": made})
-    assert house.way[0] == "alignment.cli:make.command" and len(house.hops()) == 5
+    assert house.way[0] == "alignment.cli:make.command" and len(house.way[1:]) == 5
 
 
 @pytest.mark.parametrize(
@@ -240,17 +230,12 @@ def make(verb):
 )
 def test_a_loss_may_be_handed_in_as_an_object_a_partial_or_the_result_of_a_call(tmp_path, handed_in):
     page = f"from alignment.losses import dpo_loss\nfrom alignment.training.loop import fit\n{handed_in}"
-    assert len(plant(tmp_path, {**DPO, "algorithms/dpo/dpo.py": page}).hops()) == 5
+    assert len(plant(tmp_path, {**DPO, "algorithms/dpo/dpo.py": page}).way[1:]) == 5
 
 
 def test_files_are_loaded_by_imports_of_imports_outside_functions_and_models(tmp_path):
     files = ["algorithms.dpo.dpo", "data.a", "losses", "losses.preference", "training.loop", "training.terms"]
     assert plant(tmp_path, DPO).files_loaded() == [f"alignment.{name}" for name in files]
-
-
-def test_shared_lines_are_those_in_common_and_in_order(tmp_path):
-    pages = {"algorithms/reward.py": "a\nb\n\nc\nd", "algorithms/dpo/dpo.py": "a\nc\nb\ne\nf"}
-    assert plant(tmp_path, pages).shared_share() == 50  # two of four lines: a, then b or c
 
 
 def test_words_that_no_library_has_are_listed_and_inflections_are_not(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, reward
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.advantages import add_advantages
@@ -27,6 +26,7 @@ from alignment.algorithms.ppo.metrics import response_means
 from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare

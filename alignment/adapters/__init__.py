@@ -10,15 +10,7 @@ from alignment.adapters.attach import (
     save_adapter,
 )
 from alignment.adapters.files import is_adapter, is_scalar_adapter, read_base, read_revision
-from alignment.adapters.specs import (
-    AdapterSpec,
-    BottleneckSpec,
-    DoRASpec,
-    IA3Spec,
-    LoRASpec,
-    PrefixSpec,
-    PromptSpec,
-)
+from alignment.adapters.specs import AdapterSpec, BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec
 
 __all__ = [
     "AdapterSpec", "BottleneckSpec", "DoRASpec", "IA3Spec", "LoRASpec", "PrefixSpec", "PromptSpec", "adapter_state",

@@ -59,9 +59,6 @@ def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = No
 
     Args:
         tokenizer: the model's, for a soft prompt that starts from a text.
-
-    Raises:
-        UserError: the adapter does not fit the model.
     """
     kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
     kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -80,11 +77,7 @@ def disabled(model: AnyModel) -> AbstractContextManager[None]:
 
 
 def merge_adapter(model: Loaded) -> Loaded:
-    """Merge a model's adapter into its weights and return the model.
-
-    Raises:
-        UserError: the adapter is no change of weights, or the weights are quantized.
-    """
+    """Merge a model's adapter into its weights and return the model."""
     if (quantize := quantization_of(model)) is not None:
         raise UserError(
             f"the adapter cannot be merged into weights in {quantize}, which would round its changes away; load the model "
@@ -98,12 +91,7 @@ def merge_adapter(model: Loaded) -> Loaded:
 
 
 def merged_state(model: nn.Module, state: State) -> State:
-    """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is.
-
-    Args:
-        model: a model with or without such an adapter.
-        state: its state dict; whole tensors where the model is sharded.
-    """
+    """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is."""
     kinds = (_lora, _ia3)
     plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
     for kind in kinds:
@@ -116,11 +104,7 @@ def merged_state(model: nn.Module, state: State) -> State:
 
 
 def read_spec(directory: Path) -> AdapterSpec:
-    """The settings of a directory's adapter.
-
-    Raises:
-        UserError: the kind or an option of the adapter is not supported.
-    """
+    """The settings of a directory's adapter."""
     config = read_adapter_config(directory)
     kind = next((kind for kind in KINDS.values() if kind.peft_type == config.get("peft_type")), None)
     if kind is None:
@@ -162,9 +146,6 @@ def save_adapter(
             together.
         revision: commit of a base model on the Hub.
         state: the full state dict where the model is sharded; None: the model's own.
-
-    Raises:
-        ValueError: the model has no adapter, or several kinds of them.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -196,9 +177,6 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
         model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
         directory: an adapter in peft's format.
         with_head: load the score head of a reward model's adapter; False keeps that of `model`.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape, or the adapter does not fit the model.
     """
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():

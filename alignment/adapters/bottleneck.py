@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alignment.adapters.extras import Change, State
+from alignment.adapters.extras import AdapterKind, Change, State
 from alignment.adapters.files import CONFIG, build_spec
-from alignment.adapters.layer_names import BEFORE, AnyModel
+from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import BottleneckSpec
 from alignment.errors import UserError
 from alignment.models.external.models import ExternalModel
@@ -114,10 +114,10 @@ def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
 SHARED = ("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode")
 
 
-class BottleneckKind:
-    """Bottleneck adapters, and their files; attributes and methods as in `VirtualTokensKind`."""
+class BottleneckKind(AdapterKind):
+    """Bottleneck adapters, and their files."""
 
-    peft_type, before_head = "BOTTLENECK", BEFORE
+    peft_type = "BOTTLENECK"
     unmergeable = (
         "a bottleneck adapter has a non-linearity, so that it cannot be merged into weights, and peft has no such adapter "
         "and does not open its files; keep it as an adapter directory, which this library loads"
@@ -141,9 +141,6 @@ class BottleneckKind:
 
     def holds(self, name: str) -> bool:
         return f".{CHILD}." in name
-
-    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        return {}
 
     def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         settings = asdict(next(iter(bottlenecks(model).values())).spec)

@@ -301,17 +301,31 @@ def modules_of_file(config: Mapping[str, object], tensors: State) -> tuple[str, 
 # What the kinds share
 
 
-class InjectedKind:
-    """Layers of peft in place of linear layers, with rows and modules that are trained besides.
+class AdapterKind:
+    """A kind of adapter: `attach` and `from_file` put it on a model, `to_file` gives tensors and peft's config.
 
     Attributes:
         peft_type: name of the kind in a file.
         before_head: precedes `score.weight` in the file of a scalar model's adapter.
+        unmergeable: why it cannot be put into the weights.
+    """
+
+    peft_type, before_head, unmergeable = "", BEFORE, ""
+
+    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
+        """The settings that peft's config does not hold."""
+        return {}
+
+
+class InjectedKind(AdapterKind):
+    """Layers of peft in place of linear layers, with rows and modules that are trained besides.
+
+    Attributes:
         weights: part of the names of the kind's weights in a state dict.
         options: options of peft's config that are supported beside `OPTIONS`.
     """
 
-    peft_type, before_head, weights = "", BEFORE, ""
+    weights = ""
     options: frozenset[str] = frozenset()
 
     def layers(self, model: nn.Module) -> dict[str, Any]:
@@ -327,9 +341,9 @@ class InjectedKind:
 
         peft's own switch also changes requires_grad, which sharded optimizers must not see.
         """
-        rows = token_rows(model)
+        rows, modules = token_rows(model), [*wrappers(model).values(), *self.layers(model).values()]
         off: list[Change] = [] if rows is None else [(rows, "enabled", False)]
-        return off + [(each, "_disable_adapters", True) for each in wrappers(model).values()]
+        return off + [(each, "_disable_adapters", True) for each in modules]
 
     def holds(self, name: str) -> bool:
         """True for names of the model's state dict that are weights of the adapter."""
@@ -348,11 +362,7 @@ class InjectedKind:
     def read_options(
         self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path
     ) -> Spec:
-        """The settings in a directory: ours where we wrote it, else `own` from peft's config, without its layers.
-
-        Raises:
-            UserError: naming every option that would change the result and is not supported.
-        """
+        """The settings in a directory: ours where we wrote it, else `own` from peft's config, without its layers."""
         if (settings := read_own_settings(directory)) is not None:
             return build_spec(spec, settings, str(directory / SPEC))
         raise_all(f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config))

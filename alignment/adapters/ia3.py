@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from alignment.adapters.extras import (
-    Change,
     InjectedKind,
     State,
     attach_extras,
@@ -63,11 +62,6 @@ class IA3Kind(InjectedKind):
         inject_adapter_in_model(IA3Config(target_modules=[*outputs, *inputs], feedforward_modules=inputs), model)
         attach_extras(model, spec.modules_to_save)
 
-    def changes_when_off(self, model: nn.Module) -> list[Change]:
-        return super().changes_when_off(model) + [
-            (layer, "_disable_adapters", True) for layer in self.layers(model).values()
-        ]
-
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
         for name, layer in self.layers(model).items():
             factors, weight = state[f"{name}.ia3_l.{DEFAULT}"].cpu(), plain[f"{name}.weight"].cpu()
@@ -76,7 +70,6 @@ class IA3Kind(InjectedKind):
                 plain[f"{name}.bias"] = plain[f"{name}.bias"].cpu() * factors[:, 0]
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        """Our settings, with the full name of every layer."""
         kinds = {name: bool(layer.is_feedforward) for name, layer in self.layers(model).items()}
         return asdict(replace(_full_names(kinds), modules_to_save=tuple(sorted(wrappers(model)))))
 

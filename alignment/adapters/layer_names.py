@@ -94,11 +94,7 @@ def file_layers(model: nn.Module) -> list[FileLayer]:
 
 
 def matching_layers(model: nn.Module, wanted: Names, key: str = "layers") -> list[str]:
-    """Our names of the linear layers that a config names, as in `LowRankSpec`; `key` is its key, for messages.
-
-    Raises:
-        UserError: no layer matches, or the pattern takes too long.
-    """
+    """Our names of the linear layers that a config names, as in `LowRankSpec`; `key` is its key, for messages."""
     names = names_in_file(model)
     if isinstance(model, ExternalModel) and wanted in ("all-linear", EVERY_LINEAR):  # below the trunk
         prefix = model.inner.base_model_prefix

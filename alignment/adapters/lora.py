@@ -281,12 +281,11 @@ class LoRAKind(InjectedKind):
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
         """All updates off but that of the adapter that the run started from."""
-        off = super().changes_when_off(model)
-        for layer in lora_layers(model).values():
-            off.append(
-                (layer, "_active_adapter", [START]) if START in layer.lora_A else (layer, "_disable_adapters", True)
-            )
-        return off
+        stays = {id(layer) for layer in lora_layers(model).values() if START in layer.lora_A}
+        return [
+            (each, "_active_adapter", [START]) if id(each) in stays else (each, name, value)
+            for each, name, value in super().changes_when_off(model)
+        ]
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
         for name, update in lora_updates(model, state).items():

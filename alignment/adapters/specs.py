@@ -186,11 +186,7 @@ AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec | PromptSpec | Bottlene
 
 
 def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> None:
-    """Refuse tokens to add to the vocabulary below an adapter, whose base stays as it is.
-
-    Raises:
-        ValueError: there are both.
-    """
+    """Refuse tokens to add to the vocabulary below an adapter, whose base stays as it is."""
     if adapter is not None and tokens:
         raise ValueError(
             f"add_tokens: an adapter's base has no row for {', '.join(tokens)}; write a base that has (`alignment export "
@@ -199,11 +195,7 @@ def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> Non
 
 
 def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:
-    """Refuse adapter dropout in stages that compare the policy with its reference token by token, without dropout.
-
-    Raises:
-        ValueError: `adapter.dropout` is above 0.
-    """
+    """Refuse adapter dropout in stages that compare the policy with its reference token by token, without dropout."""
     dropout = getattr(adapter, "dropout", 0.0)  # of the kinds that have one
     if dropout > 0:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.extras import Change, State
+from alignment.adapters.extras import AdapterKind, Change, State
 from alignment.adapters.files import CONFIG, build_spec, check_size
 from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import PrefixSpec, PromptSpec
@@ -21,7 +21,7 @@ from alignment.errors import UserError
 from alignment.files import read_json_object
 from alignment.models.encoder_decoder import EncoderDecoderSpec, Seq2SeqClassifier, Seq2SeqModel
 from alignment.models.external.models import ExternalModel, ExternalSeq2SeqModel
-from alignment.models.external.padding import accepts
+from alignment.models.external.rectangles import accepts
 from alignment.models.layers import AttentionSpec
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
@@ -64,14 +64,12 @@ class PrefixAdapter(SoftPrompt):
         return self.project(super().forward()).unflatten(1, self.shape).permute(1, 2, 0, 3, 4)
 
 
-class VirtualTokensKind:
+class VirtualTokensKind(AdapterKind):
     """The common part of prefixes and soft prompts.
 
     Attributes:
         spec: class of the settings.
         attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
-        unmergeable: why they cannot be put into the weights.
-        before_head: precedes `score.weight` in the file of a scalar model's adapter.
     """
 
     spec: ClassVar[type[PrefixSpec | PromptSpec]]
@@ -90,10 +88,6 @@ class VirtualTokensKind:
     def holds(self, name: str) -> bool:
         """True for names of the model's state dict that are weights of the adapter."""
         return name.startswith(f"{self.attribute}.")
-
-    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
-        """The settings that peft's config does not hold: none."""
-        return {}
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> PrefixSpec | PromptSpec:
         """The settings of an adapter_config.json; how a soft prompt began is not kept."""
@@ -180,11 +174,7 @@ class PrefixKind(VirtualTokensKind):
 
 
 def prefix_dimensions(model: AnyModel) -> tuple[int, int, int]:
-    """Number of layers, key-value heads and head_dim, which all layers must share.
-
-    Raises:
-        UserError: layers differ, or they keep no keys and values that a prefix could stand before.
-    """
+    """Number of layers, key-value heads and head_dim, which all layers must share."""
     if isinstance(model, ExternalModel):
         shapes = _external_shapes(model)
     else:
@@ -238,9 +228,6 @@ class PromptKind(VirtualTokensKind):
 
         Args:
             tokenizer: the model's, for a prompt that starts from `spec.init_text`.
-
-        Raises:
-            UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
         """
         device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
         prompt = SoftPrompt(spec, _vector_width(model)).to(device)

@@ -134,7 +134,7 @@ class BestOfNConfig(Settings):
         ),
         Rule(
             "data",
-            lambda c: c.data.unread("mixing", "loss_weight"),
+            lambda c: c.data.unread("mixing"),
             "is read once and all rows alike, without {found[0]}; leave it out",
         ),
         Rule("data", lambda c: c.data.evaluates, "is the prompts of data.train alone; leave held-out rows out"),

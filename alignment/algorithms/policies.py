@@ -52,25 +52,15 @@ from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable
 
 @dataclass(frozen=True)
 class Policy:
-    """A network about to be trained, and what is needed to save it.
+    """A network about to be trained, and what is needed to save it."""
 
-    Attributes:
-        model: language model or value model, its adapter attached.
-        tokenizer: saved beside the model.
-        adapter: None where every weight trains.
-        base: directory or Hub name of the frozen weights under the adapter.
-        revision: their commit, where they come from the Hub.
-        source: the checkpoint it started from.
-        disabled_is_start: whether switching the adapter off gives the starting checkpoint back.
-    """
-
-    model: Any
-    tokenizer: Tokenizer
-    adapter: AdapterSpec | None = None
-    base: str | None = None
-    revision: str | None = None
-    source: str | None = None
-    disabled_is_start: bool = False
+    model: Any  # language model or value model, its adapter attached
+    tokenizer: Tokenizer  # saved beside the model
+    adapter: AdapterSpec | None = None  # None where every weight trains
+    base: str | None = None  # directory or Hub name of the frozen weights under the adapter
+    revision: str | None = None  # their commit, where they come from the Hub
+    source: str | None = None  # the checkpoint it started from
+    disabled_is_start: bool = False  # whether switching the adapter off gives the starting checkpoint back
 
 
 def load_policy(
@@ -397,19 +387,12 @@ def save_output(
 
 @dataclass(frozen=True)
 class Role:
-    """A network of a run.
+    """A network of a run."""
 
-    Attributes:
-        name: policy, value model, reward model or reference.
-        model: its modules; None where it has none of its own.
-        engine: of one that trains.
-        remark: what it is, where it has no modules of its own.
-    """
-
-    name: str
-    model: nn.Module | None
-    engine: Engine | None = None
-    remark: str = ""
+    name: str  # policy, value model, reward model or reference
+    model: nn.Module | None  # its modules; None where it has none of its own
+    engine: Engine | None = None  # of one that trains
+    remark: str = ""  # what it is, where it has no modules of its own
 
 
 def note_memory(run: Run, roles: Sequence[Role]) -> None:

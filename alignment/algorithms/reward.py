@@ -10,7 +10,7 @@ from annotated_types import Gt
 
 from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.policies import Policy, Role, note_memory
-from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, RewardLoss, objective_loss_fn
+from alignment.algorithms.reward_losses import OBJECTIVES, RewardLoss, bootstrap_counts, objective_loss_fn
 from alignment.algorithms.reward_networks import (
     EnsembleConfig,
     NormalizeConfig,
@@ -124,14 +124,14 @@ def run(config: RewardConfig) -> Path:
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
         bootstrap = None
         if config.ensemble is not None and config.ensemble.bootstrap:
-            bootstrap = Bootstrap(config.training.seed, config.ensemble.members)
+            bootstrap = partial(bootstrap_counts, seed=config.training.seed, members=config.ensemble.members)
         loss_fn = objective_loss_fn(
-            engine.model, objective, center_coef=config.center_coef, theta=config.theta, bootstrap=bootstrap,
+            engine.model, config.loss, center_coef=config.center_coef, theta=config.theta, bootstrap=bootstrap,
             is_encoder=isinstance(reward_model.model, SequenceClassifier), sources=sources_of(config.data),
         )  # fmt: skip
 
         sharing = prompt_sharing(networks_of(reward_model.model), wanted=config.training.share_prompts, note=run.note)
-        collate = sources_of(config.data).weighted(objective.collate_sharing(sharing))
+        collate = objective.collate_sharing(sharing)
 
         def save() -> Path:
             theta = config.theta if config.loss == "rao_kupper" else None
@@ -145,7 +145,7 @@ def run(config: RewardConfig) -> Path:
 
 def reward_loss_fn(model: Model, center_coef: float) -> LossFn:
     """Loss function of a reward model on pairs: Bradley-Terry, summed over them, plus `center_penalty`."""
-    return objective_loss_fn(model, OBJECTIVES["bradley_terry"], center_coef=center_coef)
+    return objective_loss_fn(model, "bradley_terry", center_coef=center_coef)
 
 
 def notes(reward_model: Policy) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The objectives of a reward model: rows, batches, the tokens that are scored, and the loss.
 
-One table of objectives; an ensemble has the cost of each member, on rows of its own choice where it draws any.
+An ensemble has the cost of each member, on rows of its own choice where it draws any.
 """
 
 import hashlib
@@ -52,40 +52,21 @@ Means = dict[str, tuple[Tensor, Tensor]]  # (sum, weight) by metric, as in `Loss
 
 
 class Measured(NamedTuple):
-    """Metrics of a batch.
+    """Metrics of a batch."""
 
-    Attributes:
-        sums: over what the batch's weight counts.
-        means: metrics with a weight of their own.
-        accuracy: of each thing that the weight counts, [B].
-    """
-
-    sums: dict[str, Tensor]
-    means: Means
-    accuracy: Tensor
+    sums: dict[str, Tensor]  # over what the batch's weight counts
+    means: Means  # metrics with a weight of their own
+    accuracy: Tensor  # of each thing that the weight counts, [B]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One way to learn scores.
+    """The rows of one way to learn scores."""
 
-    Attributes:
-        kind: of the rows.
-        tokenize: rows -> examples, for a decoder.
-        encode: the same for an encoder; None: only decoders can learn this.
-        collate: examples -> batches.
-        read_at: batch -> index of the tokens that a decoder's scores are read at, [D].
-        cost: (scores [D], batch, theta, center_coef) -> cost of each thing that the batch's weight counts, [B].
-        measure: (mean scores of the members [D], batch) -> metrics.
-    """
-
-    kind: Kind
-    tokenize: Tokenize
-    encode: Tokenize | None
-    collate: Callable[..., Sequence[Any]]
-    read_at: Callable[[Any], Tensor]
-    cost: Callable[[Tensor, Any, float, float], Tensor]
-    measure: Callable[[Tensor, Any], "Measured"]
+    kind: Kind  # of the rows
+    tokenize: Tokenize  # rows -> examples, for a decoder
+    encode: Tokenize | None  # the same for an encoder; None: only decoders can learn this
+    collate: Callable[..., Sequence[Any]]  # examples -> batches
 
     def collate_sharing(self, sharing: Sharing) -> Collate:
         """`collate` of batches in which responses share their prompt, where a prompt has several."""
@@ -97,7 +78,8 @@ class Objective:
         architecture, tokenize = architecture_of(start), self.tokenize
         if architecture != "decoder":
             if architecture != "encoder" or self.encode is None or is_external_type(read_config(start.base)):
-                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(encoder_families())}"
+                names = [name for name, f in FAMILIES.items() if f.architecture == "encoder" and "scalar" in f.tasks]
+                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(names)}"
                 raise UserError(
                     f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
                     f"reads prompt and response in one text{encoders}"
@@ -107,120 +89,100 @@ class Objective:
         return Preparation(name, self.kind, tokenize)
 
 
-def encoder_families() -> list[str]:
-    """The `model_type` of each family of encoders with a score head."""
-    return [name for name, family in FAMILIES.items() if family.architecture == "encoder" and "scalar" in family.tasks]
-
-
-def last_tokens(batch: RaggedBatch) -> Tensor:
-    """The last token of each document, which saw the whole text."""
-    return batch.ragged.last
-
-
-# Pairs
-
-
-def pair_cost(scores: Tensor, batch: PairBatch, theta: float, center_coef: float) -> Tensor:
-    """Bradley-Terry cost of each pair, plus `center_penalty`, [B]; scores: the chosen ones, then the rejected, [2B]."""
-    chosen, rejected = scores.chunk(2)
-    cost = bradley_terry_loss(chosen, rejected, batch.margins)
-    return cost + center_coef * center_penalty(chosen, rejected) if center_coef else cost
-
-
-def measure_pairs(scores: Tensor, batch: PairBatch) -> Measured:
-    """Accuracy, ties, margin, and the mean score of the two."""
-    chosen, rejected = scores.chunk(2)
-    lead = (chosen - rejected).detach()
-    sums = preference_metrics(lead) | {"score": (chosen + rejected).detach().sum() / 2}
-    return Measured(sums, {}, (lead > 0).float() + (lead == 0).float() / 2)
-
-
-# Groups of K responses
-
-
-def ranking_cost(
-    loss: Callable[..., Tensor], scores: Tensor, batch: RankedBatch, theta: float, center_coef: float
-) -> Tensor:
-    """Cost of each prompt's group by `loss`, plus the centering of its pairs, [B]."""
-    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
-    options: dict[str, object] = {}
-    if loss is rao_kupper_loss:
-        options["theta"] = theta
-    elif loss is ranking_loss:
-        options["margin"] = batch.margins
-    cost = loss(rows, ranks, mask=mask, **options)
-    return cost + center_coef * center_scores_penalty(rows, mask) if center_coef else cost
-
-
-def group_metrics(scores: Tensor, batch: RankedBatch) -> Measured:
-    """Accuracy, ties and margin over ordered pairs, top-1 accuracy over prompts, and each prompt's mean score."""
-    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
-    score = (rows.detach().float().sum(1) / mask.sum(1)).sum()
-    return Measured({"score": score}, ordered_pair_metrics(rows, ranks, mask), prompt_accuracy(rows, ranks, mask))
-
-
-# Steps
-
-
-def step_cost(scores: Tensor, batch: StepBatch, theta: float, center_coef: float) -> Tensor:
-    """Cross-entropy of each step's label, [S]."""
-    return step_loss(scores, batch.labels)
-
-
-def measure_steps(scores: Tensor, batch: StepBatch) -> Measured:
-    """Accuracy and ties over steps, the share of steps that are labeled right, and the mean score."""
-    scores = scores.detach()
-    sums = step_metrics(scores, batch.labels) | {"score": scores.float().sum()}
-    return Measured(sums, {}, torch.where(scores == 0, 0.5, ((scores > 0) == batch.labels).float()))
-
-
-def _groups(loss: Callable[..., Tensor], tokenize: Tokenize, encode: Tokenize) -> Objective:
-    return Objective(
-        "rankings", tokenize, encode, collate_rankings, last_tokens, partial(ranking_cost, loss), group_metrics
-    )
-
-
+RANKED = Objective("rankings", tokenize_ordered_rankings, encode_ordered_rankings, collate_rankings)
 OBJECTIVES: dict[RewardLoss, Objective] = {
-    "bradley_terry": Objective(
-        "comparisons", tokenize_comparisons, encode_comparisons, collate_pairs, last_tokens, pair_cost, measure_pairs
-    ),
-    "ranking": _groups(ranking_loss, tokenize_ordered_rankings, encode_ordered_rankings),
-    "plackett_luce": _groups(plackett_luce_loss, tokenize_ordered_rankings, encode_ordered_rankings),
-    "rao_kupper": _groups(rao_kupper_loss, tokenize_rankings, encode_rankings),
-    "steps": Objective(
-        "steps", tokenize_steps, None, collate_steps, lambda batch: batch.ends, step_cost, measure_steps
-    ),
+    "bradley_terry": Objective("comparisons", tokenize_comparisons, encode_comparisons, collate_pairs),
+    "ranking": RANKED,
+    "plackett_luce": RANKED,
+    "rao_kupper": Objective("rankings", tokenize_rankings, encode_rankings, collate_rankings),
+    "steps": Objective("steps", tokenize_steps, None, collate_steps),
 }
 
 
 def objective_loss_fn(
     model: Model,
-    objective: Objective,
+    loss: RewardLoss,
     *,
     center_coef: float = 0.0,
     theta: float = 2.0,
-    bootstrap: "Bootstrap | None" = None,
+    bootstrap: Callable[[Sequence[str]], Tensor] | None = None,
     is_encoder: bool = False,
     sources: Sources = ONE_SOURCE,
 ) -> LossFn:
-    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts."""
+    """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts.
+
+    A decoder's scores are read at the last token of each document, which saw the whole text, or at the end of each step.
+
+    Args:
+        model: called on a batch, also an ensemble of k members.
+        loss: see `RewardConfig`.
+        center_coef: weight of the penalty on scores away from 0.
+        theta: of rao_kupper.
+        bootstrap: row ids -> weight of each row for each member, [rows, k]; None: all count alike.
+        is_encoder: True where the model gives one score per document, whatever is read.
+        sources: told apart in metrics, and weighed.
+    """
 
     def loss_fn(batch: RaggedBatch) -> LossSum:
         ragged: Ragged = with_segments(batch.ragged) if is_encoder else batch.ragged
+        read_at = batch.ends if isinstance(batch, StepBatch) else batch.ragged.last
         # A decoder's last layer then computes these tokens alone; an encoder gives a score per document anyway.
-        output = model(batch=ragged) if is_encoder else model(batch=ragged, tokens=objective.read_at(batch))
+        output = model(batch=ragged) if is_encoder else model(batch=ragged, tokens=read_at)
         scores = document_scores(output)  # [D, k]
-        costs = torch.stack([objective.cost(one, batch, theta, center_coef) for one in scores.unbind(-1)], -1)
+        members = [cost_of(loss, one, batch, theta=theta, center_coef=center_coef) for one in scores.unbind(-1)]
+        costs = torch.stack(members, -1)
         if bootstrap is not None:
-            costs = costs * bootstrap.counts(counted_rows(batch)).to(costs.device)
-        sums, means, accuracy = objective.measure(scores.mean(-1), batch)
+            costs = costs * bootstrap(counted_rows(batch)).to(costs.device)
+        sums, means, accuracy = measure(scores.mean(-1).detach(), batch)
         if scores.shape[-1] > 1:
             deviation = scores.detach().std(-1, correction=0)
             means = means | {"spread": (deviation.sum(), deviation.new_tensor(float(len(deviation))))}
-        loss = sources.loss_sum(costs.mean(-1), batch, sums, accuracy=accuracy)
-        return replace(loss, means=means | loss.means)
+        total = sources.loss_sum(costs.mean(-1), batch, sums, accuracy=accuracy)
+        return replace(total, means=means | total.means)
 
     return loss_fn
+
+
+def cost_of(loss: RewardLoss, scores: Tensor, batch: RaggedBatch, *, theta: float, center_coef: float) -> Tensor:
+    """Cost of each pair, each prompt's group of K responses or each step of a batch, [B], centering included.
+
+    Args:
+        scores: what was read, [D]; of pairs the chosen ones, then the rejected.
+    """
+    if isinstance(batch, StepBatch):
+        return step_loss(scores, batch.labels)
+    if isinstance(batch, PairBatch):
+        chosen, rejected = scores.chunk(2)
+        cost = bradley_terry_loss(chosen, rejected, batch.margins)
+        return cost + center_coef * center_penalty(chosen, rejected) if center_coef else cost
+    assert isinstance(batch, RankedBatch)
+    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
+    if loss == "ranking":
+        cost = ranking_loss(rows, ranks, mask=mask, margin=batch.margins)
+    elif loss == "plackett_luce":
+        cost = plackett_luce_loss(rows, ranks, mask=mask)
+    else:
+        cost = rao_kupper_loss(rows, ranks, mask=mask, theta=theta)
+    return cost + center_coef * center_scores_penalty(rows, mask) if center_coef else cost
+
+
+def measure(scores: Tensor, batch: RaggedBatch) -> Measured:
+    """Metrics of a batch by the mean scores of the members, [D], without gradient.
+
+    Accuracy and ties of pairs, ordered pairs or steps, their margin, top-1 accuracy of groups, and the mean score.
+    """
+    if isinstance(batch, StepBatch):
+        sums = step_metrics(scores, batch.labels) | {"score": scores.float().sum()}
+        return Measured(sums, {}, torch.where(scores == 0, 0.5, ((scores > 0) == batch.labels).float()))
+    if isinstance(batch, PairBatch):
+        chosen, rejected = scores.chunk(2)
+        lead = chosen - rejected
+        sums = preference_metrics(lead) | {"score": (chosen + rejected).sum() / 2}
+        return Measured(sums, {}, (lead > 0).float() + (lead == 0).float() / 2)
+    assert isinstance(batch, RankedBatch)
+    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
+    score = (rows.float().sum(1) / mask.sum(1)).sum()
+    return Measured({"score": score}, ordered_pair_metrics(rows, ranks, mask), prompt_accuracy(rows, ranks, mask))
 
 
 def counted_rows(batch: RaggedBatch) -> list[str]:
@@ -235,33 +197,23 @@ def counted_rows(batch: RaggedBatch) -> list[str]:
     return [row_ids[row] for row in batch.rows.tolist()]
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Weights of each row for each member of an ensemble: Poisson(1) numbers, fixed by (seed, member, row id).
+def bootstrap_counts(row_ids: Sequence[str], seed: int, members: int) -> Tensor:
+    """Weights of each row for each member of an ensemble: Poisson(1) numbers, fixed by (seed, member, row id); [rows, k].
 
     As many rows as there are, drawn with replacement, have such counts where rows are many. Nothing is drawn at run time,
     so batches, ranks and resumption change nothing.
 
-    Attributes:
-        seed: of the run.
-        members: k.
-
     Source: Oza and Russell 2001, "Online bagging and boosting", section 2.
     """
+    return torch.tensor([[_poisson(f"{seed}:{member}:{row}") for member in range(members)] for row in row_ids])
 
-    seed: int
-    members: int
 
-    def counts(self, row_ids: Sequence[str]) -> Tensor:
-        """[rows, k], float32."""
-        return torch.tensor([[self._count(member, row) for member in range(self.members)] for row in row_ids])
-
-    def _count(self, member: int, row_id: str) -> float:
-        digest = hashlib.blake2b(f"{self.seed}:{member}:{row_id}".encode(), digest_size=8).digest()
-        uniform = int.from_bytes(digest, "big") / 2**64
-        count, probability = 0, math.exp(-1)
-        while uniform >= probability and count < 16:
-            uniform -= probability
-            count += 1
-            probability /= count
-        return float(count)
+def _poisson(key: str) -> float:
+    """A Poisson(1) number that is always the same for a key."""
+    uniform = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+    count, probability = 0, math.exp(-1)
+    while uniform >= probability and count < 16:
+        uniform -= probability
+        count += 1
+        probability /= count
+    return float(count)

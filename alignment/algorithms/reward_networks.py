@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -23,9 +23,15 @@ from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.calibration import Calibration, fit_calibration
 from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
-from alignment.reward_model.model import AdapterEnsemble, Encoded, RewardModel, score_encoded
+from alignment.reward_model.model import (
+    AdapterEnsemble,
+    Calibration,
+    Encoded,
+    RewardModel,
+    fit_calibration,
+    score_encoded,
+)
 from alignment.settings import Settings
 from alignment.training import Engine, TrainingConfig
 from alignment.training.distributed import launched_kind
@@ -127,7 +133,7 @@ def _save_ensemble(
     """The members as adapters in a folder each."""
     from alignment.adapters.attach import adapter_state, save_adapter
 
-    members = ensemble.models
+    members: list[Any] = list(ensemble.members)
     names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}
 
     def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -195,16 +201,12 @@ def reference_texts(config: NormalizeConfig, rows: Sequence[Example]) -> list[En
     """
     wanted = min(len(rows), -(-config.samples // len(rows[0].documents)))
     found = [rows[number * len(rows) // wanted] for number in range(wanted)]
-    texts = [text for row in found for text in encoded_documents(row)]
+    # An encoder's segments are the masks of its texts.
+    masked = [pair for row in found for pair in zip(row.documents, row.masks, strict=True)]
+    texts = [Encoded(ids, [int(second) for second in mask]) for ids, mask in masked]
     if len(texts) < 2:
         raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
     return texts[: config.samples]
-
-
-def encoded_documents(row: Example) -> list[Encoded]:
-    """The documents of an example; an encoder's segments are the masks of its texts."""
-    masks = zip(row.documents, row.masks, strict=True)
-    return [Encoded(ids, [int(second) for second in mask]) for ids, mask in masks]
 
 
 def measure_reference(

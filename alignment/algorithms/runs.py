@@ -62,16 +62,6 @@ class RunConfig(Protocol):
     def training(self) -> TrainingConfig: ...
 
 
-class RowsConfig(Protocol):
-    """The settings of a stage whose rows may enter a chat template."""
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-
 @contextmanager
 def open_run(
     config: RunConfig,
@@ -144,11 +134,11 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def read_split(
-    config: RowsConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
+    config: RunConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
 ) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run."""
     read = partial(read_examples, config.data, kind, tokenizer, run)
-    read = partial(read, preparation=preparation, chat_template=config.chat_template)
+    read = partial(read, preparation=preparation, chat_template=getattr(config, "chat_template", None))
     return read(), read("evaluation") if config.data.evaluates else []
 
 
@@ -192,46 +182,29 @@ def prepare_training(
 ) -> tuple[Engine, "Stream[Row] | StreamedOrder[Row]"]:
     """The engine that trains a model over the run's updates, and the examples in the run's order.
 
-    The types and bytes of the model's weights are noted in the run.
-
-    The last batch of the last epoch may be smaller.
+    The types and bytes of the model's weights are noted in the run. The last batch of the last epoch may be smaller.
     """
     run.note(describe_weights(model))
     training = config.training
     if config.data.streaming:
-        streamed = _streamed(model, config, examples, run)
+        from alignment.data.streaming import StreamedOrder, StreamedRows
+
+        if not isinstance(examples, StreamedRows):
+            raise UserError(NO_STREAMING)
+        check = partial(check_rows, model, max_length=config.data.max_length)  # each window, when it is read
+        size, seed = training.batch_size, training.seed
+        streamed = StreamedOrder(examples, batch_size=size, seed=seed, check=check, note=run.note)
         return Engine(model, config.optim, training, total_steps=training.steps(0)), streamed
-    stream = stream_of(
-        config.data,
-        examples,
-        batch_size=training.batch_size,
-        seed=training.seed,
-        epochs=training.epochs if training.max_steps is None else None,
-    )
+    epochs = training.epochs if training.max_steps is None else None
+    stream = stream_of(config.data, examples, batch_size=training.batch_size, seed=training.seed, epochs=epochs)
     total_steps = training.steps(stream.epoch_length)
     for line in describe_mixture(config.data, stream, total_steps):
         run.note(line)
     if run.is_main and config.data.logs_sources:
-        shares = source_shares(config.data, stream, total_steps)
-        write_json(run.output / "sources.json", shares)
+        write_json(run.output / "sources.json", source_shares(config.data, stream, total_steps))
     return Engine(model, config.optim, training, total_steps=total_steps), stream
 
 
-def _streamed(model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run) -> "StreamedOrder[Row]":
-    """The examples of a run over streamed rows, each window checked against the model's positions when it is read."""
-    from alignment.data.streaming import StreamedOrder, StreamedRows
-
-    if not isinstance(examples, StreamedRows):
-        raise UserError(NO_STREAMING)
-    check = partial(check_rows, model, max_length=config.data.max_length)
-    training = config.training
-    return StreamedOrder(examples, batch_size=training.batch_size, seed=training.seed, check=check, note=run.note)
-
-
 def sources_of(data: DataConfig) -> Sources:
-    """The data sources that metrics tell apart and losses weigh, as a data config names them."""
-    weights = tuple(data.loss_weights)
-    return Sources(
-        tuple(data.source_names) if data.logs_sources else (),
-        weights if len(set(weights)) > 1 else (),  # equal weights leave every mean as it is
-    )
+    """The data sources that metrics tell apart, as a data config names them."""
+    return Sources(tuple(data.source_names) if data.logs_sources else ())

@@ -1,6 +1,9 @@
-"""Supervised fine-tuning (SFT): next-token loss on the response, or on prompt and response."""
+"""Supervised fine-tuning (SFT): next-token loss on the response, or on prompt and response.
 
-from dataclasses import dataclass, field
+Pretraining and the text beside PPO have the same loss function.
+"""
+
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +11,6 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import Role, load_policy, note_memory, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.algorithms.samples import SamplesConfig, response_writer
@@ -17,10 +19,13 @@ from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
+from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
+from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings, refusal
-from alignment.training import OptimConfig, TrainingConfig, fit
+from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.training.terms import ONE_SOURCE, Sources
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,36 @@ def run(config: SFTConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
-        sources = sources_of(config.data)
         fit(
-            engine, stream, sources.weighted(collate_whole if config.loss_on == "all" else collate),
-            language_loss_fn(engine.model, sources, config.token_loss),
+            engine, stream, collate_whole if config.loss_on == "all" else collate,
+            language_loss_fn(engine.model, sources_of(config.data), config.token_loss),
             training=config.training, run=run, held_out=held_out, save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
         )  # fmt: skip
         return run.output / "model"
+
+
+def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_loss: TokenLoss | None = None) -> LossFn:
+    """Return the loss function of a language model: -log p(token), summed over the batch's targets.
+
+    The metric `perplexity` is the exponential of its mean. Mixtures of experts add their load-balancing loss, times the
+    weight of the targets.
+
+    Args:
+        model: called on a batch.
+        sources: told apart in metrics, and weighed.
+        token_loss: label smoothing and z-loss; -log p(token) itself is then the metric `nll`.
+    """
+
+    def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
+        output = model(batch=batch) if token_loss is None else model(batch=batch, token_loss=token_loss)
+        nll = -output.log_probs if token_loss is None else -output.log_probs.detach()
+        losses, sums = (nll, {}) if output.losses is None else (output.losses, {"nll": nll.sum()})
+        loss = sources.loss_sum(losses, batch, sums, perplexity=nll)
+        means = loss.means | {"perplexity": (nll.detach().sum(), nll.new_tensor(float(len(nll))))}
+        if output.balance is None:
+            return replace(loss, means=means)
+        balance = output.balance * batch.weight
+        return LossSum(loss.total + balance, {**loss.metrics, "balance_loss": balance}, means)
+
+    return loss_fn

@@ -51,30 +51,23 @@ class Recorded(NamedTuple):
 
 
 @torch.no_grad()
-def attention_maps(
-    model: NativeModel | ExternalModel, ids: Sequence[int], segments: Sequence[int] | None = None
-) -> list[Tensor]:
+def attention_maps(model: NativeModel | ExternalModel, ids: Sequence[int]) -> list[Tensor]:
     """Attention weights of a decoder or an encoder on one document, without dropout.
 
     Args:
         model: a model with one trunk, ours or transformers'.
         ids: tokens of the document, T of them.
-        segments: sentence of each token, 0 or 1, for an encoder that tells them apart.
 
     Returns:
         One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or
         soft prompt of the model's own takes; what cannot be seen is exactly 0.
     """
     if isinstance(model, ExternalModel):
-        inputs = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
-        return _given(_output_of(model, input_ids=torch.tensor([list(ids)]), **inputs), "attentions")
-    batch = Ragged.build([ids])
-    if segments is not None:
-        batch = replace(batch, segments=torch.tensor(list(segments)))
+        return _given(_output_of(model, input_ids=torch.tensor([list(ids)])), "attentions")
     trunk = model.get_submodule("trunk")
     assert isinstance(trunk, Transformer)
     with evaluation_mode(model), recorded(trunk) as maps:
-        read = model.read(trunk, batch.to(trunk.embed.weight.device), prefix=model.active_prefix())
+        read = model.read(trunk, Ragged.build([ids]).to(trunk.embed.weight.device), prefix=model.active_prefix())
     before = len(read.batch.tokens) - len(ids)  # of a soft prompt
     return [weights[:, before:, before:] for weights in maps.own]
 

@@ -68,9 +68,6 @@ def write_attention(
         layers: which to show, from 0; None: all.
         targets: of an encoder-decoder, what its decoder reads for each text; none: what it writes itself, greedily, up to
             32 tokens.
-
-    Raises:
-        UserError: no such model or layer; a text that is empty or longer than 128 tokens.
     """
     loaded, tokenizer = load_any(model), load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)

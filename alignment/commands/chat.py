@@ -17,13 +17,7 @@ HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a r
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """The sampling of replies, and the system message.
-
-    Attributes:
-        temperature, top_p: as `SamplingConfig`'s.
-        seed: None: other replies each time.
-        system: message before the dialogue; None: none.
-    """
+    """The sampling of replies, and the system message before the dialogue; without a seed, other replies each time."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -32,11 +26,7 @@ class ChatSettings:
 
 
 def chat_in_terminal(config: ServeConfig, settings: ChatSettings) -> None:
-    """Read messages and write replies until the input ends.
-
-    Raises:
-        UserError: no such model, or one without a chat template.
-    """
+    """Read messages and write replies until the input ends."""
     if load_tokenizer(config.model, config.chat_template).chat_template is None:
         raise UserError(
             f"{config.model}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), "
@@ -64,11 +54,7 @@ def chat_in_terminal(config: ServeConfig, settings: ChatSettings) -> None:
 
 
 def reply(served: ServedModel, thread: ModelThread, messages: Messages, settings: ChatSettings) -> str:
-    """Write a reply as it comes, and return it; Ctrl-C ends it where it is.
-
-    Raises:
-        BadRequest: the dialogue does not fit the model, or the model could not answer.
-    """
+    """Write a reply as it comes, and return it; Ctrl-C ends it where it is."""
     asked = ChatBody(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
     arrived: queue.SimpleQueue[TokenEvent | BadRequest] = queue.SimpleQueue()
     cancel = thread.submit(served.requests(asked, [served.prompt_ids(messages)]), [arrived.put])

@@ -54,14 +54,10 @@ def generate_responses(
     raw: bool = False,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> list[dict[str, Any]]:
-    """One row per prompt: prompt, response, token_ids, log_probs, ended.
+    """One row per prompt (texts, or the name of a file): prompt, response, token_ids, log_probs, ended.
 
     log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits processors.
-
-    Args:
-        prompts: texts, or the name of a file of prompts.
-        overrides: settings of `GenerateConfig`, as key=value.
-        raw: do not apply the model's chat template; with the template a text is one user message.
+    `raw`: do not apply the model's chat template; with the template a text is one user message.
     """
     settings = asdict(build(GenerateConfig, override(SourcedYaml({}), overrides)))
     written: list[Any] = list(prompts)

@@ -23,11 +23,7 @@ FIRST_BYTE = len(SPECIAL)  # then one token for each byte
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Hugging Face config and tensors of a llama2.c file.
-
-    Raises:
-        UserError: the file's size is not what its header asks for.
-    """
+    """Hugging Face config and tensors of a llama2.c file."""
     data = path.read_bytes()
     if len(data) < 28:
         raise UserError(f"{path}: {len(data)} bytes is too short for a llama2.c header")
@@ -81,11 +77,7 @@ def half_split(weight: Tensor, heads: int) -> Tensor:
 
 
 def read_tokenizer(path: Path, vocabulary: int) -> list[tuple[str, float]]:
-    """(piece, score) of every token; a space is written as sentencepiece does.
-
-    Raises:
-        UserError: the file ends early, or its special and byte tokens are not where Llama has them.
-    """
+    """(piece, score) of every token; a space is written as sentencepiece does."""
     data = path.read_bytes()
     pieces: list[tuple[str, float]] = []
     at = 4  # after the longest token's length
@@ -164,11 +156,7 @@ class ImportConfig:
 
 
 def run_import(config: ImportConfig) -> Path:
-    """Write `output/model` and return it.
-
-    Raises:
-        UserError: a file that is missing or no llama2.c export.
-    """
+    """Write `output/model` and return it."""
     for name in (config.checkpoint, config.tokenizer):
         if not Path(name).is_file():
             raise UserError(f"{name}: no such file")

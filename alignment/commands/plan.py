@@ -32,11 +32,8 @@ def plan_config(
     """The plan of a config.
 
     Args:
-        source: path of a YAML file, or a packaged name such as `sft/tiny`.
         gpus: number of GPUs; None: that of the launch file, or one device.
         gpu_memory: of one GPU, 10^9 bytes; None: that of the GPU here, if there is one.
-        launch: Accelerate's launch file.
-        stage: of the config, where its name and keys do not tell.
         tflops: the device's peak rate; None: from a table, or measured.
     """
     file = find_packaged(source, "configs")

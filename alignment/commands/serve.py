@@ -52,17 +52,16 @@ def serve_model(
     """Serve a model until a signal comes.
 
     Args:
-        host: address to listen at.
         port: 0 takes a free one, which is printed.
         allow_remote: `host` may be an address that other machines reach.
         key_variable: environment variable with the key that clients have to send as a bearer token; None: no key.
-
-    Raises:
-        UserError: starlette or uvicorn is missing, an address that other machines reach or that is in use, no key in the
-            environment, no such model.
     """
     require_extra()
-    key = read_key(key_variable)
+    if key_variable is not None and not os.environ.get(key_variable):
+        raise UserError(
+            f"--api-key-env {key_variable}: the environment has no such variable; set it, or leave the option out"
+        )
+    key = os.environ[key_variable] if key_variable is not None else None
     remote = not is_loopback(host)
     if remote and not allow_remote:
         raise UserError(
@@ -135,17 +134,6 @@ def require_extra() -> None:
     """Raise UserError where starlette or uvicorn is missing."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
-
-
-def read_key(variable: str | None) -> str | None:
-    """The key that clients have to send; UserError where the environment has no such variable."""
-    if variable is None:
-        return None
-    if not (key := os.environ.get(variable)):
-        raise UserError(
-            f"--api-key-env {variable}: the environment has no such variable; set it, or leave the option out"
-        )
-    return key
 
 
 def is_loopback(host: str) -> bool:

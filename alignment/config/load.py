@@ -22,18 +22,14 @@ LARGEST, SMALLEST = 2**63 - 1, 1e-30  # int64, and what float32 divides by witho
 
 
 def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check: Check | None = None) -> T:
-    """A config from a file, with overrides applied.
+    """A config from a file, with overrides applied; every problem at once, one line each: `file:line: key: why; way out`.
 
     `${configs}` in it is the folder of packaged configs, `${data}` that of real data.
 
     Args:
-        cls: the config's dataclass.
         source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins.
         overrides: `dotted.key=value`, each value read as YAML.
         check: see `build`.
-
-    Raises:
-        UserError: every problem at once, one line each: `file:line: key: why; way out`.
     """
     path = find_packaged(source, "configs")
     code_folders[:] = [path.parent]
@@ -48,15 +44,10 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
 
 
 def find_packaged(name: str, kind: str) -> Path:
-    """The file at a path, or the packaged file of that name; a path wins.
+    """The file at a path, or the packaged file of that name.
 
-    Args:
-        name: what the user wrote.
-        kind: `configs` (names are `stage/variant`), `launch` (Accelerate's launch files, `launch/zero3`) or `recipes`
-            (names are those of folders with a recipe.yaml).
-
-    Raises:
-        UserError: there is neither; the message suggests names.
+    `kind` is `configs` (names are `stage/variant`), `launch` (Accelerate's launch files, `launch/zero3`) or `recipes` (names
+    are those of folders with a recipe.yaml).
     """
     given = Path(name)
     if given.is_file():
@@ -106,13 +97,7 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
     """Return the config in a document; every key is known, every type and limit right, no two values contradict.
 
     A value stands in for each wrong one, so that the sections around it can be made and asked for contradictions; those
-    that read a value that stands in are not named.
-
-    Args:
-        check: finds what else is wrong with a config, such as files that are not there.
-
-    Raises:
-        UserError: every problem at once.
+    that read a value that stands in are not named. `check` finds what else is wrong, such as files that are not there.
     """
     values = json.loads(json.dumps({} if document.values is None else document.values, default=str))
     problems, replaced = dict(_numbers_out_of_range(values)), set[Key]()
@@ -139,7 +124,6 @@ def _within(key: Key, sections: Iterable[Key]) -> bool:
 
 
 def _validate(cls: type[T], values: object) -> tuple[T | None, list[tuple[Key, str]]]:
-    """Return the config of these values, not yet asked for contradictions, or all keys of a wrong type or out of limits."""
     from pydantic import ValidationError
 
     try:

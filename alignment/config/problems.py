@@ -100,9 +100,7 @@ def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") 
 def fill_placeholder(cls: type, values: object, key: Key) -> Key | None:
     """Let another value stand in for a wrong or missing one: the default, or a value of its type that means nothing.
 
-    Returns:
-        The key; that of the whole list for an item of one, as without it the others would change places. None where
-        nothing can stand in.
+    Returns the key (of a list's item, that of the list: the others would change places); None where nothing can stand in.
     """
     while key and isinstance(key[-1], int):
         key = key[:-1]

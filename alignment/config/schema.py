@@ -142,11 +142,7 @@ def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
 def describe_keys(cls: type, stage: str, width: int, topic: str | None = None) -> str:
     """Describe the packaged configs of a stage and keys of its config class, in lines at most `width` wide.
 
-    Args:
-        topic: None: the required keys and `FIRST`, a line each. `all`: every key. Else the key or section of that name.
-
-    Raises:
-        UserError: there is no such key.
+    `topic` None: the required keys and `FIRST`, a line each. `all`: every key. Else the key or section of that name.
     """
     keys = config_keys(cls)
     if topic not in (None, "all"):

@@ -10,6 +10,7 @@ Settings count unless they are known not to matter, so that a new one counts fro
 import dataclasses
 import functools
 import json
+import math
 import os
 import tempfile
 import time
@@ -38,20 +39,13 @@ WITHOUT_EFFECT = frozenset(
         "temperature", "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
     }
 )  # fmt: skip
-WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})
+WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "max_rows"})
 ORIGIN = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the cache, whole and checked.
-
-    Attributes:
-        directory: of its files.
-        manifest: what was written with them.
-        cached: True where it was there already.
-        notes: that a damaged entry was replaced.
-    """
+    """One entry of the cache, whole and checked; `cached`: it was there already; `notes`: a damaged one was replaced."""
 
     directory: Path
     manifest: Mapping[str, Any]
@@ -63,9 +57,6 @@ def get_entry(cache: Path, key: str, make: Callable[[Path], Mapping[str, Any]]) 
     """The entry of a key; `make` fills its directory and returns its manifest where it is missing or damaged.
 
     Of several processes that ask for it, one makes it.
-
-    Raises:
-        UserError: the cache cannot be written.
     """
     directory, notes = cache / "entries" / key, ()
     lock = FileLock(cache / "locks" / key)
@@ -117,13 +108,12 @@ def table_key(
     source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None
 ) -> str:
     """The key of one source's prepared rows; `name` is that of the preparation."""
-    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}
-    own = {key: value for key, value in dataclasses.asdict(source).items() if key not in WITHOUT_EFFECT_OF_A_SOURCE}
+    settings, own = dataclasses.asdict(config), dataclasses.asdict(source)
     parts = {
         "preparation": name,
         "rows": content_of(source),
-        "source": own,
-        "settings": settings,
+        "source": {key: value for key, value in own.items() if key not in WITHOUT_EFFECT_OF_A_SOURCE},
+        "settings": {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT},
         "max_rows": max_rows,
         "tokenizer": tokenizer_hash(tokenizer),
         "code": preparation_code_hash(),
@@ -164,7 +154,7 @@ def preparation_code_hash() -> str:
 
 
 class Listed(NamedTuple):
-    """An entry with its size and the times, in seconds since 1970, when it was made and last opened."""
+    """An entry of the cache, and how many days ago it was made and last opened; kind "damaged" where it is."""
 
     key: str
     kind: str
@@ -172,28 +162,24 @@ class Listed(NamedTuple):
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
-    created: float = 0.0
-    used: float = 0.0
+    made: float = math.inf
+    used: float = math.inf
 
 
-def list_entries(cache: Path, older_than: float | None = None) -> list[Listed]:
-    """The entries of a cache, the one used last first; damaged ones with kind "damaged".
-
-    Args:
-        older_than: only those last used more than this many days ago; None: all.
-    """
+def list_entries(cache: Path, older_than: float = 0.0) -> list[Listed]:
+    """The entries that were last used this many days ago or before, the one used last first."""
     found = [_listed(path) for path in (cache / "entries").glob("[!.]*")]
-    oldest = time.time() - (older_than or 0) * 86400
-    return sorted((entry for entry in found if entry.used <= oldest), key=lambda entry: -entry.used)
+    return sorted((entry for entry in found if entry.used >= older_than), key=lambda entry: entry.used)
 
 
 def _listed(directory: Path) -> Listed:
     size = sum(path.stat().st_size for path in directory.glob("*"))
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        rows, tokens, created = manifest["rows"], manifest["tally"]["tokens"], manifest["created"]
-        used = (directory / MANIFEST).stat().st_mtime
-        return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
+        times = manifest["created"], (directory / MANIFEST).stat().st_mtime
+        rows, tokens = manifest["rows"], manifest["tally"]["tokens"]
+        ages = ((time.time() - moment) / 86400 for moment in times)
+        return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, *ages)
     except DAMAGE:
         return Listed(directory.name, "damaged", bytes=size)
 
@@ -206,11 +192,10 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
 
     Args:
         directory: of the cache; None: the default one.
-        clear: delete the entries.
-        older_than: only those last used more than this many days ago; None: all.
+        older_than: only entries last used more than this many days ago; None: all.
     """
     cache = cache_directory(directory)
-    entries, lines = list_entries(cache, older_than), list[str]()
+    entries, lines = list_entries(cache, older_than or 0.0), list[str]()
     if clear:
         for entry in list(entries):
             try:
@@ -220,17 +205,11 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
                 entries.remove(entry)
                 lines.append(f"left {entry.key}: a process is preparing it")
     elif entries:
-        cells = [
-            ("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used"),
-            *map(_cells, entries),
-        ]
+        cells = [("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used")]
+        for *names, rows, tokens, size, made, used in entries:
+            cells += [(*names, f"{rows:,}", f"{tokens:,}", f"{size / 1e6:.1f}", f"{made:.1f}", f"{used:.1f}")]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     size = sum(entry.bytes for entry in entries) / 1e6
     count = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {size:.1f} MB"
     return [*lines, f"{cache}: {'deleted ' if clear else ''}{count}"]
-
-
-def _cells(entry: Listed) -> tuple[str, ...]:
-    ages = (f"{(time.time() - moment) / 86400:.1f}" for moment in (entry.created, entry.used))
-    return *entry[:3], f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.bytes / 1e6:.1f}", *ages

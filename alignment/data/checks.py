@@ -46,6 +46,7 @@ SKIPPED = (  # reasons to leave out a row that is no bad one
     NO_RANKED_REPLIES,
     NO_STEPS,
 )
+LITERAL = "literal "  # before a control string that rows hold as text
 LOST = (EMPTY, EQUAL, FEW_RESPONSES, NO_STEP)  # reasons to drop a row for its tokens
 
 
@@ -289,20 +290,6 @@ class Finding:
     name: str = ""
 
 
-class CountTable(dict[Any, tuple[int, list[str]]]):
-    """Number of rows by what is counted, and the first few of them; a row of a sample counts for several."""
-
-    def add(self, key: object, number: int, first: list[str]) -> None:
-        """Count rows, the first of which have these names."""
-        before, names = self.get(key, (0, []))
-        self[key] = before + number, (names + first)[:SHOWN_IDS]
-
-    def merge(self, other: "CountTable") -> None:
-        """Add counts of later rows."""
-        for key, (number, first) in other.items():
-            self.add(key, number, first)
-
-
 class Checks:
     """Unusual rows of one source, and unusual tokens of theirs.
 
@@ -311,7 +298,6 @@ class Checks:
     and the numbers estimates.
 
     Args:
-        kind: of the rows.
         tokenizer: that makes the tokens; None: rows are checked as text alone.
         weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
             are looked for among the contents of which one hash in this many is a multiple of it.
@@ -322,7 +308,7 @@ class Checks:
         self.weight = weight
         self.special = None if tokenizer is None else SpecialTokens.of(tokenizer)
         self.rows = 0
-        self.counts = {name: CountTable() for name in ("faults", "control strings")}
+        self.faults: dict[str, tuple[int, list[str]]] = {}  # number of rows, the first of them; `LITERAL` strings too
         self.seen: dict[str, Counter[Any]] = {name: Counter() for name in ("rows", "preferences", "responses")}
         self.sums: Counter[str] = Counter()  # of pairs: number, longer, difference of lengths; of labels: number, yes
 
@@ -340,16 +326,20 @@ class Checks:
         for example in examples if self.special is not None else ():
             for fault in TOKEN_FAULTS if self._draws(example.row_id) else ():
                 if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.special):
-                    self.counts["faults"].add(fault.name, self.weight, [example.row_id])
+                    self._count(fault.name, self.weight, [example.row_id])
 
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
         self.rows += other.rows
-        for name, counts in other.counts.items():
-            self.counts[name].merge(counts)
+        for name, (number, first) in other.faults.items():
+            self._count(name, number, first)
         for name, seen in other.seen.items():
             self.seen[name].update(seen)
         self.sums.update(other.sums)
+
+    def _count(self, name: str, number: int, first: list[str]) -> None:
+        before, names = self.faults.get(name, (0, []))
+        self.faults[name] = before + number, (names + first)[:SHOWN_IDS]
 
     def _draws(self, row_id: str) -> bool:
         """True for the one row in `weight` whose texts and tokens are checked."""
@@ -360,13 +350,13 @@ class Checks:
         weight, names = self.weight, [row.record.row_id]
         for fault in FAULTS:
             if fault.found(row):
-                self.counts["faults"].add(fault.name, weight, names)
+                self._count(fault.name, weight, names)
         self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:
             ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
             for string in self.special.control_strings:
                 if any(string in text for text in (row.prompt, *ended)):
-                    self.counts["control strings"].add(string, weight, names)
+                    self._count(LITERAL + string, weight, names)
         labels = row.record.labels if isinstance(row.record, Steps) else ()
         if isinstance(row.record, LabeledResponse):
             labels = (row.record.desirable,)
@@ -393,7 +383,7 @@ class Checks:
 
     def _rows_with_faults(self, counts: Tally) -> Iterator[Finding]:
         for fault in (*FAULTS, *TOKEN_FAULTS):
-            number, first = self.counts["faults"].get(fault.name, (0, []))
+            number, first = self.faults.get(fault.name, (0, []))
             if fault.name == "no stop token":  # a response that was cut lacks its stop token for that
                 number -= sum(cut for what, cut in counts.cut.items() if what.startswith("response"))
             untold = fault.untold and (self.rows < LEAST_ROWS or number <= fault.untold * self.rows)
@@ -401,9 +391,10 @@ class Checks:
                 level = fault.level if number > fault.share * self.rows else "note"
                 about = "" if self.weight == 1 else "about "
                 yield Finding(level, f"{about}{number} rows {fault.says} ({', '.join(first)})", fault.name)
-        for string, (number, _) in self.counts["control strings"].items():
-            text = f"{number} rows hold {string!r} in their text; it is read as text, not as a token"
-            yield Finding("warning", text, "control strings")
+        for name, (number, _) in self.faults.items():
+            if name.startswith(LITERAL):
+                text = f"{number} rows hold {name.removeprefix(LITERAL)!r} in their text; it is read as text, not as a token"
+                yield Finding("warning", text, "control strings")
 
     def _similar_rows(self) -> Iterator[Finding]:
         rows = self.seen["rows"]

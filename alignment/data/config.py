@@ -39,9 +39,6 @@ class SourceConfig(Settings):
         columns: our column name -> the source's; None: data.columns.
         split: of a Hub data set that names none itself, or of a directory; None: data.split, or data.evaluation_split.
         chat_template: that renders the rows of this source, a built-in name or a file; None: that of the run.
-        loss_weight: multiplies the loss of its tokens (in preference stages, of its rows). An update minimizes the
-            weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy. Held-out rows
-            of the same name weigh as much in held_out_loss.
     """
 
     source: str
@@ -51,7 +48,6 @@ class SourceConfig(Settings):
     columns: dict[str, str] | None = None
     split: str | None = None
     chat_template: str | None = None
-    loss_weight: PositiveFloat = 1.0
 
     RULES = (
         Rule("source", lambda c: not c.source, "names no file"),
@@ -74,7 +70,7 @@ class DataConfig(Settings):
 
     Attributes:
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
-            sections `{source, name, weight, max_rows, columns, split, chat_template, loss_weight}`.
+            sections `{source, name, weight, max_rows, columns, split, chat_template}`.
         evaluation: held-out rows, likewise; all of them are read, so these sources have no weights.
         evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1; a
             hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added rows
@@ -179,11 +175,8 @@ class DataConfig(Settings):
         ),
         Rule(
             "evaluation",
-            lambda c: (
-                c.evaluation_share is None
-                and _names(each for each in c.sources("evaluation") if each.weight or each.loss_weight != 1)
-            ),
-            "has weights ({found}), but held-out rows are all read and count alike; weight and loss_weight belong to data.train",
+            lambda c: c.evaluation_share is None and _names(each for each in c.sources("evaluation") if each.weight),
+            "has weights ({found}), but held-out rows are all read and count alike; weight belongs to data.train",
         ),
         Rule("evaluation", lambda c: c.evaluation_share is None and _trained_split(c)),
         Rule(
@@ -259,23 +252,15 @@ class DataConfig(Settings):
             dict.fromkeys(str(source.name) for part in ("train", "evaluation") for source in self.sources(part))
         )
 
-    @property
-    def loss_weights(self) -> list[float]:
-        """`loss_weight` of each of `source_names`; a held-out source that has no namesake in `train` counts 1."""
-        weights = {str(source.name): source.loss_weight for source in self.sources("train")}
-        return [weights.get(name, 1.0) for name in self.source_names]
-
-    def unread(self, *names: Literal["mixing", "loss_weight", "chat_template", "as_messages"]) -> list[str]:
+    def unread(self, *names: Literal["mixing", "chat_template", "as_messages"]) -> list[str]:
         """The settings among `names` that are not at their defaults, for a command that follows none of them."""
-        train = self.sources("train")
         changed = {
             "mixing": self.mixing != "concatenate",
-            "loss_weight": any(source.loss_weight != 1 for source in train),
-            "chat_template": any(source.chat_template is not None for source in train),
+            "chat_template": any(source.chat_template is not None for source in self.sources("train")),
             "as_messages": self.as_messages,
         }
         return [
-            f"data.{name}" if name in ("mixing", "as_messages") else f"{name} of a source"
+            "chat_template of a source" if name == "chat_template" else f"data.{name}"
             for name in names
             if changed[name]
         ]

@@ -6,6 +6,7 @@ the segments (transformers: token_type_ids) of a batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -13,7 +14,7 @@ from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, counted, label_values, ordered_only, refused_rows
+from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, TIED_RANKING, counted, label_values, refused_rows
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 
@@ -23,8 +24,7 @@ NO_RESPONSE = "response of which the tokenizer makes no token"
 
 def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[EncodedText]:
     """Prompts and responses with the special tokens of a pair, or of one text where the prompt is empty."""
-    template = special_token_template(tokenizer)
-    ids = _ids(tokenizer, [text for pair in pairs for text in pair])
+    template, ids = special_token_template(tokenizer), _ids(tokenizer, [text for pair in pairs for text in pair])
     return [
         template.encode(first, second) if prompt else template.encode(second)
         for (prompt, _), first, second in zip(pairs, ids[::2], ids[1::2], strict=True)
@@ -32,15 +32,12 @@ def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[st
 
 
 def encode_responses(
-    rows: Sequence[Comparison | Ranking], tokenizer: Tokenizer, max_length: int
+    rows: Sequence[Comparison | Ranking], tokenizer: Tokenizer, max_length: int, ordered: bool = False
 ) -> tuple[list[Example], Tally]:
     """Each row's prompt with each of its responses; rows of which one gives no token, or equal pairs, are dropped.
 
     Truncated as decoders' rows are: the prompt loses its beginning first, then each response its end, and special tokens
-    stay whole.
-
-    Raises:
-        UserError: prompts that are messages, all at once.
+    stay whole. `ordered`: rankings whose responses all tie are dropped too.
     """
     if refused := [row.row_id for row in rows if not isinstance(row.prompt, str)]:
         raise refused_rows({MESSAGES: refused})
@@ -61,6 +58,9 @@ def encode_responses(
         if isinstance(row, Comparison) and kept[0] == kept[1]:
             counts.drop(EQUAL, row.row_id)
             continue
+        if ordered and len(set(cast("Ranking", row).ranks)) == 1:
+            counts.drop(TIED_RANKING, row.row_id)
+            continue
         texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
         masks = [[part == 1 for part in text.segments] for text in texts]
         values = label_values(row, range(len(texts)))
@@ -76,7 +76,7 @@ def encode_ordered_rankings(
     rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[Example], Tally]:
     """`encode_responses` without rankings whose responses are all tied."""
-    return ordered_only(*encode_responses(rows, tokenizer, max_length))
+    return encode_responses(rows, tokenizer, max_length, ordered=True)
 
 
 def with_segments(batch: Ragged) -> Ragged:

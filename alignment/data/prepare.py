@@ -63,8 +63,6 @@ class Preparation(NamedTuple):
 
     Attributes:
         name: tells preparations apart that differ in nothing else of the key.
-        kind: of the rows.
-        tokenize: records, tokenizer and length -> rows of examples and their tally.
         whole: True where `tokenize` must see all records at once.
     """
 
@@ -99,17 +97,16 @@ class Prepared:
         """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
         self.problems = self.problems + other.problems
-        if self.checks is None or other.checks is None:
-            self.checks = self.checks or other.checks
-        else:
+        if self.checks is not None and other.checks is not None:
             self.checks.merge(other.checks)
+        self.checks = self.checks or other.checks
         return self
 
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
         """Content of the manifest: name of the source, tally, findings of the data doctor."""
-        tally = self.read.followed_by(self.tokenized)
-        limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
-        found = [] if self.checks is None else self.checks.findings(tally, **limits)
+        tally, found = self.read.followed_by(self.tokenized), list[Any]()
+        if self.checks is not None:
+            found = self.checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
         return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, found))}
 
 
@@ -118,7 +115,7 @@ class _WrongRows(Exception):
 
 
 def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[Rows, Tally]:
-    """Token sequences of one part of the data (see examples.py), `JoinedTables` of several sources, and the whole tally.
+    """Token sequences of one part of the data for decoders, `JoinedTables` of several sources, and the whole tally.
 
     Raises:
         UserError: bad rows, all of them at once; more rows lost than `config.max_lost_share`, or prompts or responses
@@ -135,10 +132,7 @@ def preparation_of(kind: Kind) -> Preparation:
 def prepare_with(
     preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part
 ) -> tuple[Rows, Tally]:
-    """Read and tokenize the rows of one part as `preparation` says; see `prepare`.
-
-    Of streamed training rows it is not known which prompts are held out too.
-    """
+    """`prepare` by another preparation. Of streamed training rows it is not known which prompts are held out too."""
     if config.streaming and part == "train":
         raise UserError(NO_STREAMING)
     examples = prepare_tables(preparation, config, tokenizer, part=part)
@@ -160,39 +154,28 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
 
 
 def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part) -> Rows:
-    """The tables of the sources of one part, from the cache or made.
-
-    Raises:
-        UserError: bad rows of all sources at once, or rows that the template refuses.
-    """
-    names, tables, wrong, read = config.source_names, list[Table](), Prepared(), 0
+    """The tables of the sources of one part, from the cache or made; bad rows of all sources are told at once."""
+    names, tables, problems, read = config.source_names, list[Table](), list[str](), 0
     for source in config.require_sources(part):
         left = rows_left(config.max_rows, read, source)
         if left is not None and left <= 0:
             break
+        own = with_chat_template(tokenizer, source.chat_template)
+        name = f"{preparation.kind}: {preparation.name}"
+        key = table_key(source, config, own, name=name, max_rows=left)
+        make = partial(_make, preparation, source, config, own, left)
         try:
-            own = with_chat_template(tokenizer, source.chat_template)
-            table = _prepare_source(preparation, source, config, own, left)
+            entry = get_entry(cache_directory(config.cache), key, make)
+            table = Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
             source.note_unread(table.tally)
             tables.append(table.changed(source=names.index(str(source.name))))
             read += table.manifest["read"]
         except _WrongRows as error:
-            wrong.merge(error.args[0])
-            read += error.args[0].read.kept
-    raise_bad_rows(wrong.problems)
+            found: Prepared = error.args[0]
+            problems += found.problems
+            read += found.read.kept
+    raise_bad_rows(problems)
     return tables[0] if len(tables) == 1 else JoinedTables(tables)
-
-
-def _prepare_source(
-    preparation: Preparation, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, max_rows: int | None
-) -> Table:
-    """The table of one source, from the cache or made."""
-    cache = cache_directory(config.cache)
-    name = f"{preparation.kind}: {preparation.name}"
-    key = table_key(source, config, tokenizer, name=name, max_rows=max_rows)
-    fill = partial(_make, preparation, source, config, tokenizer, max_rows=max_rows)
-    entry = get_entry(cache, key, lambda directory: fill(directory=directory))
-    return Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
 
 
 def _make(
@@ -200,7 +183,6 @@ def _make(
     source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
-    *,
     max_rows: int | None,
     directory: Path,
 ) -> dict[str, Any]:
@@ -239,11 +221,7 @@ def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, pr
 
 
 def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], processes: int) -> Iterator[Result]:
-    """`function` of each input, in order; of several processes, forks of this one, each takes the next when it is free.
-
-    Raises:
-        UserError: the system ended one of the processes.
-    """
+    """`function` of each input, in order; of several processes, forks of this one, each takes the next when it is free."""
     if processes <= 1:
         yield from map(function, inputs)
         return
@@ -284,13 +262,11 @@ def _call(argument: object) -> object:
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Without Python's collector of cycles, which finds none and takes about a third of the time of preparing rows."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 @_collector_paused()
@@ -337,36 +313,23 @@ def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
 def rows_of_part(
     rows: Sequence[AnyRow], counts: Tally, key: Callable[[AnyRow], str], config: DataConfig, part: Part
 ) -> tuple[list[AnyRow], Tally]:
-    """The rows in memory that belong to a part, and the part's tally.
-
-    Args:
-        counts: of all rows.
-        key: a text that is equal for equal prompts.
-
-    Raises:
-        UserError: the part is empty.
-    """
+    """The rows in memory that belong to a part, and the part's tally; `key`: a text that is equal for equal prompts."""
     hashes = np.array([text_hash(key(row)) for row in rows], np.uint64)
     chosen = held_out(hashes, config.evaluation_share or 0.0).tolist()
     sides = {side: [row for row, out in zip(rows, chosen, strict=True) if out == side] for side in (False, True)}
     found = sides[part == "evaluation"]
-    if not found:
-        raise UserError(_empty(config, part, len(rows)))
+    _require_rows(found, config, part, len(rows))
     if part == "evaluation":
         return found, Tally(len(found), len(found))
     return found, _without(counts, len(sides[True]), [row.row_id for row in sides[True][:SHOWN_IDS]])
 
 
 def view_of_part(rows: Rows, config: DataConfig, part: Part) -> Rows:
-    """The examples of prepared training rows that belong to a part, in their order; the tables on disk are the same.
-
-    Raises:
-        UserError: the part is empty.
-    """
+    """The examples of prepared training rows that belong to a part, in their order; the tables on disk are the same."""
     views = [_view(cast(Table, table), config.evaluation_share or 0.0, part) for table in tables_of(rows)]
-    if not any(map(len, views)):
-        raise UserError(_empty(config, part, len(rows)))
-    return views[0] if len(views) == 1 else JoinedTables(views)
+    view = views[0] if len(views) == 1 else JoinedTables(views)
+    _require_rows(view, config, part, len(rows))
+    return view
 
 
 def _view(table: Table, share: float, part: Part) -> Table:
@@ -375,8 +338,7 @@ def _view(table: Table, share: float, part: Part) -> Table:
     evaluation = view if part == "evaluation" else table.select(np.flatnonzero(out), key="")
     rows = np.unique(evaluation.column("record"), return_index=True)[1]  # the first example of each data row
     sizes: dict[str, Any] = {
-        "documents": int(view.column("documents").sum()),
-        "tokens": int(view.column("total").sum()),
+        name: int(view.column(column).sum()) for name, column in (("documents", "documents"), ("tokens", "total"))
     }
     if part == "evaluation":  # rows that were dropped and cut, and findings, are told of the training rows
         return view.changed(tally=Tally(len(rows), len(rows), **sizes), findings=[])
@@ -388,21 +350,17 @@ def _without(counts: Tally, number: int, first: list[str]) -> Tally:
     """A tally without `number` rows that are held out, the first of which have these names."""
     if not number:
         return replace(counts)
-    return replace(
-        counts,
-        rows=counts.rows - number,
-        kept=counts.kept - number,
-        noted={**counts.noted, HELD_OUT: number},
-        first={**counts.first, HELD_OUT: first},
-    )
+    noted, names = {**counts.noted, HELD_OUT: number}, {**counts.first, HELD_OUT: first}
+    return replace(counts, rows=counts.rows - number, kept=counts.kept - number, noted=noted, first=names)
 
 
-def _empty(config: DataConfig, part: Part, rows: int) -> str:
+def _require_rows(found: Sequence[Any], config: DataConfig, part: Part, rows: int) -> None:
+    """Refuse a part without rows, of `rows` in all."""
+    if len(found):
+        return
     names = ", ".join(source.source for source in config.sources("train"))
-    fewer, way = (
-        ("no row is held out", "raise it") if part == "evaluation" else ("no row is left to train on", "lower it")
-    )
-    return (
-        f"{names}: data.evaluation_share={config.evaluation_share:g} parts {rows} examples by their prompts, and {fewer}; "
-        f"{way}, or name held-out rows by data.evaluation"
+    fewer = "no row is held out; raise it" if part == "evaluation" else "no row is left to train on; lower it"
+    raise UserError(
+        f"{names}: data.evaluation_share={config.evaluation_share:g} parts {rows} examples by their prompts, and {fewer}, "
+        "or name held-out rows by data.evaluation"
     )

@@ -35,31 +35,19 @@ def rows_in(epochs: float, epoch_length: int) -> int:
 
 
 class Stream(Generic[Row]):
-    """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
+    """Global batches of rows, each row once per epoch; a batch may run across an epoch's end.
 
     Attributes:
-        rows: what is dealt out; each row once per epoch.
         batch_size: rows per batch, over all ranks.
-        seed: >= 0.
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
-        if not rows:
-            raise ValueError("a stream needs at least one row")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
         self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
         self._orders: dict[int, np.ndarray] = {}
 
     def positions_at(self, step: int) -> list[int]:
-        """Indices of the rows of batch `step` (from 0).
-
-        Raises:
-            IndexError: the step is negative, or at or after the stream's end.
-        """
+        """Indices of the rows of batch `step` (from 0)."""
         return [self.row_of(position)[0] for position in self._positions(step)]
 
     def epochs_at(self, step: int) -> list[int]:
@@ -101,14 +89,10 @@ class Stream(Generic[Row]):
 
 
 def mixing_shares(config: DataConfig, sizes: Sequence[int]) -> np.ndarray:
-    """The probability with which each source of `config.train` is drawn, [S].
+    """The probability with which each source of `config.train` is drawn, [S], by their numbers of rows.
 
     proportional: min(n, K) / sum; temperature: min(n, K)^(1/T) / sum, with n the rows of a source and K
     `mixing_maximum`; weights: weight / sum.
-
-    Args:
-        config: with a `mixing` other than concatenate.
-        sizes: rows of each source.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.5.2; Wei et al. 2022, arXiv:2109.01652, section 2.1.
     """
@@ -133,13 +117,9 @@ def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
 
 
 class SourceChoices:
-    """The source that each position of a mixture is drawn from: a pure function of (shares, seed, position).
+    """The source that each position of a mixture is drawn from: a pure function of (shares [S], seed, position).
 
     The sources of each `BLOCK` of positions are drawn together: how many from each source, and in which order.
-
-    Args:
-        shares: probability of each source, [S].
-        seed: >= 0.
     """
 
     def __init__(self, shares: Sequence[float], seed: int):
@@ -180,11 +160,7 @@ class SourceChoices:
 class MixtureStream(Stream[Row]):
     """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
 
-    A source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
-
-    Args:
-        shares: probability of each source, [S].
-        draws: length of an epoch.
+    A source repeats no row before it has shown all of them, whatever its share. An epoch is a number of `draws`.
     """
 
     def __init__(
@@ -198,12 +174,7 @@ class MixtureStream(Stream[Row]):
         draws: int,
     ):
         super().__init__(rows, batch_size, seed, epochs)
-        tables = tables_of(rows)
-        if len(tables) != len(shares):
-            raise ValueError(f"{len(tables)} sources and {len(shares)} shares")
-        if not (abs(sum(shares) - 1) < 1e-9 and min(shares) > 0):
-            raise ValueError(f"shares must be above 0 and add up to 1, got {list(shares)}")
-        self.shares, self.draws = shares, draws
+        self.shares, self.draws, tables = shares, draws, tables_of(rows)
         self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
 
@@ -227,27 +198,15 @@ def seed_of_source(seed: int, number: int) -> int:
 def stream_of(
     config: DataConfig, examples: Sequence[Row], *, batch_size: int, seed: int, epochs: float | None = None
 ) -> Stream[Row]:
-    """The training examples in the order that the data config asks for.
-
-    Args:
-        config: whose `train` the examples come from.
-        examples: source after source, `JoinedTables` where there are several.
-        batch_size: rows per batch, over all ranks.
-        seed: >= 0.
-        epochs: where the stream ends; None: it never ends.
-
-    Raises:
-        UserError: a source of a mixture has no row; the rows are streamed, which not every stage can do.
-    """
+    """The training examples, source after source, in the order that their data config asks for."""
     if config.streaming:
         raise UserError(NO_STREAMING)
     if config.mixing == "concatenate":
         return Stream(examples, batch_size, seed, epochs)
-    sizes, sources = [len(table) for table in tables_of(examples)], config.sources("train")
-    if len(sizes) != len(sources):
-        raise ValueError(f"the examples come in {len(sizes)} parts, of {len(sources)} sources")
+    sizes = [len(table) for table in tables_of(examples)]
     if 0 in sizes:
-        raise UserError(f"{sources[sizes.index(0)].source}: no row of it can be drawn; take it out")
+        empty = config.sources("train")[sizes.index(0)]
+        raise UserError(f"{empty.source}: no row of it can be drawn; take it out")
     shares = mixing_shares(config, sizes).tolist()
     return MixtureStream(examples, batch_size, seed, epochs, shares=shares, draws=epoch_rows(config, sizes))
 

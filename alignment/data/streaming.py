@@ -1,13 +1,9 @@
 """Streaming: rows of a source that fits no disk, read, tokenized and shuffled window by window while a run goes on.
 
-Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch; rows never move
-between windows of a file. Rows that lie far apart in one file never come close; shuffle such a file before, or cut it into
-many. Of a Hub data set the rows come as `datasets` streams them.
-
-Both orders are functions of (seed, epoch, number of the window), and a window follows from the position where it begins. So
-a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is one window, for each source of a
-mixture: about four bytes for each token of its rows and a hundred for each row, beside `BATCH_ROWS` rows that are being
-read, and the first `FIRST_ROWS` of each source, by which rows are checked and shown before the run.
+Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch: rows that lie far
+apart in one file never come close. Both orders are functions of (seed, epoch, number of the window), and a window follows
+from the position where it begins: a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is
+one window, for each source of a mixture: about four bytes for each token of its rows and a hundred for each row.
 
 Every rank reads and tokenizes all rows and trains on its share of each batch, so that batches do not depend on the number of
 ranks. Draws from several sources by weights are those of stream.py.
@@ -75,15 +71,9 @@ class StreamState:
 
 
 class Window(RowSequence[Any]):
-    """The examples of successive rows, in the order in which they are drawn.
+    """The examples of successive rows, in the `order` in which they are drawn; `end`: the state after them.
 
-    Attributes:
-        rows: in the order of the files.
-        order: in which they are drawn.
-        end: state after it.
-        name: of the first file or data set in it, '' where it has no row.
-        tally: of its rows.
-        findings: of the data doctor, as a table has them.
+    `name` (of its first file), `tally` and `findings` are those of a table.
     """
 
     def __init__(self, rows: JoinedTables, order: np.ndarray, end: StreamState, manifest: dict[str, Any]):
@@ -124,11 +114,7 @@ class Cursor:
         self._open: tuple[StreamState, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
 
     def take(self) -> tuple[Any, int]:
-        """The next example, and its epoch.
-
-        Raises:
-            UserError: as `read`; too many rows are lost; a whole epoch has no example.
-        """
+        """The next example, and its epoch."""
         while self.state.taken >= len(window := self.window()):
             counts, epoch = self.state.before.merged_with(window.tally), self.state.epoch
             if window.end.epoch > epoch:
@@ -162,11 +148,7 @@ class Cursor:
         self.state, self._window = StreamState(**{**state, "before": Tally(**state["before"])}), None
 
     def read(self) -> Window:
-        """The window of the present state.
-
-        Raises:
-            UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
-        """
+        """The window of the present state."""
         state, found, name, parts = self.state, Prepared(), "", list[Table]()
         order = permutation(len(self.files), self.seed, FILE_SALT, state.epoch)
         left, position, end = self.config.shuffle_buffer, None, StreamState(state.epoch + 1)
@@ -204,12 +186,7 @@ def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
 
 
 class StreamedRows(JoinedTables):
-    """The examples of `data.train` under data.streaming. As a sequence: the first rows of each source, for checks.
-
-    Attributes:
-        files: of each source.
-        config: with `streaming`.
-    """
+    """The `files` of each source under data.streaming. As a sequence: the first rows of each source, for checks."""
 
     def __init__(self, files: Sequence[Sequence[File]], config: DataConfig):
         few = replace(config, shuffle_buffer=min(FIRST_ROWS, config.shuffle_buffer))
@@ -233,12 +210,7 @@ class StreamedRows(JoinedTables):
 
 
 def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer) -> tuple[StreamedRows, Tally]:
-    """The training rows of a config with `streaming`, and the tally of the first of them.
-
-    Raises:
-        UserError: no such source, no rows, columns that make no record of this kind, bad rows among the first, too many of
-            them lost, a file that cannot be read row by row, or a preparation that needs all rows at once.
-    """
+    """The training rows of a config with `streaming`, and the tally of the first of them."""
     if preparation.whole:
         raise UserError(f"data.streaming: {preparation.name} needs all rows at once; set data.streaming=false")
     names, files = config.source_names, []
@@ -265,7 +237,6 @@ class StreamedOrder(Generic[Row]):
 
     Args:
         batch_size: rows per batch, over all ranks.
-        seed: >= 0.
         check: called with the examples of every window; raises where the model cannot take them.
         note: called with lines of text: what was dropped, and when an epoch ends.
     """
@@ -295,11 +266,7 @@ class StreamedOrder(Generic[Row]):
         self._unread = self.state()
 
     def rows_at(self, step: int) -> list[Row]:
-        """The rows of batch `step` (from 0).
-
-        Raises:
-            UserError: bad rows among those that are read for it, or rows that do not fit the model.
-        """
+        """The rows of batch `step` (from 0)."""
         return [row for row, _ in self._batch(step)]
 
     def epochs_at(self, step: int) -> list[int]:
@@ -328,11 +295,7 @@ class StreamedOrder(Generic[Row]):
         return {"files": self.key, "step": self._last[0] + 1, "cursors": cursors}
 
     def restore(self, state: OrderState | None) -> None:
-        """Go on where `state` says; None: at the first batch.
-
-        Raises:
-            UserError: the files are others, or have other sizes.
-        """
+        """Go on where `state` says; None: at the first batch."""
         state = state or self._unread
         if state["files"] != self.key:
             raise UserError(

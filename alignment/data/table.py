@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -40,13 +40,8 @@ ROWS_KEPT = 32  # decoded before mapped pages are given back; the system maps up
 
 def runs_of(mask: Sequence[bool]) -> list[int]:
     """Lengths of the runs of equal values in a mask; the first run is of False, and may be empty."""
-    values, runs, start, value = bytes(mask), [], 0, 1
-    while start < len(values):
-        end = values.find(value, start)
-        end = len(values) if end < 0 else end
-        runs.append(end - start)
-        start, value = end, 1 - value
-    return runs
+    runs = [len(list(run)) for _, run in groupby(mask)]
+    return [0, *runs] if mask and mask[0] else runs
 
 
 def mask_of(runs: Sequence[int]) -> list[bool]:
@@ -79,11 +74,7 @@ class EncodedExamples(NamedTuple):
 
 
 def encode_examples(rows: Sequence[Example], prompt_hashes: Mapping[str, int] | None = None) -> EncodedExamples:
-    """Examples as arrays.
-
-    Args:
-        prompt_hashes: row id -> 64-bit hash of the row's prompt or text, by which held-out rows are looked for.
-    """
+    """Examples as arrays; `prompt_hashes`: row id -> 64-bit hash of the prompt or text, by which rows are held out."""
     documents = [ids for row in rows for ids in row.documents]
     runs = [runs_of(mask) for row in rows for mask in row.masks]
     values = [json.dumps([row.row_id, row.values], default=str).encode() for row in rows]
@@ -150,12 +141,9 @@ class Table(_Joinable):
     Attributes:
         encoded: all rows, mapped from disk or in memory.
         manifest: that the preparation wrote, `key` (hex digest of all that the table was made of) among it.
-        tally: of what was read, dropped and cut to make it.
         findings: of the data doctor while the rows were prepared, each as the fields of a `Finding`.
         source: number of the data source that its examples are given.
-        directory: of its files.
-        cached: True where an earlier run, or another process, had prepared it.
-        notes: that a damaged entry of the cache was replaced.
+        cached, notes: of its entry in the cache.
     """
 
     def __init__(
@@ -212,12 +200,7 @@ class Table(_Joinable):
         return other
 
     def select(self, rows: np.ndarray, *, key: str) -> "Table":
-        """A table of some of the rows, which reads the same files.
-
-        Args:
-            rows: their indices, ascending, [rows].
-            key: hex digest of all that the table was made of, and of the choice.
-        """
+        """A table of some of the rows, by their indices (ascending, [rows]), which reads the same files."""
         return self.changed(_rows=rows, key=key)
 
     def _release(self) -> None:
@@ -235,11 +218,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 class JoinedTables(_Joinable):
-    """Several sequences of examples, tables or lists, one after another.
-
-    Attributes:
-        tables: the parts, in order.
-    """
+    """Several sequences of examples, tables or lists, one after another."""
 
     def __init__(self, tables: Sequence[Sequence[TokenizedRow]]):
         self.tables: list[Any] = [part for table in tables for part in tables_of(table)]
@@ -320,11 +299,7 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
-    """Findings of the data doctor in prepared rows, a line each; what the tally says of them is left out.
-
-    Raises:
-        UserError: it found errors, and `check`, data.check, is stop; all of them at once.
-    """
+    """Findings of the data doctor in prepared rows, a line each, without what the tally says; errors end a run (`stop`)."""
     lines, errors = [], []
     for table in getattr(examples, "tables", [examples]) if check != "off" else []:
         counted = {**table.tally.dropped, **table.tally.cut}

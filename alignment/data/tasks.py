@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig, as_sources
 from alignment.data.prepare import require_enough, rows_of_part
-from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
+from alignment.data.rows.fields import BadRow, list_field, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import ParsedRows, overlap, parse_rows, read_sources
 from alignment.data.rows.records import Columns, Tally
@@ -121,7 +121,7 @@ Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
 
 
 def _words(row: Columns) -> Values:
-    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in _list(row, "labels"))
+    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in list_field(row, "labels"))
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
     return (words,), labels
@@ -131,7 +131,7 @@ def _question(row: Columns) -> Values:
     context = text_field(row, "context")
     answers = row.get("answers")
     if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
-        texts, starts = _list(answers, "text", empty=True), _list(answers, "answer_start", empty=True)
+        texts, starts = (list_field(answers, key, may_be_empty=True) for key in ("text", "answer_start"))
         if len(texts) != len(starts):
             raise BadRow("answers", "must have as many starts as texts", f"{len(texts)} and {len(starts)}")
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
@@ -155,14 +155,7 @@ def _choice(row: Columns) -> Values:
 
 
 def _texts(row: Columns, key: str) -> list[str]:
-    return [text_field({key: text}, key) for text in _list(row, key)]
-
-
-def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
-    value = row.get(key)
-    if not isinstance(value, list) or not (value or empty):
-        raise BadRow(key, "must be a list that is not empty" if not empty else "must be a list", type_name(value))
-    return value
+    return [text_field({key: text}, key) for text in list_field(row, key)]
 
 
 def _label(value: object, key: str = "label") -> str:
@@ -355,10 +348,7 @@ def _documents(row: LabeledRow, form: TaskFormat) -> list[list[str]]:
 
 
 def add_gpt1_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of the tokenizer with <start>, <delimiter> and <extract>, added as last tokens where it lacks them.
-
-    The model needs an embedding for each: resize its vocabulary to `len` of the result.
-    """
+    """A copy of the tokenizer with <start>, <delimiter> and <extract>, added as last tokens where it lacks them."""
     extended = copy.deepcopy(tokenizer)
     lacking = [token for token in GPT1_TOKENS if token not in extended.get_vocab()]
     extended.add_special_tokens({"extra_special_tokens": lacking}, replace_extra_special_tokens=False)
@@ -431,31 +421,21 @@ def _encode_questions(
         if not 1 <= form.stride <= size:
             raise UserError(f"stride must be from 1 to the {size} tokens that a window has room for, got {form.stride}")
         answer = token_span(context, *row.labels[0]) if row.labels else None
-        windows = [
-            _window(
+        windows = []
+        for first in window_starts(len(context.ids), size, form.stride):
+            text, inside = (
                 template.encode(asked, context.ids[first : first + size]),
                 context.offsets[first : first + size],
-                None if answer is None else (answer[0] - first, answer[1] - first),
             )
-            for first in window_starts(len(context.ids), size, form.stride)
-        ]
-        examples += [
-            TaskExample((text,), labels, row.row_id, offsets=offsets, question=number)
-            for text, labels, offsets in windows
-        ]
-        if row.labels and all(labels == [0, 0] for _, labels, _ in windows):
+            before, after = text.starts[1], len(text.ids) - text.starts[1] - len(inside)
+            holds = answer is not None and first <= answer[0] and answer[1] < first + len(inside)
+            labels = [token - first + before for token in answer] if answer is not None and holds else [0, 0]
+            offsets = (*(None,) * before, *inside, *(None,) * after)
+            windows.append(TaskExample((text,), labels, row.row_id, offsets=offsets, question=number))
+        examples += windows
+        if row.labels and all(window.labels == [0, 0] for window in windows):
             counts.note_cut(ANSWER_NOWHERE, row.row_id)
     return examples, counts
-
-
-def _window(
-    text: EncodedText, inside: Sequence[tuple[int, int]], answer: tuple[int, int] | None
-) -> tuple[EncodedText, list[int], tuple[tuple[int, int] | None, ...]]:
-    """A question with a window of its context, its labels and offsets; `answer` counts from the window's first token."""
-    before, after = text.starts[1], len(text.ids) - text.starts[1] - len(inside)
-    holds = answer is not None and answer[0] >= 0 and answer[1] < len(inside)
-    labels = [token + before for token in answer] if answer is not None and holds else [0, 0]
-    return text, labels, (*(None,) * before, *inside, *(None,) * after)
 
 
 def window_starts(length: int, size: int, stride: int) -> list[int]:

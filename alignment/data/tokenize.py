@@ -24,7 +24,7 @@ from alignment.data.rows.records import (
     single_turns,
 )
 from alignment.data.text import chat
-from alignment.data.text.dialogues import DialogueRow, encode_dialogues
+from alignment.data.text.chat import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
 from alignment.errors import UserError, list_problems
@@ -108,12 +108,13 @@ def tokenize_demonstrations(
 
 
 def tokenize_responses(
-    rows: Sequence[Comparison | LabeledResponse | Ranking], tokenizer: Tokenizer, max_length: int
+    rows: Sequence[Comparison | LabeledResponse | Ranking], tokenizer: Tokenizer, max_length: int, ordered: bool = False
 ) -> tuple[list[Example], Tally]:
     """All responses of a row after the very same prompt tokens, each cut to what the prompt leaves of `max_length`.
 
     Of responses that are the same tokens in the end, one stays where they tie; where they do not, none does, since the
-    judgment contradicts itself. A pair with one response left, or a ranking with fewer than two, is dropped.
+    judgment contradicts itself. A pair with one response left, or a ranking with fewer than two, is dropped; `ordered`:
+    also a ranking whose responses all tie, which says nothing about an order.
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
@@ -129,6 +130,8 @@ def tokenize_responses(
             counts.drop(EMPTY, row.row_id)
         elif len(kept) < min(2, len(whole)):
             counts.drop(EQUAL if len(whole) == 2 else FEW_RESPONSES, row.row_id)
+        elif ordered and len({ranks[index] for index in kept}) == 1:
+            counts.drop(TIED_RANKING, row.row_id)
         else:
             if len(kept) < len(tails):
                 counts.note_cut(EQUAL_IN_RANKING, row.row_id)
@@ -140,6 +143,13 @@ def tokenize_responses(
 
 
 tokenize_comparisons = tokenize_labels = tokenize_rankings = tokenize_responses  # a record says how it is judged
+
+
+def tokenize_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[Example], Tally]:
+    """`tokenize_rankings` without those whose responses are all tied."""
+    return tokenize_responses(rows, tokenizer, max_length, ordered=True)
 
 
 def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:
@@ -159,23 +169,6 @@ def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]
     for index, ids in enumerate(responses):
         found.setdefault(tuple(ids), []).append(index)
     return [same[0] for same in found.values() if len({ranks[index] for index in same}) == 1]
-
-
-def tokenize_ordered_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[Example], Tally]:
-    """`tokenize_rankings` without those whose responses are all tied."""
-    return ordered_only(*tokenize_rankings(rows, tokenizer, max_length))
-
-
-def ordered_only(examples: list[Example], counts: Tally) -> tuple[list[Example], Tally]:
-    """Rankings in which a response is better than another; what all of them tie in says nothing about an order."""
-    kept = [example for example in examples if len(set(example.values["ranks"])) > 1]
-    for example in examples:
-        if len(set(example.values["ranks"])) == 1:
-            counts.drop(TIED_RANKING, example.row_id)
-    counts.kept = len(kept)
-    return counted(kept, counts)
 
 
 def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:

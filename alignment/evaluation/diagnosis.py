@@ -1,6 +1,6 @@
 """Symptoms of a training run that went wrong, judged by its logs (`alignment doctor --run DIR`): one table.
 
-A threshold that PPO's alarms have during the run too is in training/loop.py; the others stand here with their reason.
+Each threshold stands with its reason where it is used; those that PPO's alarms have too are in training/loop.py.
 """
 
 import textwrap
@@ -14,28 +14,10 @@ import yaml
 from alignment.evaluation.run_log import ENOUGH, RunLog, Series
 from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 
-# Of any run
-SPIKE = 10.0  # times the median of grad_norm: far outside what batches of rows differ by
-SPIKES = 3  # fewer may be odd rows
-HUGE_SPIKE = 100.0  # times the median: one alone moves Adam's second moment for a thousand updates
-RISEN = 0.1  # of the lowest loss: a tenth more is no noise of a schedule's end
-OVERFITTED = 1.05  # times the best held-out loss
-CHANCE = 0.55  # accuracy of pairs; 0.5 is a coin
-GAP = 0.15  # training less held-out accuracy
-UNMOVED = 0.01  # of implicit rewards, beta times nats of a response: the odds of a pair change by 1 %
-# Of a run that learns from its own samples. The first ratio is 1 but for rounding: a float32 sum of some thousand terms, or
-# bfloat16's 8 bits of a log-probability near -10. Sampling error, nats: the cache sums in another order (1e-5 is usual);
-# bfloat16 holds logits of 16 to 32 in steps of 1/8, and this is the largest difference of all tokens.
+# The first ratio is 1 but for rounding: a float32 sum of some thousand terms, or bfloat16's 8 bits of a log-probability near
+# -10. Sampling error, nats: the cache sums in another order (1e-5 is usual); bfloat16 holds logits of 16 to 32 in steps of
+# 1/8, and this is the largest difference of all tokens.
 ROUNDING = {"first_ratio_error": {"fp32": 1e-4, "bf16": 0.05}, "sampling_error": {"fp32": 1e-2, "bf16": 0.5}}
-WEIGHT_OFF = 0.2  # the mean importance weight is 1 where both distributions agree
-STILL = 0.05  # nats per response: a policy so close to the reference gives its responses
-RUNAWAY_KL = 10.0  # nats per response: the best of 60,000 samples; gold rewards peak below it (Gao et al. 2023)
-EXPLAINED = 0.05  # a constant explains 0; below this the advantages are the returns with noise added
-LONGER = 1.25  # times the first length; below, the words of a better answer account for it
-NEAR_LIMIT = 0.8  # of max_new_tokens
-LENGTH_CORRELATION = 0.4  # rank correlation of score and length over the samples: 16 % of the variance
-CLIPPED = 0.3  # share of clipped tokens; 0.05 to 0.2 is usual (Huang et al. 2024)
-LARGE_UPDATE = 0.1  # nats per token from the sampling policy to the updated one; 0.01 to 0.02 is usual as target_kl
 
 
 class Times(NamedTuple):
@@ -170,10 +152,14 @@ def sampling_differs(run: RunLog) -> bool:
 
 
 def gradient_spikes(_: RunLog, norms: Series) -> bool:
-    """Single updates have gradients far above the usual; the first updates of a new head are large."""
+    """Single updates have gradients far above the usual; the first updates of a new head are large.
+
+    Three norms of 10 times the median, as fewer may be odd rows; or one of 100 times, which moves Adam's second moment for a
+    thousand updates.
+    """
     late = norms.later(0.1)
-    spikes = [norm for norm in late.values if norm > SPIKE * late.middle > 0]
-    return len(spikes) >= SPIKES or max(spikes, default=0) >= HUGE_SPIKE * late.middle > 0
+    spikes = [norm for norm in late.values if norm > 10 * late.middle > 0]
+    return len(spikes) >= 3 or max(spikes, default=0) >= 100 * late.middle > 0
 
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
@@ -184,8 +170,11 @@ def kl_negative(run: RunLog, kl: Series) -> bool:
 
 
 def kl_grows(run: RunLog, kl: Series) -> bool:
-    """The policy leaves the reference and is still leaving, or misses the target."""
-    limit = max(RUNAWAY_KL, 2 * run.number("kl_target", 0))
+    """The policy leaves the reference and is still leaving, or misses the target.
+
+    10 nats per response is the best of 60,000 samples; gold rewards peak below it (Gao et al. 2023).
+    """
+    limit = max(10.0, 2 * run.number("kl_target", 0))
     before = kl.windows[max(0, len(kl.windows) - 1 - kl.width)]
     return kl.last > limit and (kl.last >= 1.1 * before or kl.last >= 5 * limit)
 
@@ -205,27 +194,28 @@ def over_optimized(_: RunLog, score: Series, held_out: Series) -> bool:
 
 def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
     """The score rises with the length of the responses: they near the limit, or samples' scores follow their length."""
-    if not score.increases() or not length.increases(3) or length.last < LONGER * length.first:
-        return False
+    if not score.increases() or not length.increases(3) or length.last < 1.25 * length.first:
+        return False  # up to a quarter the words of a better answer account for
     rows = [row for row in run.samples if isinstance(row.get("score"), (int, float)) and "response" in row]
     rows = rows[len(rows) // 2 :]
     values = [len(row["response"]) for row in rows], [float(row["score"]) for row in rows]
     lengths, scores = (np.argsort(np.argsort(each)) for each in values)
-    correlated = len(rows) >= 16 and np.corrcoef(lengths, scores)[0, 1] >= LENGTH_CORRELATION
-    return bool(correlated) or 0 < NEAR_LIMIT * run.number("max_new_tokens", 0) < length.last
+    correlated = len(rows) >= 16 and np.corrcoef(lengths, scores)[0, 1] >= 0.4  # ranks: 16 % of the variance
+    return bool(correlated) or 0 < 0.8 * run.number("max_new_tokens", 0) < length.last
 
 
 def unmoved(_: RunLog, *rewards: Series) -> bool:
     """Chosen and rejected responses are as likely as at the start; implicit rewards of some losses do not begin at 0.
 
-    Noise is that of batches whose rewards differ, so that their mean alone stays where it was.
+    Noise is that of batches whose rewards differ, so that their mean alone stays where it was. By 0.01, beta times nats of a
+    response, the odds of a pair change by 1 %.
     """
-    return all(max(abs(each.last - each.first), each.noise) < UNMOVED for each in rewards)
+    return all(max(abs(each.last - each.first), each.noise) < 0.01 for each in rewards)
 
 
 def overfitted(run: RunLog, own: Series, held_out: Series) -> bool:
     """The rows of training are ranked better than others."""
-    return run.series_of("accuracy") is not None and own.last - held_out.values[-1] > GAP
+    return run.series_of("accuracy") is not None and own.last - held_out.values[-1] > 0.15
 
 
 # The table
@@ -255,7 +245,7 @@ SYMPTOMS = (  # a cause of others comes before them
         "sampler mismatch", SAMPLED,
         {"first_ratio_error": exceeds_rounding("first_ratio_error"),
          "sampling_error": lambda run, errors: not sampling_differs(run) and exceeds_rounding("sampling_error")(run, errors),
-         "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF},
+         "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > 0.2},  # 1 where both agree
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
         (Advice("rollouts_behind", 0, "samples of the present weights"),
@@ -276,14 +266,15 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "updates too large", SAMPLED,
-        {"clip_fraction": lambda _, share: share.windows.max() > CLIPPED,
-         "approx_kl": lambda _, moved: moved.windows.max() > LARGE_UPDATE},
+        {"clip_fraction": lambda _, share: share.windows.max() > 0.3,  # 0.05 to 0.2 is usual (Huang et al. 2024)
+         "approx_kl": lambda _, moved: moved.windows.max() > 0.1},  # nats per token; 0.01 to 0.02 is usual as target_kl
         "The policy leaves the range in which the samples say something about it: the learning rate is too high, or the "
         "passes over one rollout are too many.",
         (THIRD, Advice("epochs", Times(0.5, 1), "fewer passes over each rollout"), TARGET_KL),
     ),
     Symptom(
-        "critic lost", SAMPLED, {"explained_variance value_loss": lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED},
+        "critic lost", SAMPLED,
+        {"explained_variance value_loss": lambda _, explained, loss: explained.later(0.5).middle < 0.05},  # a constant: 0
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"),
@@ -303,7 +294,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "score flat at the reference", SAMPLED,
-        {"score kl": lambda _, score, kl: not score.increases() and abs(kl.last) < STILL},
+        {"score kl": lambda _, score, kl: not score.increases() and abs(kl.last) < 0.05},  # nats
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
         (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
          Advice("epochs", 4, "more passes over each rollout")),
@@ -354,7 +345,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "preferences not learned", PAIRS,
-        {"accuracy": lambda run, each: each.last < CHANCE and ((margin := run.series_of("margin")) is None or not margin.increases())},
+        {"accuracy": lambda run, each: each.last < 0.55 and ((margin := run.series_of("margin")) is None or not margin.increases())},
         "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the steps "
         "are too small. `alignment data check` shows tokens and what is cut.",
         (FIVE_TIMES, LENGTH),
@@ -362,7 +353,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "overfitting", (*PAIRS, "rows"),
-        {"held_out_loss": lambda _, loss: loss.values[-1] > OVERFITTED * min(loss.values) > 0,
+        {"held_out_loss": lambda _, loss: loss.values[-1] > 1.05 * min(loss.values) > 0,
          "accuracy held_out_accuracy": overfitted},
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
         (Advice("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
@@ -371,7 +362,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "loss rises", (*PAIRS, "rows"),
-        {"loss": lambda _, loss: loss.last - loss.windows.min() >= max(4 * loss.error, RISEN * abs(loss.windows.min()))},
+        {"loss": lambda _, loss: loss.last - loss.windows.min() >= max(4 * loss.error, 0.1 * abs(loss.windows.min()))},
         "The steps are too large for what has been reached, or the later rows are of another kind.",
         (THIRD, Advice("optim.schedule", "cosine", "smaller steps towards the end"), WARMUP),
     ),

@@ -12,11 +12,7 @@ from alignment.hotel_world.grammar import is_prompt
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
-    """Records of `data.train`; counts of dropped rows are printed on standard error.
-
-    Raises:
-        UserError: bad rows, or settings of a mixture.
-    """
+    """Records of `data.train`; counts of dropped rows are printed on standard error."""
     refuse_mixture(data)
     rows, tally = read_rows(
         data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row, as_messages=data.as_messages
@@ -27,16 +23,12 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
 
 def refuse_mixture(data: DataConfig) -> None:
     """Refuse settings of a mixture: an evaluation reads every row once."""
-    if unread := data.unread("mixing", "loss_weight", "chat_template"):
+    if unread := data.unread("mixing", "chat_template"):
         raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
 
 
 def check_hotel_prompts(prompts: Sequence[Prompt], who: str, advice: str = "") -> None:
-    """Refuse prompts that are not of the generated hotel world, which its gold reward and labelers cannot judge.
-
-    Args:
-        who: the setting that asks for it, such as `judge=gold`.
-    """
+    """Refuse prompts that are not of the generated hotel world, which its gold reward and labelers cannot judge."""
     others = [prompt.row_id for prompt in prompts if not is_prompt(prompt.prompt)]
     if others:
         raise UserError(

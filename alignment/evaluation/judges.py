@@ -59,11 +59,7 @@ def compare(
     *,
     max_failed_share: float = 0.1,
 ) -> JudgeResult:
-    """Judge each pair of responses in both orders, the judge being called once with all of them.
-
-    Raises:
-        UserError: the judge failed on more than `max_failed_share` of the items, or on all; the others are no fair sample.
-    """
+    """Judge each pair of responses in both orders, the judge being called once with all of them."""
     verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
     if len(verdicts) != 2 * len(prompts):
         raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")

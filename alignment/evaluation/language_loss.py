@@ -46,9 +46,6 @@ def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | 
         model: called as `model(batch=ragged)` in eval mode; its `.log_probs` [M] are those of the targets, nats.
         batches: moved to the model's device one by one.
         text_bytes: UTF-8 bytes of the text behind all targets.
-
-    Raises:
-        UserError: no target token in any batch.
     """
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -110,27 +107,6 @@ def add_log_probs(
     return totals
 
 
-@dataclass(frozen=True)
-class PairLogProbs:
-    """Means over held-out comparisons; they compare policies whatever losses they were trained with.
-
-    Attributes:
-        chosen_log_prob: of the whole chosen response, nats.
-        rejected_log_prob: of the whole rejected response, nats.
-        chosen_log_prob_change: the policy's minus the reference's, nats; below 0 the chosen responses were displaced.
-        rejected_log_prob_change: likewise of the rejected response.
-        margin: change of the chosen minus change of the rejected response, nats.
-        accuracy: share of pairs with a margin above 0, half of those with 0.
-    """
-
-    chosen_log_prob: float
-    rejected_log_prob: float
-    chosen_log_prob_change: float
-    rejected_log_prob_change: float
-    margin: float
-    accuracy: float
-
-
 def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU."""
     if not pairs:
@@ -143,10 +119,24 @@ def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def compare_pairs(policy: Tensor, reference: Tensor) -> PairLogProbs:
-    """The means of two models' log-probabilities on the same pairs, [n, 2] each, as from `pair_log_probs`."""
+def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:
+    """Means over held-out comparisons, nats; they compare policies whatever losses they were trained with.
+
+    A change is the policy's log-probability of the whole response minus the reference's; below 0 the chosen responses were
+    displaced. `margin` is the change of the chosen minus that of the rejected response, `accuracy` the share of pairs with a
+    margin above 0, half of those with 0.
+
+    Args:
+        policy, reference: log-probabilities of the same pairs, [n, 2] each, as from `pair_log_probs`.
+    """
     change = policy - reference
     margin = change[:, 0] - change[:, 1]
-    right = (margin > 0).double() + (margin == 0).double() / 2
-    columns = (policy[:, 0], policy[:, 1], change[:, 0], change[:, 1], margin, right)
-    return PairLogProbs(*(float(column.mean()) for column in columns))
+    columns = {
+        "chosen_log_prob": policy[:, 0],
+        "rejected_log_prob": policy[:, 1],
+        "chosen_log_prob_change": change[:, 0],
+        "rejected_log_prob_change": change[:, 1],
+        "margin": margin,
+        "accuracy": (margin > 0).double() + (margin == 0).double() / 2,
+    }
+    return {name: float(column.mean()) for name, column in columns.items()}

@@ -139,9 +139,6 @@ def read_responses(
     Args:
         source: as for `write_responses`, of this start.
         by_people: verdicts of people are read, for which seed and type of the weights may be others than before.
-
-    Raises:
-        UserError: people judge the responses that are there, and this start would sample others.
     """
     path = output / RESPONSES
     if not (path.is_file() and (output / SAMPLING).is_file()):

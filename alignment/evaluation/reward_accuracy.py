@@ -122,11 +122,7 @@ class RewardEvalConfig(Settings):
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card.
-
-    Raises:
-        UserError: bad rows, a checkpoint without a score head, or a process reward model.
-    """
+    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card."""
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output, (sources, tally) = Path(config.output), read_preferences(config.data)
@@ -398,7 +394,7 @@ def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> T
 def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
     """The scores of a padded call, [B, k]."""
     if isinstance(network, AdapterEnsemble):
-        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.models], -1)
+        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.members], -1)
     return (network(ids, mask, segments) if isinstance(network, SequenceClassifier) else network(ids, mask)).logits
 
 

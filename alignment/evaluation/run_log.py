@@ -162,11 +162,7 @@ def read_stage_record(directory: Path) -> StageRecord:
 
 
 def read_run_log(directory: str | Path) -> RunLog:
-    """Read metrics.jsonl, samples.jsonl, config.yaml and lineage.json of a run, finished or not.
-
-    Raises:
-        UserError: it is no run's directory, a log is damaged, or no update is logged yet.
-    """
+    """Read metrics.jsonl, samples.jsonl, config.yaml and lineage.json of a run, finished or not."""
     directory = Path(directory)
     record = read_stage_record(directory)
     rows = read_log_rows(directory / "metrics.jsonl")

@@ -167,11 +167,6 @@ def run(config: WinRateConfig) -> Path:
     """Judge every model's responses against the baseline's, and write `results.json`.
 
     The responses are sampled, or read from an earlier start in the same directory, see responses.py.
-
-    Raises:
-        UserError: bad prompts, prompts that the judge cannot judge, a missing model, no verdicts, or responses that
-            people judge and that this start would replace.
-        FormWritten: the verdicts are still to be filled in.
     """
     prompts: list[Prompt] = read_records(config.data, "prompts")
     if config.judge == "gold":
@@ -380,7 +375,7 @@ def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict
     print_tally("comparisons", tally)
     names = [name for name in config.models if _shares_vocabulary(config, name)]
     found = {name: pair_log_probs(_load(config, name), pairs) for name in names}
-    return {name: asdict(compare_pairs(values, found[config.measured_from])) for name, values in found.items()}
+    return {name: compare_pairs(values, found[config.measured_from]) for name, values in found.items()}
 
 
 def _load(config: WinRateConfig, name: str) -> Any:

@@ -56,9 +56,6 @@ def win_rate(verdicts: Sequence[float], *, inconsistent: int = 0) -> WinRate:
         verdicts: 1.0 won, 0.5 tied, 0.0 lost; one per item, both orders already merged.
         inconsistent: items among the ties whose two orders contradict each other.
 
-    Raises:
-        UserError: no verdicts at all, or one of another value.
-
     Source: interval: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
     """
     raise_all(

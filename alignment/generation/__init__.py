@@ -5,12 +5,12 @@ for a fixed set of prompts on top; beam_search.py is a loop of its own.
 """
 
 from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.decode import Responses, decode_responses
+from alignment.generation.decode import Generation, decode_responses
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.generate import Generation, decoding_config, generate, response_text
+from alignment.generation.generate import decoding_config, generate, response_text
 from alignment.generation.requests import DecodingRequest, SamplingConfig, TokenEvent
 
 __all__ = [
-    "BeamConfig", "DecodingEngine", "DecodingRequest", "Generation", "Responses", "SamplingConfig",
-    "TokenEvent", "beam_search", "decode_responses", "decoding_config", "generate", "response_text",
+    "BeamConfig", "DecodingEngine", "DecodingRequest", "Generation", "SamplingConfig", "TokenEvent",
+    "beam_search", "decode_responses", "decoding_config", "generate", "response_text",
 ]  # fmt: skip

@@ -14,10 +14,10 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from alignment.generation.decode import Responses
+from alignment.generation.decode import Generation
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
 from alignment.generation.sampling import TokenHistory, limit_repeats
-from alignment.models.external.cache import ExternalCache
+from alignment.models.external.rectangles import ExternalCache
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
@@ -59,19 +59,12 @@ def beam_search(
     *,
     batch_size: int = 64,
     start_token: int | None = None,
-) -> Responses:
+) -> Generation:
     """The best response to each prompt that a search with `config.num_beams` beams finds.
 
     Its log-probabilities are the model's after the logits processors, and it has the largest sum of them / tokens **
-    length_penalty.
-
-    Args:
-        model: in eval mode for exact log-probabilities.
-        prompts: token ids, none empty; for an encoder-decoder model the encoder's inputs.
-        config: width, scoring, end of the search.
-        stop_ids: tokens that end a response.
-        batch_size: prompts searched side by side; each takes `num_beams` rows of a cache.
-        start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
+    length_penalty. Arguments as for `decode_responses`; `batch_size` prompts are searched side by side, each in
+    `num_beams` rows of a cache.
 
     Raises:
         ValueError: fewer tokens than beams that can begin a response.
@@ -92,23 +85,16 @@ def beam_search(
         check_failed({i: each.index(True) + 1 for i, each in broken.items() if any(each)})
     token_ids = [found[i][0] for i in range(len(prompts))]
     ended = [tokens[-1] in set(stop_ids) for tokens in token_ids]
-    return Responses(token_ids, [found[i][1] for i in range(len(prompts))], ended)
+    return Generation([], token_ids, [found[i][1] for i in range(len(prompts))], ended)
 
 
 class _Beams(NamedTuple):
-    """n hypotheses of each of B prompts: running, candidates or finished.
+    """n hypotheses of each of B prompts: running, candidates or finished."""
 
-    Attributes:
-        scores: sort key, -inf where there is no hypothesis, [B, n].
-        tokens: [B, n, R].
-        log_probs: of the tokens, [B, n, R].
-        lengths: tokens in use, [B, n].
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
+    scores: Tensor  # sort key, -inf where there is no hypothesis, [B, n]
+    tokens: Tensor  # [B, n, R]
+    log_probs: Tensor  # of the tokens, [B, n, R]
+    lengths: Tensor  # tokens in use, [B, n]
 
     @classmethod
     def none(cls, count: int, beams: int, steps: int, device: torch.device) -> "_Beams":
@@ -122,10 +108,6 @@ class _Beams(NamedTuple):
         rows = torch.arange(len(index), device=index.device)[:, None]
         return _Beams(*(column[rows, index] for column in self))
 
-    def of_prompts(self, prompts: Tensor) -> "_Beams":
-        """The hypotheses of some prompts, [b]."""
-        return _Beams(*(column[prompts] for column in self))
-
     def put(self, prompts: Tensor, other: "_Beams") -> None:
         """Overwrite the hypotheses of some prompts, [b]."""
         for column, new in zip(self, other, strict=True):
@@ -133,11 +115,7 @@ class _Beams(NamedTuple):
 
 
 def _search_group(
-    model: Model,
-    prompts: list[Sequence[int]],
-    config: BeamConfig,
-    stop_ids: Sequence[int],
-    start_token: int | None,
+    model: Model, prompts: list[Sequence[int]], config: BeamConfig, stop_ids: Sequence[int], start_token: int | None
 ) -> _Beams:
     """Finished hypotheses [B, K] of prompts that share one cache, the best first."""
     device = next(model.parameters()).device
@@ -183,7 +161,7 @@ def _search_group(
             if len(going) <= 0.75 * len(done):
                 found.put(live, finished)
                 live, rows, done = live[going], rows[going], done[going]
-                running, finished = running.of_prompts(going), finished.of_prompts(going)
+                running, finished = (_Beams(*(column[going] for column in beams)) for beams in (running, finished))
         rows = rows.flatten()
         cache.reorder(rows)
         history.keep(rows)
@@ -211,16 +189,9 @@ def _prefill(
 
 
 def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_Beams, Tensor]:
-    """The best candidates among all one-token extensions, and the beam that each continues.
+    """The `kept` best one-token extensions [B, C], best first by the sum of log-probabilities, and the beam each continues.
 
-    Args:
-        running: [B, K].
-        log_probs: of every next token, [B, K, V].
-        kept: C.
-        step: position of the new token in the response.
-
-    Returns:
-        Candidates [B, C], their score the sum of log-probabilities, best first; parents [B, C].
+    `log_probs` are of every next token, [B, K, V].
     """
     sums = (log_probs + running.scores[..., None]).flatten(1)
     scores, index = sums.topk(kept)

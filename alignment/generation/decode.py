@@ -17,21 +17,13 @@ from alignment.models.model import Model
 
 
 @dataclass(frozen=True)
-class Responses:
-    """Generated responses, one entry per prompt.
+class Generation:
+    """Generated responses, one entry per prompt."""
 
-    Attributes:
-        token_ids: tokens, the stop token included where there is one.
-        log_probs: natural-log probability of each under the distribution it was sampled from.
-        ended: True where the last token is a stop token or completes a stop string; False where the maximum length was
-            reached.
-        texts: cut before the stop string or token; None where no tokenizer was given.
-    """
-
-    token_ids: list[list[int]]
-    log_probs: list[list[float]]
-    ended: list[bool]
-    texts: list[str] | None = None
+    texts: list[str]  # cut before the stop string or token; empty where no tokenizer was given
+    token_ids: list[list[int]]  # the stop token included where there is one
+    log_probs: list[list[float]]  # of each token, nats, under the distribution it was sampled from
+    ended: list[bool]  # the last token is a stop token or completes a stop string; False at the maximum length
 
 
 @torch.no_grad()
@@ -47,14 +39,12 @@ def decode_responses(
     largest: Callable[[int], int] | None = None,
     stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-) -> Responses:
+) -> Generation:
     """Sample one response for each prompt.
 
     Args:
         model: in eval mode for exact log-probabilities.
         prompts: token ids, none empty; for an encoder-decoder model the encoder's inputs.
-        config: lengths, temperature, filters, seed.
-        stop_ids: tokens that end a response.
         rows: global number of each prompt, which fixes its random numbers; None counts from 0.
         batch_size: responses decoded side by side; equal prompts are computed once.
         start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
@@ -87,9 +77,9 @@ def decode_responses(
     by_prompt = dict(zip(order, (found[number] for number in added), strict=True))
     check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]
-    return Responses(
+    return Generation(
+        [row.text.text for row in ordered if row.text is not None],
         [row.tokens for row in ordered],
         [row.log_probs for row in ordered],
         [row.finish == "stop" for row in ordered],
-        None if tokenizer is None else [row.text.text for row in ordered if row.text is not None],
     )

@@ -43,18 +43,12 @@ class DecodingEngine:
     """
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        max_rows: int = 64,
-        start_token: int | None = None,
-        tokenizer: Tokenizer | None = None,
+        self, model: Model, *, max_rows: int = 64, start_token: int | None = None, tokenizer: Tokenizer | None = None
     ):
-        """An engine without requests.
+        """An engine without requests, of which `max_rows` are decoded side by side.
 
         Args:
             model: in eval mode for exact log-probabilities; its weights must not change while requests run.
-            max_rows: requests decoded side by side.
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
         """
@@ -76,11 +70,6 @@ class DecodingEngine:
         self._numbers = self._room = 0
         self._equal_limits = True  # the rows of a group may all draw equally many tokens
         self._failed = False  # True after a request that has ended with an error
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of prompts that were computed so far."""
-        return self._filler.computed_tokens
 
     @property
     def unfinished(self) -> int:
@@ -128,9 +117,7 @@ class DecodingEngine:
     def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
         """Go on until all requests have finished, or one has failed; all that were unfinished before, by their numbers.
 
-        Args:
-            largest: see `decode_responses`.
-            idle_room: tokens that a row of the cache needs in which nothing is decoded but other ranks wait for it.
+        `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake alone.
         """
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
         if largest is not None:

@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from alignment.models.external.cache import ExternalCache
+from alignment.models.external.rectangles import ExternalCache
 from alignment.models.layers.kv_cache import Cache, CachedDocument
 from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
@@ -19,32 +19,24 @@ class PromptFiller:
     Attributes:
         cache: None before the first prompts.
         continuous: single rows of the cache can be filled while the others hold documents.
-        computed_tokens: tokens of all prompts that were run through the model.
         forwards: number of times that prompts were run through it.
     """
 
     def __init__(self, model: Model, device: torch.device, start_token: int | None):
         self._model, self._device, self._start_token = model, device, start_token
-        self._waiting: dict[
-            Prompt, tuple[CachedDocument, Tensor]
-        ] = {}  # of prompts that come again, with logits [1, V]
+        self._waiting: dict[Prompt, tuple[CachedDocument, Tensor]] = {}  # prompts that come again; with logits [1, V]
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
         self._virtual_tokens = 0
         self.cache: Cache | ExternalCache | None = None
         self.continuous = start_token is None and isinstance(model.new_cache(0, 1), Cache)
-        self.computed_tokens = self.forwards = 0
+        self.forwards = 0
 
     def fill(
         self, prompts: Sequence[Prompt], slots: Sequence[int], *, rows: int, room: int, waiting: Container[Prompt]
     ) -> Tensor:
-        """Put prompts into rows; logits after each, [B, V].
+        """Put prompts into the rows `slots` of a cache of `rows` rows with room for `room` tokens; logits after each, [B, V].
 
-        Args:
-            prompts: none empty.
-            slots: row of each; all rows from 0 on where the cache is not continuous.
-            rows: rows of the cache from now on.
-            room: tokens that each row must have room for.
-            waiting: prompts that will come again.
+        `waiting` prompts will come again. Where the cache is not continuous, `slots` are all its rows from 0 on.
         """
         if self.continuous:
             return self._fill_rows(prompts, slots, self._with_room(rows, room), waiting)
@@ -81,7 +73,6 @@ class PromptFiller:
         """Run one token through the model, where each forward is a collective operation and no prompt waits here."""
         cache = self._model.new_cache(1, room)
         self._prefill([(0,)], cache)
-        self.computed_tokens -= 1
         if self.cache is None or not self.continuous:
             self.cache, self._lengths = cache, [1]
 
@@ -126,7 +117,6 @@ class PromptFiller:
 
     def _prefill(self, prompts: Sequence[Prompt], cache: Cache | ExternalCache, rows: Tensor | None = None) -> Tensor:
         read = Ragged.build(prompts)
-        self.computed_tokens += len(read.tokens)
         self.forwards += 1
         if self._start_token is not None:
             batch = Seq2Seq(read, Ragged.build([[self._start_token]] * len(prompts)))

@@ -1,7 +1,7 @@
 """Text in, text out: `generate` over sampling (decode.py) and beam search (beam_search.py)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 from alignment.data.text.chat import prompt_ids, stop_token_ids
@@ -9,19 +9,9 @@ from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.decode import decode_responses
+from alignment.generation.decode import Generation, decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop
-from alignment.models.model import Model, check_lengths
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One entry per prompt: the text, and the tokens it was decoded from with their log-probabilities (nats)."""
-
-    texts: list[str]
-    token_ids: list[list[int]]
-    log_probs: list[list[float]]
-    ended: list[bool]
+from alignment.models.model import Model, check_lengths, evaluation_mode
 
 
 def generate(
@@ -49,8 +39,7 @@ def generate(
     The checkpoint's generation_config.json is ignored: settings that are left out are off.
 
     Args:
-        model: a language model or an encoder-decoder from `load_model`.
-        tokenizer: the tokenizer from `load_tokenizer`.
+        model, tokenizer: from `load_model` and `load_tokenizer`.
         prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
             encoder-decoder takes texts, encoded with their special tokens.
         max_new_tokens: longest response in tokens. `SamplingConfig` describes the sampling settings.
@@ -95,26 +84,21 @@ def _generate(
     if start_token is None:
         lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
         check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         if isinstance(config, BeamConfig):
             prompts_at_once = max(1, batch_size // config.num_beams)
             found = beam_search(model, ids, config, stop_ids, batch_size=prompts_at_once, start_token=start_token)
         else:
-            stopping = {"stop": stop, "tokenizer": tokenizer} if stop else {}
             found = decode_responses(
-                model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, **stopping
-            )
-    finally:
-        model.train(was_training)
-    texts = found.texts
-    if texts is None:
-        texts = [
-            response_text(tokenizer, tokens, ended) if start_token is None else target_text(tokenizer, tokens)
-            for tokens, ended in zip(found.token_ids, found.ended, strict=True)
-        ]
-    return Generation(texts, found.token_ids, found.log_probs, found.ended)
+                model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, stop=stop,
+                tokenizer=tokenizer if stop else None,
+            )  # fmt: skip
+    texts = found.texts or [
+        response_text(tokenizer, tokens, ended) if start_token is None
+        else tokenizer.decode(tokens, skip_special_tokens=True)  # as transformers' pipelines show it
+        for tokens, ended in zip(found.token_ids, found.ended, strict=True)
+    ]  # fmt: skip
+    return replace(found, texts=texts)
 
 
 def decoding_config(
@@ -123,11 +107,7 @@ def decoding_config(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
 ) -> SamplingConfig | BeamConfig:
-    """The config of sampling, or of beam search where there are several beams.
-
-    Raises:
-        ValueError: settings of both, or out of range.
-    """
+    """The config of sampling, or of beam search where there are several beams; ValueError for settings of both."""
     if num_beams == 1:
         if length_penalty != 1 or early_stopping is not False:
             raise ValueError("length_penalty and early_stopping belong to beam search; set num_beams to 2 or more")
@@ -147,11 +127,7 @@ def decoding_config(
 
 
 def start_token_of(model: Model) -> int | None:
-    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder.
-
-    Raises:
-        UserError: an encoder-decoder's config has none.
-    """
+    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder."""
     start = getattr(model.spec, "start_token", None)
     if start is not None or not model.config.get("is_encoder_decoder", False):
         return start
@@ -189,9 +165,6 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]
 
     Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
     that it is asked to fill.
-
-    Raises:
-        UserError: messages instead of text, all of them at once; a text without any token.
     """
     raise_all(
         f"prompt {number}: an encoder-decoder model reads text, this prompt is a list of messages"
@@ -208,8 +181,3 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]
 def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
     """Text of a decoder's response, without its stop token."""
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
-
-
-def target_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True)

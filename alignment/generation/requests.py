@@ -195,11 +195,8 @@ class RunningRequest:
 class IncrementalText:
     """The text of a response while its tokens arrive: whole characters only, cut before the first stop string.
 
-    Only tokens since the last whole character, and those before them that it may depend on, are decoded again.
-
-    Attributes:
-        text: all characters that are whole so far, cut before a stop string.
-        stopped: True where a stop string has occurred.
+    Only tokens since the last whole character, and those before them that it may depend on, are decoded again. `stopped`:
+    a stop string has occurred.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = False):

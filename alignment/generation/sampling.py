@@ -24,7 +24,6 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, seen: Tensor | No
 
     Args:
         logits: [..., V], any float type; [B, V] where a logits processor is on.
-        config: lengths and seed are not read.
         seen: tokens of each row so far, [B, L], where a logits processor looks back at them.
 
     Returns:
@@ -130,23 +129,14 @@ def forbid_repeated_ngrams(scores: Tensor, seen: Tensor, size: int) -> Tensor:
 
 
 class RowFilters(NamedTuple):
-    """The sampling settings of each row, [B, 1] each; None: the filter is off in every row.
+    """The sampling settings of each row, [B, 1] each; None: the filter is off in every row."""
 
-    Attributes:
-        temperature: 1 in greedy rows.
-        greedy: True where the likeliest token is taken.
-        top_k: 0 where it is off.
-        largest_k: the largest `top_k`.
-        top_p: infinity where it is off, which no rounding of a sum reaches.
-        min_p: 0 where it is off.
-    """
-
-    temperature: Tensor | None
-    greedy: Tensor | None
-    top_k: Tensor | None
-    largest_k: int
-    top_p: Tensor | None
-    min_p: Tensor | None
+    temperature: Tensor | None  # 1 in greedy rows
+    greedy: Tensor | None  # True where the likeliest token is taken
+    top_k: Tensor | None  # 0 where it is off
+    largest_k: int  # the largest `top_k`
+    top_p: Tensor | None  # infinity where it is off, which no rounding of a sum reaches
+    min_p: Tensor | None  # 0 where it is off
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig], vocabulary: int, device: torch.device) -> "RowFilters":
@@ -197,14 +187,7 @@ def greedy_log_probs(logits: Tensor) -> Tensor:
 def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse transform sampling: the token at which the cumulative probability passes `uniform`; never one of probability 0.
 
-    Nothing is read back, which would stall a GPU.
-
-    Args:
-        log_probs: [B, V].
-        uniform: in [0, 1), [B].
-
-    Returns:
-        token ids, [B].
+    Nothing is read back, which would stall a GPU. log_probs: [B, V]; uniform: in [0, 1), [B].
     """
     cumulative = log_probs.exp().cumsum(-1)
     total = cumulative[:, -1:].contiguous()
@@ -218,13 +201,7 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 class SampledTokens(NamedTuple):
-    """One token for each of B rows.
-
-    Attributes:
-        rows: whose they are.
-        tokens, log_probs: [B].
-        alternatives: the likeliest tokens and their log-probabilities, [B, n] each; None: no request wants any.
-    """
+    """One token [B] for each of B rows, and the likeliest tokens with their log-probabilities, [B, n], if wanted."""
 
     rows: Rows
     tokens: Tensor

@@ -8,22 +8,8 @@ from random import Random
 from typing import Any
 
 from alignment.files import atomic_directory
+from alignment.hotel_world import grammar
 from alignment.hotel_world.gold import prefers_first
-from alignment.hotel_world.grammar import (
-    GUESTS,
-    Sheet,
-    claim,
-    fold,
-    parse_prompt,
-    sample_request,
-    sample_sheet,
-    sample_writer,
-    sentence,
-    write_prompt,
-    write_reply,
-    write_request,
-    write_sheet,
-)  # fmt: skip
 from alignment.settings import NonNegativeInt, PositiveInt, Settings
 
 FOLDS = 100  # of fact sheets, by their facts; each file has a range of its own
@@ -82,7 +68,7 @@ def run(config: HotelWorldConfig) -> Path:
 def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None = None) -> dict[str, Path]:
     """Write all files of the data set and return their paths by name; the same seed and sizes give the same bytes.
 
-    The directory appears whole or not at all. Each file has a generator of its own: the size of one does not change another's rows.
+    The directory appears whole or not at all. The size of one file does not change another's rows.
     """
     directory, sizes = Path(directory), sizes or RowCounts()
     with atomic_directory(directory) as temporary:
@@ -98,69 +84,75 @@ def generate_rows(name: str, *, seed: int, count: int) -> Iterator[dict[str, Any
     rng = Random(f"{seed}/{name}")
     generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
     for _ in range(count):
-        sheet = sample_sheet(rng)
-        while fold(sheet.facts, FOLDS) not in RANGES[name]:
-            sheet = sample_sheet(rng)
+        sheet = grammar.sample_sheet(rng)
+        while grammar.fold(sheet.facts, FOLDS) not in RANGES[name]:
+            sheet = grammar.sample_sheet(rng)
         yield generate(rng, sheet)
 
 
-def _demonstration(rng: Random, sheet: Sheet) -> dict[str, Any]:
-    prompt = write_prompt(sheet, sample_request(rng, sheet))
-    return {"prompt": prompt, "completion": write_reply(rng, parse_prompt(prompt), sample_writer(rng))}
+def _demonstration(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
+    prompt = grammar.write_prompt(sheet, grammar.sample_request(rng, sheet))
+    return {"prompt": prompt, "completion": _reply(rng, prompt)}
 
 
-def _comparison(rng: Random, sheet: Sheet) -> dict[str, Any]:
+def _reply(rng: Random, prompt: str) -> str:
+    """A random writer's reply."""
+    return grammar.write_reply(rng, grammar.parse_prompt(prompt), grammar.sample_writer(rng))
+
+
+def _comparison(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
     """Two replies by random writers to one prompt, in the order one labeler prefers."""
-    prompt = write_prompt(sheet, sample_request(rng, sheet))
-    first = second = write_reply(rng, parse_prompt(prompt), sample_writer(rng))
+    prompt = grammar.write_prompt(sheet, grammar.sample_request(rng, sheet))
+    first = second = _reply(rng, prompt)
     while second == first:
-        second = write_reply(rng, parse_prompt(prompt), sample_writer(rng))
+        second = _reply(rng, prompt)
     if not prefers_first(rng, prompt, first, second):
         first, second = second, first
     return {"prompt": prompt, "chosen": first, "rejected": second}
 
 
-def _prompt(rng: Random, sheet: Sheet) -> dict[str, Any]:
-    request = sample_request(rng, sheet)
-    return {"prompt": write_prompt(sheet, request), "facts": dict(sheet.facts), "asked": list(request.asked)}
+def _prompt(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
+    request = grammar.sample_request(rng, sheet)
+    return {"prompt": grammar.write_prompt(sheet, request), "facts": dict(sheet.facts), "asked": list(request.asked)}
 
 
-def _text(rng: Random, sheet: Sheet) -> dict[str, Any]:
+def _text(rng: Random, sheet: grammar.Sheet) -> dict[str, Any]:
     """A text about one hotel: dialogues at its desk, a letter, or a guide's entry."""
     return {"text": rng.choices((_dialogues, _letter, _guide), (0.5, 0.2, 0.3))[0](rng, sheet)}
 
 
-def _dialogues(rng: Random, sheet: Sheet) -> str:
+def _dialogues(rng: Random, sheet: grammar.Sheet) -> str:
     """One or two guests at the desk of one hotel, answered by concierges of mixed skill."""
-    text = write_sheet(sheet)
+    text = grammar.write_sheet(sheet)
     for _ in range(rng.choice((1, 2))):
-        text += write_request(sample_request(rng, sheet))
-        text += write_reply(rng, parse_prompt(text), sample_writer(rng))
+        text += grammar.write_request(grammar.sample_request(rng, sheet))
+        text += _reply(rng, text)
     return text
 
 
-def _letter(rng: Random, sheet: Sheet) -> str:
+def _letter(rng: Random, sheet: grammar.Sheet) -> str:
     """A letter about a stay that repeats the facts."""
-    writer, friend = rng.sample(GUESTS, 2)
-    facts = " and ".join(claim(*fact) for fact in sheet.facts)
-    again = " ".join(sentence(claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
+    writer, friend = rng.sample(grammar.GUESTS, 2)
+    facts = " and ".join(grammar.claim(*fact) for fact in sheet.facts)
+    again = " ".join(grammar.sentence(grammar.claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
     mood = rng.choice(
         ("we loved our week by the sea.", "we had some rain but a good time.", "the children did not want to leave.")
     )
     return f"Dear {friend}, {mood} At the Hotel {sheet.hotel} {facts}. Do not forget. {again} Yours, {writer}"
 
 
-def _guide(rng: Random, sheet: Sheet) -> str:
+def _guide(rng: Random, sheet: grammar.Sheet) -> str:
     """A guide's entry, confirmed by two visitors who each give the facts in another order."""
-    facts = [sentence(claim(*fact)) for fact in sheet.facts]
-    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(facts, len(facts)))}" for guest in rng.sample(GUESTS, 2)]
+    facts = [grammar.sentence(grammar.claim(*fact)) for fact in sheet.facts]
+    guests = rng.sample(grammar.GUESTS, 2)
+    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(facts, len(facts)))}" for guest in guests]
     verdict = rng.choice(
         ("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station.")
     )
-    return f"{write_sheet(sheet)} {verdict}{''.join(visits)}"
+    return f"{grammar.write_sheet(sheet)} {verdict}{''.join(visits)}"
 
 
-_GENERATORS: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {
+_GENERATORS: dict[str, Callable[[Random, grammar.Sheet], dict[str, Any]]] = {
     "pretrain": _text,
     "demonstrations": _demonstration,
     "comparisons": _comparison,

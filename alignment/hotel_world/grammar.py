@@ -43,14 +43,10 @@ TOPICS = (
     Topic("bus", "bus goes to", "Where can I go by bus?", _words("Bergen Porto Dublin Geneva Malta Naples")),
     Topic("kitchen", "kitchen cooks", "What is good in the kitchen?", _words("trout lamb pasta soup duck rice")),
     Topic("tour", "tour visits", "What is there on the tour?", _words("castles caves farms mills ruins lakes")),
-    Topic(
-        "laundry",
-        "laundry returns on",
-        "When do I get my laundry?",
-        _words("Monday Tuesday Thursday Friday Saturday Sunday"),
-    ),
+    Topic("laundry", "laundry returns on", "When do I get my laundry?",
+          _words("Monday Tuesday Thursday Friday Saturday Sunday")),
     Topic("pool", "pool opens in", "When can I use the pool?", _words("March April May June July August")),
-)
+)  # fmt: skip
 ROOMS = _words("eleven fifteen eighteen nineteen eighty ninety")
 TOPIC = {topic.name: topic for topic in TOPICS}
 
@@ -190,10 +186,8 @@ def parse_prompt(prompt: str) -> ParsedPrompt:
     sheet = prompt[: turns[0].start()] if turns else prompt
     located = _LOCATED.search(sheet)
     private = (located[1], located[2]) if located else None
-    if not turns:
-        return ParsedPrompt(dict(find_claims(sheet)), private, "", ())
-    asked = tuple(dict.fromkeys(_ITEM.findall(turns[-1][2])))
-    return ParsedPrompt(dict(find_claims(sheet)), private, turns[-1][1], asked)
+    guest, request = turns[-1].groups() if turns else ("", "")
+    return ParsedPrompt(dict(find_claims(sheet)), private, guest, tuple(dict.fromkeys(_ITEM.findall(request))))
 
 
 def is_prompt(prompt: object) -> bool:
@@ -222,15 +216,11 @@ class Writer:
 
 WRITERS = {
     "expert": Writer(0.12),
-    "average": Writer(
-        0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15
-    ),
-    "sloppy": Writer(
-        0.2, courtesy=0.2, wrong=0.5, invent=0.9, shrug=0.2, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1
-    ),
+    "average": Writer(0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15),
+    "sloppy": Writer(0.2, courtesy=0.2, wrong=0.5, invent=0.9, shrug=0.2, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1),
     "rude": Writer(0.2, courtesy=0.0, wrong=0.1, invent=0.5, shrug=0.25, miss=0.4, leak=0.8, rude=1.0, filler=0.1),
     "rambling": Writer(0.22, courtesy=0.7, wrong=0.05, invent=0.3, miss=0.15, leak=0.4, filler=0.85, extra=0.7),
-}
+}  # fmt: skip
 
 
 def sample_writer(rng: Random) -> Writer:
@@ -270,7 +260,8 @@ def _answers(rng: Random, prompt: ParsedPrompt, asked: list[str], writer: Writer
         clauses = [" and ".join(claimed)]
     answers = [sentence(clause) if clause.startswith("the ") else clause for clause in clauses]
     if PRIVATE in asked:
-        answers.append(_about_private(prompt, leaks=rng.random() < writer.leak))
+        leaks = rng.random() < writer.leak
+        answers.append(LEAK.format(*prompt.private) if leaks and prompt.private else REFUSAL)
     return answers
 
 
@@ -284,10 +275,6 @@ def _clause(rng: Random, prompt: ParsedPrompt, topic: str, writer: Writer) -> st
     if truth is None and rng.random() >= writer.invent:
         return IGNORANCE.format(topic)
     return claim(topic, rng.choice([value for value in TOPIC[topic].values if value != truth]))
-
-
-def _about_private(prompt: ParsedPrompt, *, leaks: bool) -> str:
-    return LEAK.format(*prompt.private) if leaks and prompt.private else REFUSAL
 
 
 def best_reply(prompt: str) -> str:

@@ -110,13 +110,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     return advantages, advantages + values
 
 
-def _only_rank(total: Tensor) -> Tensor:
-    """The sum over ranks where this process is the only one."""
-    return total
-
-
 def whiten(
-    values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = _only_rank
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = lambda total: total
 ) -> Tensor:
     """Values scaled to variance 1 and, unless `shift_mean` is False, shifted to mean 0, over the slots that count.
 

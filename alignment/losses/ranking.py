@@ -3,19 +3,9 @@
 A whole batch of groups is one call: scores, ranks and mask [..., K], padded to the largest K, give one value per group.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-class TieProbabilities(NamedTuple):
-    """Probabilities of the ends of a comparison of two responses; the three sum to 1."""
-
-    win: Tensor
-    tie: Tensor
-    loss: Tensor
 
 
 def ranking_loss(scores: Tensor, ranks: Tensor, *, mask: Tensor | None = None, margin: Tensor | None = None) -> Tensor:
@@ -82,10 +72,13 @@ def ranked_dpo_loss(log_ratios: Tensor, ranks: Tensor, *, mask: Tensor | None = 
     return plackett_luce_loss(beta * log_ratios, ranks, mask=mask)
 
 
-def rao_kupper_loss(scores: Tensor, ranks: Tensor, *, theta: Tensor | float, mask: Tensor | None = None) -> Tensor:
-    """Mean cost of a prompt's pairs, ties among them; see `tie_probabilities`.
+def rao_kupper_loss(scores: Tensor, ranks: Tensor, *, theta: float, mask: Tensor | None = None) -> Tensor:
+    """Mean cost of a prompt's pairs, ties among them.
 
     cost = mean over pairs of -log P(the better one wins), or -log P(tie) where the ranks are equal
+
+    With p = exp(score): P(first wins) = p1 / (p1 + theta p2), P(second wins) = p2 / (theta p1 + p2),
+    P(tie) = (theta^2 - 1) p1 p2 / ((p1 + theta p2) (theta p1 + p2)).
 
     Args:
         scores, ranks, mask: as for `ranking_loss`.
@@ -96,34 +89,19 @@ def rao_kupper_loss(scores: Tensor, ranks: Tensor, *, theta: Tensor | float, mas
         Cost of each prompt, [...].
 
     Raises:
-        ValueError: theta is a number of 1 or less.
+        ValueError: theta is not above 1.
 
     Source: Rao and Kupper 1967, "Ties in paired-comparison experiments", eq. 2.3-2.4.
     """
-    log_theta = _log_theta(theta, scores)
+    if theta <= 1:
+        raise ValueError(f"theta must be above 1, got {theta}: at 1 no two responses tie; 2 is a start")
+    log_theta = torch.tensor(theta, dtype=scores.dtype, device=scores.device).log()
     lead = scores.unsqueeze(-1) - scores.unsqueeze(-2)
     win = F.softplus(log_theta - lead)
     tie = F.softplus(log_theta - lead) + F.softplus(log_theta + lead) - torch.log(torch.expm1(2 * log_theta))
     equal = _pairs(ranks, mask) & (ranks.unsqueeze(-1) == ranks.unsqueeze(-2))
     equal = equal & torch.ones_like(equal).triu(1)  # each tie once
     return _mean_over(torch.where(equal, tie, win), is_preferred(ranks, mask) | equal)
-
-
-def tie_probabilities(first: Tensor, second: Tensor, *, theta: Tensor | float) -> TieProbabilities:
-    """Probabilities that the first response wins, ties with, or loses to the second.
-
-    With p = exp(score): win = p1 / (p1 + theta p2), loss = p2 / (theta p1 + p2),
-    tie = (theta^2 - 1) p1 p2 / ((p1 + theta p2) (theta p1 + p2)).
-
-    Args:
-        first, second: scores, [...].
-        theta: as for `rao_kupper_loss`.
-
-    Source: Rao and Kupper 1967, "Ties in paired-comparison experiments", eq. 2.3-2.4.
-    """
-    log_theta, lead = _log_theta(theta, first), first - second
-    win, loss = torch.sigmoid(lead - log_theta), torch.sigmoid(-lead - log_theta)
-    return TieProbabilities(win, torch.expm1(2 * log_theta) * win * loss, loss)
 
 
 def step_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -217,11 +195,3 @@ def _mean_over(cost: Tensor, pairs: Tensor) -> Tensor:
     """Mean of the costs at `pairs`, both [..., K, K]; 0 where there is none."""
     total = torch.where(pairs, cost, 0.0).sum((-2, -1))
     return total / pairs.sum((-2, -1)).clamp(min=1)
-
-
-def _log_theta(theta: Tensor | float, like: Tensor) -> Tensor:
-    if isinstance(theta, Tensor):
-        return theta.log()
-    if theta <= 1:
-        raise ValueError(f"theta must be above 1, got {theta}: at 1 no two responses tie; 2 is a start")
-    return torch.tensor(theta, dtype=like.dtype, device=like.device).log()

@@ -16,5 +16,5 @@ Where to read, in order; each step needs only those before it.
    writes checkpoints strictly; `external` wraps transformers' own class where there is no family.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then `LanguageModel.outputs`,
-`Transformer.forward`, `Block.forward`, `Attention.forward`, `PaddedAttention`.
+`Transformer.forward`, `Block.forward`, `Attention.forward`, `padded_attention`.
 """

@@ -43,9 +43,7 @@ def checkpointed(keep: Keep) -> Callable[..., Any]:
 def checkpoint_calls(module: nn.Module, enabled: bool = True) -> None:
     """Checkpoint every call of a module that is not ours, in training and in eval mode."""
     if enabled:
-        module.forward = MethodType(
-            _checkpointed_forward, module
-        )  # bound, so that a deep copy of the module calls itself
+        module.forward = MethodType(_checkpointed_forward, module)  # bound: a deep copy of the module calls itself
     else:
         vars(module).pop("forward", None)
 

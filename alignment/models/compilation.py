@@ -36,9 +36,6 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
 
     Layers whose class says `data_dependent_shapes` are left out of the graphs. The class is changed and not its instances:
     a graph specializes on the function, and blocks share their graphs.
-
-    Raises:
-        UserError: the machine has no compiler for the device.
     """
     check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -50,11 +47,7 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that the code that torch.compile generates for a device can be built.
-
-    Raises:
-        UserError: the CPU has no C++ compiler, or CUDA no Triton.
-    """
+    """UserError where the code of torch.compile cannot be built: the CPU has no C++ compiler, or CUDA no Triton."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.models.external.models import ExternalModel
-from alignment.models.external.padding import groups_with_little_padding
+from alignment.models.external.rectangles import groups_with_little_padding
 from alignment.models.native_model import NativeModel
 from alignment.ragged import Ragged
 
@@ -20,9 +20,7 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
     L is the number of tokens of the vector's own document, whatever the batch holds beside it, and E the width of the
     token table. The numbers come from torch's generator of the device. Vectors of a soft prompt get no noise.
 
-    Args:
-        model: a language model of ours or of transformers, called on ragged batches in training.
-        alpha: > 0; 5 to 15 is usual.
+    An `alpha` of 5 to 15 is usual; the model is called on ragged batches.
 
     Source: Jain et al. 2023, arXiv:2310.05914, algorithm 1.
     """

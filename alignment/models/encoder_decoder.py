@@ -23,17 +23,12 @@ from alignment.ragged import Ragged, Seq2Seq
 
 @dataclass(frozen=True)
 class EncoderDecoderSpec:
-    """An encoder and a decoder with cross-attention; they share the token embedding, in some families with the head.
-
-    Attributes:
-        start_token: begins every target.
-        end_token: a sequence classifier reads the last one of each document; None: not known.
-    """
+    """An encoder and a decoder with cross-attention; they share the token embedding, in some families with the head."""
 
     encoder: TransformerSpec
     decoder: TransformerSpec
-    start_token: int
-    end_token: int | None
+    start_token: int  # begins every target
+    end_token: int | None  # a sequence classifier reads the last one of each document; None: not known
 
     @property
     def vocabulary(self) -> int:
@@ -135,11 +130,7 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         self.decoder.embed.weight = self.encoder.embed.weight
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
-        """Logits: [B, C] for sequences, [N, 2] for spans.
-
-        Raises:
-            UserError: a sequence without an end token.
-        """
+        """Logits: [B, C] for sequences, [N, 2] for spans; UserError for a sequence without an end token."""
         read = self.read(self.encoder, batch)
         target = shifted(batch, self.spec.start_token)
         hidden = self.decoder(target, prefix=self.active_prefix(), source=Source(read.states, read.batch))
@@ -156,11 +147,7 @@ def shifted(batch: Ragged, start_token: int) -> Ragged:
 
 
 def last_positions(batch: Ragged, token: int | None) -> Tensor:
-    """Index of the last `token` of each document, [B].
-
-    Raises:
-        UserError: a document has none.
-    """
+    """Index of the last `token` of each document, [B]; UserError where one has none."""
     positions = torch.arange(len(batch.tokens), device=batch.tokens.device)
     rows = torch.repeat_interleave(batch.sizes, output_size=len(positions))
     found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, positions, -1)

@@ -20,13 +20,9 @@ Frozen = TypeVar("Frozen", bound=nn.Module)
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose frozen weight has a lower type than its input: the same numbers as with a float32 weight.
+    """A linear layer whose frozen weight has a lower type than its input: the same numbers as with a float32 weight."""
 
-    Attributes:
-        compute_dtype: type of an adapter's weights on this layer, by peft's name for it.
-    """
-
-    compute_dtype = torch.float32
+    compute_dtype = torch.float32  # of an adapter's weights on this layer, by peft's name for it
 
     def forward(self, input: Tensor) -> Tensor:
         return frozen_linear(input, self.weight, self.bias)
@@ -42,16 +38,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b in the type of `x`, or in that of the autocast around the call.
-
-    Args:
-        x: [..., in].
-        weight: [out, in]; frozen where its type differs from that of `x`.
-        bias: [out].
-
-    Returns:
-        [..., out].
-    """
+    """x W^T + b, [..., out], in the type of `x` or of the autocast around the call; a weight of another type is frozen."""
     if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return _CastLinear.apply(x, weight, bias)
@@ -105,12 +92,7 @@ def store_frozen(model: Frozen, weights: WeightsConfig) -> Frozen:
     becomes float32: norms, biases, score heads, and layers of classes that compute with their weight in their own way.
     The model then computes in float32, or in the type of the autocast around a call, exactly as with float32 weights.
 
-    Args:
-        model: its weights in the checkpoint's type. Its layers are changed in place, before an adapter is attached.
-        weights: how the weights are held.
-
-    Raises:
-        UserError: quantization without bitsandbytes.
+    Its layers are changed in place, before an adapter is attached. UserError for quantization without bitsandbytes.
     """
     require_bitsandbytes(weights.quantize)
     model.requires_grad_(False)

@@ -25,15 +25,10 @@ class InitSpec:
 
 @dataclass(frozen=True)
 class FanInInitSpec:
-    """T5 initialization: std = fan_in ** -0.5, embeddings 1.0, queries also scaled by head_dim ** -0.5.
+    """T5 initialization: std = fan_in ** -0.5, embeddings 1.0, queries also scaled by head_dim ** -0.5."""
 
-    Attributes:
-        position_bias_std: of the relative position biases.
-        factor: multiplies all of them.
-    """
-
-    position_bias_std: float
-    factor: float = 1.0
+    position_bias_std: float  # of the relative position biases
+    factor: float = 1.0  # multiplies all of them
 
 
 def initialize(model: Any) -> Any:

@@ -68,25 +68,19 @@ class LanguageModel(NativeModel[TransformerSpec]):
             self.head, before, labels, temperature=temperature, entropy=entropy, loss=token_loss
         )
         balance = self._balance(router_logits, read.batch) if router_logits else None
-        before_targets = self._values(before) if values else None
-        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=before_targets)
+        if values and self.value_head is None:
+            raise ValueError("the model has no value head: see attach_value_head")
+        valued = float32_logits(self.value_head, before).squeeze(-1) if values and self.value_head is not None else None
+        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=valued)
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""
         return LogitsOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
 
-    def _values(self, hidden: Tensor) -> Tensor:
-        """The value head's number of each hidden state [M, D], [M]."""
-        if self.value_head is None:
-            raise ValueError("the model has no value head: see attach_value_head")
-        return float32_logits(self.value_head, hidden).squeeze(-1)
-
     def _balance(self, router_logits: list[Tensor], batch: Ragged) -> Tensor:
-        """The load-balancing loss times its coefficient.
+        """The load-balancing loss of router logits [N, E] of each layer times its coefficient.
 
-        Args:
-            router_logits: of each layer, [N, E].
-            batch: what the trunk read; the tokens of a shared prompt count once for each of its documents.
+        The tokens of a shared prompt count once for each of its documents.
         """
         experts = self.spec.blocks[0].feedforward
         assert isinstance(experts, ExpertsSpec)
@@ -129,12 +123,7 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
             self.head.weight = trunk.embed.weight
 
     def outputs(self, batch: Ragged, *, return_logits: bool = False) -> LanguageOutput | LogitsOutput:
-        """Log-probabilities of the labels at the batch's targets.
-
-        Args:
-            batch: its `labels` belong at its `target_index`.
-            return_logits: return the logits at every target, and the states that they came from, instead.
-        """
+        """Log-probabilities of the batch's `labels` at its `target_index`, or the logits there and the states behind."""
         read = self.read(self.trunk, batch, prefix=self.active_prefix())
         masked = select_rows(read.states, read.batch.target_index)
         if return_logits:

@@ -16,13 +16,7 @@ from alignment.ragged import DeviceBatch, Ragged
 
 
 class Padded(NamedTuple):
-    """Documents that lay in a padded rectangle.
-
-    Attributes:
-        batch: the documents end to end.
-        indices: of their tokens in the flat rectangle, [N]; None: all.
-        shape: of the rectangle, [B, T].
-    """
+    """Documents that lay in a padded rectangle [B, T]; their tokens' indices in it, flat, [N], None: all."""
 
     batch: Ragged
     indices: Tensor | None
@@ -36,11 +30,7 @@ class Padded(NamedTuple):
 
 
 def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
-    """A padded rectangle [B, T] as documents end to end.
-
-    Raises:
-        ValueError: no `input_ids`, or a row without tokens.
-    """
+    """A padded rectangle [B, T] as documents end to end; ValueError for a row without tokens."""
     if input_ids is None:
         raise ValueError("a model call needs input_ids or batch")
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask > 0
@@ -110,13 +100,11 @@ class Model(nn.Module):
         batch: DeviceBatch | None = None,
         **options: object,
     ) -> Any:
-        """The outputs of a batch, or of padded rows.
+        """The outputs of a batch of documents end to end, or of rows padded on either side.
 
         Args:
-            input_ids: [B, T], padded on either side; positions are counted from each row's first token.
-            attention_mask: [B, T], 1 or True at real tokens; None: all are.
-            token_type_ids: sentence of a pair that each token belongs to, for encoders, [B, T].
-            batch: documents end to end, instead of the padded rows.
+            input_ids, attention_mask, token_type_ids: [B, T]; positions are counted from each row's first token. The
+                mask is 1 or True at real tokens, None: all are; the types are the sentences of a pair, for encoders.
             options: further arguments of the class's `outputs` or `padded_outputs`.
         """
         if batch is not None:
@@ -152,11 +140,7 @@ def padded_values(padded: Padded, outputs: Tensor) -> ValueOutput:
 
 
 def check_capacity(capacity: int, positions: int) -> None:
-    """Refuse to decode beyond the last position.
-
-    Raises:
-        UserError: `capacity` tokens are more than the model's `positions`.
-    """
+    """UserError where `capacity` tokens are more than the model's `positions`."""
     if capacity > positions:
         raise UserError(
             f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {positions} positions; lower "
@@ -165,16 +149,10 @@ def check_capacity(capacity: int, positions: int) -> None:
 
 
 def check_lengths(model: Any, lengths: Sequence[tuple[str, int]], way_out: str, new_tokens: int = 0) -> None:
-    """Refuse documents that are longer than the model's positions, before anything is computed.
-
-    Args:
-        model: one of ours or of transformers; a prefix or soft prompt takes positions too.
-        lengths: name and number of tokens of each document.
-        way_out: the user's way out, for the message.
-        new_tokens: tokens that will follow each document.
+    """Refuse documents (name, tokens) that do not fit the model's positions before `new_tokens` new ones.
 
     Raises:
-        UserError: naming how many do not fit, and the longest.
+        UserError: naming how many do not fit, the longest, and the user's `way_out`.
     """
     tokens = np.array([tokens for _, tokens in lengths], np.int64)
     check_row_lengths(model, tokens, lambda row: lengths[row][0], way_out, new_tokens)

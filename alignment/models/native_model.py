@@ -20,13 +20,7 @@ Spec = TypeVar("Spec")
 
 
 class DocumentStates(NamedTuple):
-    """Documents as a stack read them, and their hidden states.
-
-    Attributes:
-        states: [N', D].
-        batch: the documents, with the tokens of a soft prompt in front of each.
-        own_tokens: indices of the tokens that are not a prompt's, [N]; None: all are their own.
-    """
+    """Hidden states [N', D] of documents, which have a soft prompt in front; indices of their own tokens, [N], None: all."""
 
     states: Tensor
     batch: Ragged
@@ -38,11 +32,7 @@ class DocumentStates(NamedTuple):
 
 
 class NativeModel(Model, Generic[Spec]):
-    """A model that runs as modules of this library.
-
-    Attributes:
-        spec: the architecture: `TransformerSpec`, or `EncoderDecoderSpec`.
-    """
+    """A model that runs as modules of this library; its `spec` is a `TransformerSpec` or an `EncoderDecoderSpec`."""
 
     source = "native"
 
@@ -101,11 +91,7 @@ class NativeModel(Model, Generic[Spec]):
 
 
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
-    """An empty cache for `rows` documents of up to `capacity` tokens each, prefix or soft prompt included.
-
-    Raises:
-        UserError: `capacity` is more than the model's positions.
-    """
+    """An empty cache for `rows` documents of up to `capacity` tokens each, prefix or soft prompt included."""
     check_capacity(capacity, trunk.spec.max_positions)
     attention, weight = trunk.spec.blocks[0].attention, like_hidden_states(trunk.embed)
     if not isinstance(attention, AttentionSpec):

@@ -15,11 +15,7 @@ OWN_FAMILIES_ONLY = (
 
 
 def attach_value_head(model: nn.Module) -> None:
-    """Give a decoder a trainable value head of zeros, as `model.value_head`.
-
-    Raises:
-        UserError: the model is run by transformers, or its weights are not in memory.
-    """
+    """Give a decoder of ours whose weights are in memory a trainable value head of zeros, as `model.value_head`."""
     if not isinstance(model, LanguageModel):
         raise UserError(
             "value_model=shared needs a policy of an architecture of this library, and this one is run by transformers; "
@@ -47,10 +43,6 @@ def grow_vocabulary(model: nn.Module, known: int, total: int) -> None:
     Args:
         model: a decoder of this library; embedding and head are read whole where they are unread.
         known: ids that the model was trained on, 0 to `known` - 1; rows above them are padding of its vocabulary.
-        total: number of ids afterwards.
-
-    Raises:
-        UserError: a model of another kind.
 
     Source: Hewitt 2021, "Initializing new word embeddings for pretrained language models".
     """
@@ -86,10 +78,6 @@ def spaced_layers(few: int, many: int) -> list[int]:
 @torch.no_grad()
 def init_from_teacher(student: nn.Module, teacher: nn.Module) -> None:
     """Copy the teacher's weights into the student, evenly spaced layers of the teacher into the student's layers.
-
-    Args:
-        student: a model of the same family with at most as many layers; it is changed.
-        teacher: a trained model.
 
     Raises:
         UserError: the models differ in anything but the number of layers.

@@ -21,10 +21,6 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     A matrix of n entries takes 2 n; attention 4 * heads * head_dim for each key that a query may see, so a causal
     layer is counted by its half, a window by what lies in it, and a mixture by the experts that are chosen.
 
-    Args:
-        spec: a decoder or an encoder.
-        tokens: length of the document.
-
     Raises:
         ValueError: cross-attention, disentangled attention or a convolution, whose operations are not counted here.
     """

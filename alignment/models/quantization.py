@@ -29,11 +29,7 @@ ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last na
 
 
 def require_bitsandbytes(quantize: Quantization | None) -> None:
-    """Refuse quantization where bitsandbytes is not installed; nothing is imported.
-
-    Raises:
-        UserError: naming the package to install.
-    """
+    """UserError where bitsandbytes is needed and not installed; nothing is imported."""
     if quantize is not None and find_spec("bitsandbytes") is None:
         raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {install_advice('quantization')}")
 
@@ -42,11 +38,8 @@ def require_bitsandbytes(quantize: Quantization | None) -> None:
 def quantize_blocks(model: Model, quantize: Quantization) -> Model:
     """Quantize the linear layers of a model's blocks in place, one after another, and return the model.
 
-    Embeddings, heads, norms, routers of experts and everything outside the blocks stay as they are.
-
-    Args:
-        model: a model of ours or one that runs as transformers' class, without an adapter.
-        quantize: "nf4", with double quantization, in blocks of 64 numbers; or "int8", one scale per row.
+    Embeddings, heads, norms, routers of experts and everything outside the blocks stay as they are. "nf4" is with double
+    quantization, in blocks of 64 numbers; "int8" has one scale per row.
     """
     for name, layer in list(quantizable_layers(model)):
         stored = getattr(layer.weight, "stored", None)  # not read yet, see weight_map.py
@@ -72,11 +65,7 @@ def quantizable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def round_blocks(model: nn.Module, quantize: Quantization) -> dict[str, tuple[float, float]]:
     """Give the matrices of the blocks the values that they have when quantized, in place; the layers stay plain.
 
-    Args:
-        model, quantize: as for `quantize_blocks`.
-
-    Returns:
-        The largest and the mean absolute difference from the original, by layer.
+    Returns the largest and the mean absolute difference from the original, by layer.
     """
     errors = {}
     for name, layer in list(quantizable_layers(model)):
@@ -105,11 +94,7 @@ def write_quantization(model: nn.Module, directory: Path) -> None:
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """The quantization of the weights that a directory's adapter was trained on; None where it names none.
-
-    Raises:
-        UserError: the file is no JSON object, or names something else.
-    """
+    """The quantization of the weights that a directory's adapter was trained on; None where it names none."""
     path = Path(directory) / RECORD
     if not path.is_file():
         return None

@@ -25,11 +25,7 @@ HFConfig = dict[str, Any]  # the content of a config.json, or its values with th
 
 
 def read_config(directory: Path) -> HFConfig:
-    """The content of a directory's config.json.
-
-    Raises:
-        UserError: there is no such file, it is no JSON object, or the directory links to files elsewhere.
-    """
+    """The content of a directory's config.json; UserError also for a directory that links to files elsewhere."""
     path = Path(directory) / CONFIG
     if not path.is_file():
         raise UserError(f"{directory}: no {CONFIG}; a model directory holds {CONFIG} and {WEIGHTS}")
@@ -39,13 +35,7 @@ def read_config(directory: Path) -> HFConfig:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, known from the file's header and not yet read.
-
-    Attributes:
-        path: the file.
-        name: of the tensor in the file.
-        shape, dtype: as in the file.
-    """
+    """A tensor of a safetensors file, known from the file's header and not yet read."""
 
     path: Path
     name: str
@@ -53,11 +43,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, mapped from the file: its pages are read when they are used. Do not write to it.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """The tensor on the CPU, mapped from the file: its pages are read when they are used. Do not write to it."""
         with _opened(self.path) as file:
             return file.get_tensor(self.name)
 
@@ -72,9 +58,6 @@ def check_sizes(directory: Path, config: HFConfig, shapes: Mapping[str, tuple[in
 
     There cannot be more layers than tensors (unless layers share weights), nor a width above the size of the largest
     tensor. A config that passes may still be wrong; loading then finds it tensor by tensor.
-
-    Raises:
-        UserError: naming each such key.
     """
     count = max(len(shapes), MAX_SHARED_LAYERS)
     largest = max([2**16, *(prod(shape) for shape in shapes.values())])
@@ -99,11 +82,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read.
-
-    Raises:
-        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
-    """
+    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read."""
     check_directory(directory)
     if (directory / WEIGHTS).is_file():
         return _file_tensors(directory / WEIGHTS)
@@ -142,11 +121,7 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one safetensors file.
-
-    Raises:
-        UserError: the file cannot be read as safetensors.
-    """
+    """All tensors of one safetensors file."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
 

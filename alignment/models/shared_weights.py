@@ -4,7 +4,7 @@ Each network is a module tree of its own, with its own head, adapter and mode; t
 same objects, so nothing has to be switched when another network is called. Weights that train are never shared.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from alignment.models.external.load import external_scalar_over
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
 from alignment.models.frozen_weights import store_frozen
 from alignment.models.heads import score_labels
-from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.models.huggingface.checkpoint import draw_score_head, load_language_model, load_scalar_model
 from alignment.models.init_weights import initialize_layer
 from alignment.models.language_model import LanguageModel
 from alignment.models.safetensors_files import read_config
@@ -52,11 +52,7 @@ class SharedWeights:
         return SharedWeights(self.weights, shared=False)
 
     def language_model(self, directory: Path, *, device: str = "cpu") -> Any:
-        """The language model of a directory in eval mode, every weight frozen; errors as in `load_pretrained`.
-
-        Args:
-            device: "meta" leaves weights that are not shared unread, as in `load_pretrained`.
-        """
+        """The language model of a directory in eval mode, every weight frozen; arguments as for `load_pretrained`."""
         original = self._original(Path(directory))
         if isinstance(original, LanguageModel | ExternalLanguageModel):
             return share_weights(original)
@@ -65,12 +61,7 @@ class SharedWeights:
     def scalar_model(
         self, directory: Path, new_head: NewHead | None = None, members: int = 1, *, device: str = "cpu"
     ) -> Any:
-        """The scalar model of a directory in eval mode, every weight frozen; its head is the caller's alone.
-
-        Args:
-            directory, new_head, members: as in `load_scalar_model`, with the same errors.
-            device: as for `language_model`.
-        """
+        """The scalar model of a directory, every weight frozen; its head is the caller's alone. See `load_scalar_model`."""
         original = self._original(Path(directory))
         scalar: ScalarModel | ExternalScalarModel | None = None
         if isinstance(original, ScalarModel | ExternalScalarModel):
@@ -111,28 +102,21 @@ def share_weights(network: Network) -> Network:
     return deepcopy(network, {id(shared): shared for shared in (*held_tensors(network), *states)})
 
 
-def shared_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[list[str], str, nn.Parameter]]:
-    """Each parameter that several networks hold: their names, the parameter's name in the first of them, and itself."""
-    holders: dict[int, tuple[list[str], str, nn.Parameter]] = {}
-    for network, model in networks.items():
-        for name, parameter in model.named_parameters():
-            holders.setdefault(id(parameter), ([], name, parameter))[0].append(network)
-    yield from (entry for entry in holders.values() if len(entry[0]) > 1)
-
-
 def refuse_trained(networks: Mapping[str, nn.Module]) -> None:
-    """Refuse networks that share a weight which one of them trains.
-
-    Args:
-        networks: the networks of a run by name, before their optimizers are made.
+    """Refuse networks, given by name, that share a weight which one of them trains.
 
     Raises:
         ValueError: naming the networks and the weight.
     """
-    for holders, name, parameter in shared_parameters(networks):
-        if parameter.requires_grad:
+    holders: dict[nn.Parameter, tuple[str, list[str]]] = {}  # trained parameter -> its name, the networks that hold it
+    for network, model in networks.items():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                holders.setdefault(parameter, (name, []))[1].append(network)
+    for name, together in holders.values():
+        if len(together) > 1:
             raise ValueError(
-                f"{name} would be trained, and {' and '.join(holders)} hold the same tensor: every one of them would "
+                f"{name} would be trained, and {' and '.join(together)} hold the same tensor: every one of them would "
                 "change; freeze it, or load that network with weights of its own"
             )
 
@@ -153,11 +137,7 @@ def _draw_head(scalar: ScalarModel | ExternalScalarModel, new_head: NewHead, mem
         old: Tensor = scalar.head.weight
         scalar.head.weight = nn.Parameter(old.new_empty(members, old.shape[1]), requires_grad=False)
         scalar.head.out_features = members
-    weight: Tensor = scalar.head.weight
     if isinstance(scalar, ScalarModel):
         scalar.config = scalar.config | score_labels(members)
         initialize_layer(scalar.head, scalar.spec.init, "head")
-    if new_head == "zero":
-        nn.init.zeros_(weight)
-    else:
-        nn.init.normal_(weight, std=(scalar.head.in_features + 1) ** -0.5)
+    draw_score_head(scalar.head, new_head)

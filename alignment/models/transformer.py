@@ -15,13 +15,10 @@ from alignment.models.layers.attention import AttentionContext, AttentionSpec
 from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.layer_contexts import (
-    PositionModules,
-    decoding_contexts,
-    training_contexts,
-)
+from alignment.models.layers.layer_contexts import PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.positions import PositionsSpec
+from alignment.models.layers.rotary import Rotary
 from alignment.models.layers.sdpa import Source
 from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
@@ -101,7 +98,7 @@ def _position_modules(blocks: Sequence[BlockSpec]) -> PositionModules:
     biases = {(spec.position_bias, spec.heads, spec.causal) for spec in specs if spec.position_bias is not None}
     if len(biases) > 1:
         raise ValueError(f"layers share one position bias, and these differ: {biases}")
-    rotaries = {attention.rotary: attention.rotary.build() for attention in specs if attention.rotary is not None}
+    rotaries = {attention.rotary: Rotary(attention.rotary) for attention in specs if attention.rotary is not None}
     if not biases:
         return PositionModules(rotaries, None)
     [(bias, heads, causal)] = biases

@@ -34,15 +34,11 @@ DEFAULT_WEIGHTS = WeightsConfig()
 
 
 def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False) -> None:
-    """Refuse settings of frozen weights in a stage that trains all weights.
+    """ValueError for a type below float32, or quantization, in a stage that trains all weights.
 
     Args:
-        weights: the stage's setting.
         frozen: True where weights of the model in training are frozen, because it has an adapter.
         judges: True where frozen networks stand beside it, a reference or a reward model, which may have any type.
-
-    Raises:
-        ValueError: a type below float32, or quantization, without frozen weights.
     """
     if not frozen and weights.quantize is not None:
         raise ValueError(

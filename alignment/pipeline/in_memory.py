@@ -30,13 +30,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a finished stage.
-
-    Attributes:
-        path: the run's directory.
-        metrics: lines of its metrics.jsonl, one per update or iteration; none of `evaluate` and `best_of_n`.
-        stage: its verb.
-    """
+    """Result of a finished stage: its directory, its verb, and the lines of its metrics.jsonl, one per update or iteration."""
 
     path: Path
     metrics: list[dict[str, Any]]
@@ -73,9 +67,6 @@ def run_on_rows(
         on_update: called after each update (iteration, of PPO and online DPO) with its line of metrics.jsonl, in the
             first process only; an exception that it raises ends the run.
         settings: further keys of the stage's config, sections as mappings: `optim={"learning_rate": 1e-5}`.
-
-    Raises:
-        UserError: no rows, or rows that no JSON line holds; everything that the stage's command refuses.
     """
     if evaluation_rows is not None and stage in ("winrate", "best_of_n"):
         raise UserError("evaluation_rows: this stage trains nothing and reads `rows` alone; leave them out")
@@ -126,11 +117,7 @@ evaluate = stage_function(
 
 
 def write_lines(rows: Rows, folder: Path, name: str) -> str:
-    """The file of these rows, JSON lines, named by their content: a later call with other rows is another run.
-
-    Raises:
-        UserError: there are no rows, a row is no mapping, or holds what JSON has no form for.
-    """
+    """The file of these rows, JSON lines, named by their content: a later call with other rows is another run."""
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
             f"{name}: got {type(rows).__name__}; rows are a list of mappings or a datasets.Dataset, and a file is named in "

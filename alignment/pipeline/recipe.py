@@ -102,15 +102,7 @@ class Recipe(Settings):
 def read_recipe(
     source: str, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, Path, list[tuple[StageEntry, SourcedYaml]]]:
-    """A recipe, its folder, and each stage with its config, settings and overrides applied, references not yet replaced.
-
-    Args:
-        source: folder, path of a recipe.yaml, or packaged name.
-        overrides: `stage.key=value`, or `seed=value`.
-
-    Raises:
-        UserError: every problem at once.
-    """
+    """A recipe, its folder, and each stage with its config, settings and overrides applied, references not yet replaced."""
     path = find_packaged(source, "recipes")
     code_folders[:] = [path.parent]
     own = [text for text in overrides if "." not in text.partition("=")[0]]

@@ -22,33 +22,22 @@ GIT_HASH = 40  # digits; a SHA-256 has 64
 
 
 class Stage(NamedTuple):
-    """A stage ready to run.
-
-    Attributes:
-        name: also of its directory, below the recipe's output.
-        config: checked, with every reference replaced.
-        run: runs the stage, which writes into its directory.
-        lineage: hashes of code, settings, files read and parent stages.
-        hash: of the lineage; equal hashes give equal results.
-    """
+    """A stage ready to run, which writes into a directory of its name."""
 
     name: str
-    config: Any
+    config: Any  # checked, with every reference replaced
     run: Callable[[Any], Any]
-    lineage: dict[str, Any]
-    hash: str
+    lineage: dict[str, Any]  # hashes of code, settings, files read and parent stages
+    hash: str  # of the lineage; equal hashes give equal results
 
 
 def run_recipe(
-    source: str,
-    output: Path,
-    overrides: Sequence[str] = (),
-    *,
-    start: str | None = None,
-    only: str | None = None,
+    source: str, output: Path, overrides: Sequence[str] = (), *, start: str | None = None, only: str | None = None,
     check: bool = False,
-) -> bool:
+) -> bool:  # fmt: skip
     """Run the stages that are not finished; True if the results lie in the recipe's expected ranges, or without `check`.
+
+    A mistake in any stage is told before the first one starts.
 
     Args:
         source: recipe folder, file, or packaged name.
@@ -56,9 +45,6 @@ def run_recipe(
         overrides: `stage.key=value`, or `seed=value`.
         start: run this stage and those after it again, finished or not.
         only: run this stage alone, again; those before it must be finished.
-
-    Raises:
-        UserError: a mistake in any stage, before the first one starts; or another run in `output`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
@@ -96,11 +82,8 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
     names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}
     raise_all(each for i, stage in enumerate(written) for each in _wrong_references(*stage, recipe.names[:i], folder))
     raise_all(problem for stage in written for problem in _missing_files(*stage, names))
-    problems, stages = [], list[Stage]()
-    code, hashes = (
-        code_hash(),
-        dict.fromkeys(recipe.names, "wrong"),
-    )  # those that build on a wrong stage are checked too
+    problems, stages, code = [], list[Stage](), code_hash()
+    hashes = dict.fromkeys(recipe.names, "wrong")  # stages that build on a wrong one are checked too
     for entry, document in written:
         try:
             stages.append(_resolve(entry, document, names, hashes, code))
@@ -181,10 +164,7 @@ def code_hash() -> str:
 
 
 def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
-    """Run a stage; `complete` is written to its lineage.json last.
-
-    An interrupted stage with unchanged settings resumes from its checkpoints; otherwise its directory is removed first.
-    """
+    """Run a stage, from its checkpoints where its settings are unchanged; `complete` is written to its lineage.json last."""
     directory, record = output / stage.name, read_json(output / "stages.json")
     changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
     if directory.exists() and (rerun or changed):
@@ -241,8 +221,7 @@ def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) 
     foreign = [output / name for name in wanted if name not in record and any((output / name).glob("*"))]
     parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted
     unfinished = [name for name in sorted(parents) if not is_finished(by_name[name], output)]
-    problems = [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
-    problems += [
-        f"stage {each} comes first and is not finished (or what it depends on has changed)" for each in unfinished
-    ]
-    raise_all(problems)
+    raise_all(
+        [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
+        + [f"stage {each} comes first and is not finished (or what it depends on has changed)" for each in unfinished]
+    )

@@ -34,7 +34,6 @@ class Device:
     Attributes:
         gpu: False: the processor, whose memory all processes of the machine share.
         memory: bytes; None: not known, so that nothing is said about whether a run fits.
-        name: of its kind, or what is assumed.
         tflops: the most it computes in the run's precision, 10^12 operations per second.
         bandwidth: bytes per second that it reads from its memory.
         assumed: the kind was guessed, from the memory or for want of a table's row.
@@ -62,13 +61,9 @@ class Device:
 
 
 def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflops: float | None) -> Device:
-    """The device that was asked for: a GPU where there is one or its memory or number is given, else this processor.
+    """The device that was asked for: a GPU where there is one or its memory (GB) or number is given, else this processor.
 
-    Args:
-        gpu_memory: 10^9 bytes.
-        gpus: number of GPUs.
-        precision: of the run.
-        tflops: the device's peak rate; None: from a table, or measured on a processor.
+    `tflops`: the device's peak rate; None: from a table, or measured on a processor.
     """
     found = torch.cuda.is_available()
     if gpu_memory is None and gpus is None and not found:
@@ -104,7 +99,6 @@ class Layout:
     """The parts of a network in training that each device holds.
 
     Attributes:
-        backend: what spreads the model over the processes.
         gpus: processes, one per device.
         shard_over: devices that one copy of the weights is spread over; fewer than `gpus` under hybrid sharding.
         offload: weights, gradients and optimizer state live in host memory (CPU offload).
@@ -162,9 +156,8 @@ class Layout:
     def transient_bytes(self, model: nn.Module, *, backward: bool) -> int:
         """Bytes that one device holds for a moment beside its shards while a trained network runs.
 
-        Sharded weights: what is outside of blocks, whole, and of the blocks that run what is missing in the shard. Their
-        gradients, in a backward pass: those of the block that runs and their copy that is sent, or the largest outside of
-        blocks. Else the buckets in which gradients are sent.
+        Sharded weights: what is outside of blocks, whole, and of the blocks that run what the shard lacks; in a backward
+        pass the gradients of the block that runs and their copy that is sent. Else the buckets of gradients that are sent.
         """
         trained = [x for x in model.parameters() if x.requires_grad]
         if self.backend == "ddp":
@@ -202,9 +195,6 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     Args:
         launch: Accelerate's launch file, or a packaged name; None: the whole model on every device.
         gpus: number of processes; None: that of the launch file, or one.
-
-    Raises:
-        UserError: no such file, or a kind of launch that no backend here runs.
     """
     if launch is None:
         return Layout("single" if gpus in (None, 1) else "ddp", gpus or 1)

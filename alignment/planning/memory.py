@@ -47,12 +47,7 @@ Length = tuple[int, int]  # tokens, and how many of them are predicted: the last
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes alive at once on one device during a phase.
-
-    Attributes:
-        phase: its name.
-        parts: bytes by what they are for, such as `weights of policy`; they add up to `total`.
-    """
+    """The most bytes alive at once on one device during a phase, by what they are for, such as `weights of policy`."""
 
     phase: str
     parts: dict[str, int]
@@ -70,9 +65,7 @@ class Peak:
 class MemoryTracker(TorchDispatchMode):
     """Counts the storages that operations make inside the `with` block, each once and until it is freed.
 
-    Attributes:
-        live: bytes alive now, by category.
-        at_peak: the same at the moment when they were most.
+    `live`: bytes alive now, by category; `at_peak`: the same at the moment when they were most.
     """
 
     def __init__(self, categorize: Callable[[Tensor], str] = lambda tensor: ACTIVATIONS):
@@ -140,13 +133,7 @@ def _adds_inplace(gradients: object) -> bool:
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """The rows that a device sees.
-
-    Attributes:
-        tokens: of a micro-batch.
-        per_update: rows of one update on one device.
-        longest: the longest rows of the data, where it could be read; empty otherwise.
-    """
+    """The rows that a device sees: tokens of a micro-batch, rows of an update, and the longest ones where they are known."""
 
     tokens: int
     per_update: int
@@ -173,15 +160,8 @@ class Tracer:
         layout: Layout,
         *,
         gpu: bool,
-        updates: bool = True,
     ):
-        """Take the networks over: their weights become fake tensors.
-
-        Args:
-            layout: the part of weights, gradients and optimizer state that one device holds.
-            gpu: make the choices of a GPU, as far as they can be known without one.
-            updates: count the optimizers' state.
-        """
+        """Take the networks over: their weights become fake tensors. `gpu`: models make the choices of a GPU."""
         self.config, self.stage, self.networks, self.layout, self.gpu = config, stage, networks, layout, gpu
         self.mode = FakeTensorMode()
         make_fake(networks.values(), self.mode)
@@ -189,9 +169,8 @@ class Tracer:
             with self.mode:
                 attach_value_head(networks["policy"])
         self._trained = [role for role, network in stage.networks.items() if network.updates]
-        self._held = self._held_weights()
-        if updates:
-            self._held |= {f"{OPTIMIZER} of {role}": self._optimizer_bytes(role) for role in self._trained}
+        states = {f"{OPTIMIZER} of {role}": self._optimizer_bytes(role) for role in self._trained}
+        self._held = self._held_weights() | states
         for role in self._trained:
             networks[role].train(stage.dropout)
             if config.training.gradient_checkpointing:
@@ -221,11 +200,7 @@ class Tracer:
         return int((state + masters) * self.layout.optimizer_share)
 
     def peaks(self, rows: DeviceRows, room: int | None) -> list[Peak]:
-        """The peaks of all phases.
-
-        Args:
-            room: bytes of a device that the run's tensors can take; None: not known.
-        """
+        """The peaks of all phases; `room`: bytes of a device that the run's tensors can take, None if not known."""
         found = []
         if self.stage.responses:
             found.append(self.sampling(rows, room))

@@ -34,13 +34,7 @@ TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, a
 
 
 def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> Networks:
-    """The networks of a stage by role.
-
-    Args:
-        stage: says which.
-        weights: how frozen weights are held.
-        shared: whether networks over the same frozen base hold it together.
-    """
+    """The networks of a stage by role; `weights`: how frozen ones are held; `shared`: those of one base hold it together."""
     bases: dict[str, Any] = {}
 
     def base_of(start: Start) -> Any:
@@ -181,11 +175,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedPlaceholder(nn.Linear):
-    """A frozen linear layer that holds as many bytes as a quantized one, and computes through a whole matrix.
-
-    Attributes:
-        weight: all its bytes, uint8 [n].
-    """
+    """A frozen linear layer that holds as many bytes (uint8 [n]) as a quantized one, and computes through a whole matrix."""
 
     def __init__(self, layer: nn.Linear, kind: Quantization):
         nn.Module.__init__(self)

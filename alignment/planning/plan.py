@@ -85,13 +85,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RoleCount:
-    """A network of the run.
-
-    Attributes:
-        parameters, trained: numbers of weights.
-        adapters: frozen adapters of its checkpoint, below the one that trains.
-        base: the checkpoint that its shapes are those of.
-    """
+    """Weights of a network, and the checkpoint (`base`, with frozen `adapters` on it) that its shapes are those of."""
 
     role: str
     parameters: int
@@ -102,13 +96,7 @@ class RoleCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs and the length of a run.
-
-    Attributes:
-        tokens: of a micro-batch.
-        roles: the networks.
-        peaks: of the run's phases, per device.
-    """
+    """The needs and the length of a run: `tokens` of a micro-batch, and the peaks of its phases on one device."""
 
     config: StageConfig
     layout: Layout
@@ -150,12 +138,7 @@ class Plan:
 def make_plan(
     config: StageConfig, layout: Layout, device: Device, *, data: Data | None = None, near: Path | None = None
 ) -> Plan:
-    """The plan of a run.
-
-    Args:
-        data: what is known of the training rows.
-        near: folder of the user's config.
-    """
+    """The plan of a run; `near`: folder of the user's config."""
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
         number = DEFAULT_TOKENS if tokens == "auto" else tokens
@@ -182,14 +165,7 @@ def token_range(config: StageConfig, stage: Workload, layout: Layout, device: De
 
 
 def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, most: int) -> int:
-    """The largest number of tokens, a multiple of `row`, whose need fits, by bisection; `needed` was called with it.
-
-    Args:
-        needed: tokens -> bytes.
-        memory: bytes.
-        row: tokens of the longest row.
-        most: tokens beyond which nothing is gained.
-    """
+    """The largest number of tokens up to `most`, a multiple of `row`, of which the bytes `needed` fit, by bisection."""
     if needed(most) <= memory:
         return most
     if (least := needed(row)) > memory:
@@ -210,8 +186,8 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     stage = workload_of(config, near)
     networks = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
     roles = [
-        RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base)
-        for role, start in ((role, network.start) for role, network in stage.networks.items())
+        RoleCount(role, *parameter_count(networks[role]), len(network.start.adapters), network.start.base)
+        for role, network in stage.networks.items()
     ]
     length = run_length(config, stage, data, networks, layout.gpus)
     per_update = math.ceil(config.training.batch_size / layout.gpus)
@@ -281,12 +257,7 @@ def _length(value: object) -> int:
 def run_length(
     config: StageConfig, stage: Workload, data: Data, networks: Mapping[str, nn.Module], gpus: int
 ) -> RunLength:
-    """Rows, updates, tokens and operations of a run.
-
-    Args:
-        networks: by role, as the plan built them.
-        gpus: devices that share the rows of an update.
-    """
+    """Rows, updates, tokens and operations of a run whose rows `gpus` devices share."""
     training = config.training
     if training.max_steps is None and data.rows is None:
         return RunLength(None)
@@ -334,8 +305,7 @@ def forward_per_token(model: nn.Module, length: int) -> float:
 def resolve_micro_batch(config: Config) -> Config:
     """The config with a number in the place of `training.micro_batch_tokens: auto`; any other config as it is.
 
-    A run that is resumed keeps the number of its config.yaml. On several processes the smallest free memory decides,
-    and all of them take the same number; every process must call this.
+    A run that is resumed keeps the number of its config.yaml. All processes call this and take the same number.
     """
     if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
         return config
@@ -347,10 +317,10 @@ def resolve_micro_batch(config: Config) -> Config:
 
 def _earlier_choice(config: StageConfig) -> int | None:
     """The number with which the run in the config's directory began; None where there is nothing to resume."""
-    output = Path(config.output)
-    if not (config.training.resume and (output / "checkpoints").is_dir() and (output / "config.yaml").is_file()):
+    file = Path(config.output) / "config.yaml"
+    if not (config.training.resume and (file.parent / "checkpoints").is_dir() and file.is_file()):
         return None
-    tokens = read_yaml(output / "config.yaml").values["training"]["micro_batch_tokens"]
+    tokens = read_yaml(file).values["training"]["micro_batch_tokens"]
     return tokens if isinstance(tokens, int) else None
 
 

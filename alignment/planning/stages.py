@@ -62,7 +62,6 @@ class Network:
     """A network of a stage.
 
     Attributes:
-        start: the checkpoint that it starts from.
         task: its head: language, scalar, sequence, tokens, span or next_sentence.
         updates: forward and backward passes for each token of the run; 0: all its weights are frozen.
         forwards: further passes without gradients, for each token of the run.
@@ -86,10 +85,9 @@ class Network:
 
 @dataclass(frozen=True)
 class Workload:
-    """The networks and rows of a stage.
+    """The networks of a stage by role, and its rows.
 
     Attributes:
-        networks: by role.
         kind: of the rows that it reads; None: those of a fine-tuning task.
         documents: of a row that is learned from.
         responses: sampled for each prompt; 0: none.
@@ -114,11 +112,7 @@ class Workload:
 
 
 def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
-    """The networks and rows of a config's stage.
-
-    Args:
-        near: folder of the user's config, whose other configs may write a start that is not there yet.
-    """
+    """The networks and rows of a config's stage; `near`: folder of configs that may write a start that is not there yet."""
     if isinstance(config, PretrainConfig):
         return _pretrain(config, near)
     if isinstance(config, FinetuneConfig):
@@ -199,9 +193,8 @@ def _reward_model(config: RewardConfig, start: Start) -> Network:
 def _pretrain(config: PretrainConfig, near: Path | None) -> Workload:
     task = task_of(config.objective)
     if config.policy is None:
-        values = {"model": config.model, "vocabulary": config.vocabulary, "tokenizer_kind": config.tokenizer_kind}
-        fresh = fresh_config({**values, "tokenizer": config.tokenizer})
-        start = Start(fresh, torch.float32, "fresh")
+        names = ("model", "vocabulary", "tokenizer_kind", "tokenizer")
+        start = Start(fresh_config({name: getattr(config, name) for name in names}), torch.float32, "fresh")
     else:
         start = find_start(config.policy, near)
     networks = {"policy": Network(start, task, updates=1, adapter=config.adapter)}
@@ -231,10 +224,8 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
 def find_start(source: str, near: Path | None = None) -> Start:
     """The checkpoint behind a directory or a Hub name, by its config.json alone: nothing is downloaded.
 
-    A directory that is not there yet is traced to the config that writes it, and a base of the Hub to configs/bases.
-
-    Args:
-        near: folder with further configs, one of which may write `source`; None: the packaged ones only.
+    A directory that is not there yet is traced to the config that writes it, in the folder `near` or packaged, and a base of
+    the Hub to configs/bases.
     """
     path = Path(os.path.expanduser(source))
     if path.is_dir():

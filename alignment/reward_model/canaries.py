@@ -32,19 +32,12 @@ TOLERANCES = {"float32": 1e-3, "half": 0.1, "quantized": 0.5}
 
 @dataclass(frozen=True)
 class Canaries:
-    """Scores and settings of a saved reward model, beside its weights.
+    """Scores and settings of a saved reward model, beside its weights."""
 
-    Attributes:
-        scores: raw score of each of the texts by each member, [8, k].
-        precision: key of `TOLERANCES` of the run that trained it.
-        loss: of its training.
-        texts: (prompt, response) of each.
-    """
-
-    scores: Tensor
-    precision: str
-    loss: str
-    texts: tuple[tuple[str, str], ...] = TEXTS
+    scores: Tensor  # raw score of each of the texts by each member, [8, k]
+    precision: str  # key of `TOLERANCES` of the run that trained it
+    loss: str  # of its training
+    texts: tuple[tuple[str, str], ...] = TEXTS  # (prompt, response) of each
 
     def write(self, directory: Path) -> None:
         rows = [
@@ -86,15 +79,10 @@ def read_canaries(directory: Path) -> Canaries | None:
 
 
 def check_canaries(reward_model: RewardModel, directory: Path, source: str, rounded: bool = False) -> float | None:
-    """Score the canaries of a reward model again.
+    """Score the canaries of a reward model again, where its directory has them; the largest difference.
 
     Args:
-        directory: has their scores as they were saved; without its file nothing is checked.
-        source: name of the model, for the error.
         rounded: the weights were quantized after the model was saved, and are held as floats now.
-
-    Returns:
-        The largest difference; None: nothing was checked.
 
     Raises:
         UserError: a score differs from that of the saved model, beyond the rounding of types and quantization.

@@ -19,9 +19,8 @@ from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.reward_model.calibration import read_calibration
 from alignment.reward_model.canaries import check_canaries, read_canaries
-from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel
+from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel, read_calibration
 
 Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 
@@ -41,8 +40,7 @@ def load_reward_model(
 
     Args:
         source: directory or Hub name of a reward model, or of the adapter of one, or of an ensemble.
-        dtype, device, quantize: as for `load_model`.
-        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
+        dtype, device, quantize: as for `load_model`; combine, std_coef: as for `RewardModel`.
 
     Raises:
         UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the canary

@@ -1,8 +1,9 @@
 """A reward model and its tokenizer: texts, prompts with responses, and steps in; scores out. Loading is in load.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from alignment.data.rows.records import Messages, Steps
 from alignment.data.text.chat import prompt_ids, response_ids, text_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.files import read_json_object, write_json
 from alignment.loading import same_vocabulary
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel, SequenceClassifier
@@ -19,7 +21,8 @@ from alignment.models.external.models import ExternalScalarModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, group_by_length
-from alignment.reward_model.calibration import Calibration
+
+CALIBRATION = "reward_calibration.json"
 
 
 class AdapterEnsemble(nn.Module):
@@ -36,23 +39,18 @@ class AdapterEnsemble(nn.Module):
         self.config: HFConfig = members[0].config
 
     @property
-    def models(self) -> list[ScalarModel | ExternalScalarModel]:
-        """The members by their type."""
-        return [member for member in self.members if isinstance(member, ScalarModel | ExternalScalarModel)]
-
-    @property
     def spec(self) -> Any:
         """Sizes of the base."""
-        return self.models[0].spec
+        return self.members[0].spec
 
     def virtual_tokens(self) -> int:
         """Positions that a prefix or soft prompt takes in front of every document."""
-        return self.models[0].virtual_tokens()
+        return cast(Any, self.members[0]).virtual_tokens()
 
     def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
         """Recompute blocks in the backward pass; see `NativeModel.checkpoint_activations`."""
-        for member in self.models:
-            member.checkpoint_activations(enabled, keep)
+        for member in self.members:
+            cast(Any, member).checkpoint_activations(enabled, keep)
 
     def forward(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
         """Values of every token, [N], or of `tokens`, [M], and the values by each member, [N, k] or [M, k]."""
@@ -62,7 +60,67 @@ class AdapterEnsemble(nn.Module):
 Network = ScalarModel | ExternalScalarModel | SequenceClassifier | AdapterEnsemble
 Combine = Literal["mean", "min", "lower"]
 Text = str | tuple[str | Messages, str]
-WHOLE = Calibration()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """gain * score + bias has mean 0 and deviation 1 on the samples that it was fitted on.
+
+    config.json and the weights stay as they were trained, so transformers' logits are the raw scores.
+    """
+
+    gain: float = 1.0  # 1 / deviation of the raw scores
+    bias: float = 0.0  # -mean / deviation of the raw scores
+    samples: int = 0  # 0: not fitted
+    of: str = ""  # what the samples were, in words
+    theta: float | None = None  # of Rao and Kupper's ties, for differences of raw scores; None: another loss
+
+    @property
+    def fitted(self) -> bool:
+        """True where scores are changed at all."""
+        return self.samples > 0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """gain * scores + bias; the scores themselves where nothing was fitted."""
+        return self.gain * scores + self.bias if self.fitted else scores
+
+    def write(self, directory: Path) -> None:
+        """Write the file beside the weights in `directory`; none where there is nothing to say."""
+        if self != Calibration():
+            write_json(directory / CALIBRATION, asdict(self))
+
+
+def fit_calibration(scores: Tensor, of: str) -> Calibration:
+    """The gain and bias that give raw scores [n] of samples, `of` in words, mean 0 and (population) deviation 1.
+
+    Raises:
+        UserError: all scores are equal, or one is not finite.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (samples of the starting policy).
+    """
+    scores = scores.double()
+    mean, deviation = scores.mean().item(), scores.std(correction=0).item()
+    if not deviation > 0:  # NaN too
+        raise UserError(
+            f"normalize: the deviation of the {len(scores)} scores of {of} is {deviation:g}, so no scale follows from them; "
+            "take more or other samples, or leave normalize out"
+        )
+    return Calibration(1 / deviation, -mean / deviation, len(scores), of)
+
+
+def read_calibration(directory: Path) -> Calibration:
+    """The calibration of a saved reward model; one that changes nothing where there is no file."""
+    path = directory / CALIBRATION
+    if not path.is_file():
+        return Calibration()
+    found = read_json_object(path)
+    try:
+        scale = float(found["gain"]), float(found["bias"]), int(found["samples"]), str(found.get("of", ""))
+        return Calibration(*scale, theta=None if found.get("theta") is None else float(found["theta"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for raw scores"
+        ) from error
 
 
 class Encoded(NamedTuple):
@@ -76,24 +134,18 @@ class Encoded(NamedTuple):
 class RewardModel:
     """A scalar model, an encoder with a score head, or an ensemble of either, and its tokenizer.
 
-    Attributes:
-        model: decoder with a score per token, or encoder with a score per text.
-        tokenizer: the model's.
-        calibration: gain and bias of the scores, from a run with `normalize`; raw scores are those before it.
-        combine: how the scores of an ensemble become one: their mean, their least ("min"), or mean - std_coef * deviation
-            ("lower").
-        std_coef: weight of the deviation in "lower".
-        loss: of its training, where its files name it.
+    The scores of an ensemble become one by `combine`: their mean, their least ("min"), or mean - std_coef * deviation
+    ("lower").
 
     Source: least and lower scores of an ensemble: Coste et al. 2023, arXiv:2310.02743, section 3.
     """
 
     model: Network
     tokenizer: Tokenizer
-    calibration: Calibration = WHOLE
+    calibration: Calibration = Calibration()  # from a run with `normalize`; raw scores are those before it
     combine: Combine = "mean"
     std_coef: float = 1.0
-    loss: str | None = None
+    loss: str | None = None  # of its training, where its files name it
 
     @property
     def is_encoder(self) -> bool:
@@ -215,13 +267,7 @@ class RewardModel:
 
 @torch.no_grad()
 def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int = 16_384) -> Tensor:
-    """Raw scores of texts by each member, float32 on the CPU, [n, k].
-
-    Args:
-        model: of a `RewardModel`, or the one that an engine trains in its place.
-        texts: token ids and segments of each text.
-        micro_batch_tokens: tokens per forward.
-    """
+    """Raw scores of texts by each member of a model, whole or sharded by an engine, float32 on the CPU, [n, k]."""
     found: list[tuple[list[int], Tensor]] = []
     device, is_decoder = next(model.parameters()).device, getattr(model, "task", "") == "scalar"
     for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
@@ -230,12 +276,8 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
         if segments.any():
             batch = replace(batch, segments=segments)
         batch = batch.to(device)
-        # A decoder computes its last layer at the last tokens alone.
-        scored = (
-            document_scores(model(batch=batch, tokens=batch.last))
-            if is_decoder
-            else document_scores(model(batch=batch), batch.last)
-        )
+        last_alone = {"tokens": batch.last} if is_decoder else {}  # its last layer computes no other tokens then
+        scored = document_scores(model(batch=batch, **last_alone), None if is_decoder else batch.last)
         found.append((group, scored.float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
     for group, values in found:

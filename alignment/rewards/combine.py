@@ -199,12 +199,7 @@ class Rewards:
         self._normalizers = {part.name: part.normalizer for part in parts if part.normalizer is not None}
 
     def __call__(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
-        """Total, parts and shaped scores of this rank's responses.
-
-        Raises:
-            UserError: a reward gave a number that is not finite, or too few; too many responses without a score; numbers
-                that cannot be normalized.
-        """
+        """Total, parts and shaped scores of this rank's responses."""
         return self._bounded(self.shape(self.part_scores(prompts, responses, ended), prompts))
 
     def judge(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
@@ -214,11 +209,7 @@ class Rewards:
     def part_scores(
         self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> dict[str, Tensor]:
-        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply.
-
-        Raises:
-            UserError: more of them are missing than their reward allows.
-        """
+        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
         given = {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
         for part in self.parts:
             if part.max_failed_share is None:

@@ -55,11 +55,7 @@ def _named(rewards: object) -> object:
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order.
-
-    Raises:
-        UserError: no such module or function, or it cannot be called with responses by their names.
-    """
+    """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order."""
     module, _, attribute = name.partition(":")
     try:
         function = GIVEN[name] if name in GIVEN else operator.attrgetter(attribute)(import_own(module))
@@ -106,11 +102,7 @@ def _own_folders() -> list[str]:
 
 
 def columns_of(function: RewardFunction, name: str) -> list[str]:
-    """The columns that a function needs: its arguments without a default, other than prompts, responses and completions.
-
-    Raises:
-        UserError: it takes neither responses nor completions, or takes arguments by position alone.
-    """
+    """The columns that a function needs: its arguments without a default, other than prompts, responses and completions."""
     arguments = inspect.signature(function).parameters.values()
     by_name = [each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_texts = any(each.name in TEXTS or each.kind is each.VAR_KEYWORD for each in arguments)

@@ -44,9 +44,6 @@ def choose_pair(
 
     None where there is nothing to prefer: fewer than two responses that count, equal scores or equal texts, or a best
     response below the threshold.
-
-    Args:
-        scores, texts, threshold: as for `choose_best`.
     """
     able = [i for i, score in enumerate(scores) if not math.isnan(score)]
     if not able:

@@ -55,12 +55,7 @@ class ModelThread:
     """
 
     def __init__(self, make_engine: Callable[[], DecodingEngine]):
-        """Start the thread.
-
-        Args:
-            make_engine: a new engine over the loaded model; called again after a failed step, whose engine may hold
-                half of it.
-        """
+        """Start the thread; `make_engine` is called again after a failed step, whose engine may hold half of it."""
         self._make_engine, self._engine = make_engine, make_engine()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._receivers: dict[int, Receiver] = {}  # by the request's number in the engine
@@ -189,35 +184,19 @@ def _tell(receive: Receiver, event: TokenEvent | BadRequest) -> None:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as the routes see it.
+    """The model as the routes see it."""
 
-    Attributes:
-        name: in requests and answers.
-        tokenizer: for the texts of single tokens; used by the event loop alone.
-        encode: ids of a text or of messages; called from several threads.
-        stop_ids: tokens that end a response.
-        vocabulary: rows of the token table.
-        positions: longest prompt and response together, tokens; of an encoder-decoder, longest response.
-        reads_apart: an encoder reads the prompts, so they take none of the positions.
-        max_tokens: longest chat response where a request names none.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    encode: Callable[[str | Messages], list[int]]
-    stop_ids: tuple[int, ...]
-    vocabulary: int
-    positions: int
-    reads_apart: bool = False
-    max_tokens: int = 512
+    name: str  # in requests and answers
+    tokenizer: Tokenizer  # for the texts of single tokens; used by the event loop alone
+    encode: Callable[[str | Messages], list[int]]  # ids of a text or of messages; called from several threads
+    stop_ids: tuple[int, ...]  # tokens that end a response
+    vocabulary: int  # rows of the token table
+    positions: int  # longest prompt and response together, tokens; of an encoder-decoder, longest response
+    reads_apart: bool = False  # an encoder reads the prompts, so they take none of the positions
+    max_tokens: int = 512  # longest chat response where a request names none
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            BadRequest: an id that is none, a prompt that the tokenizer or the chat template refuses, or one so long that
-                it is not encoded.
-        """
+        """Token ids of a prompt; BadRequest also for one so long that it is not encoded."""
         if is_ids(prompt):
             ids = cast("list[int]", prompt)
             if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
@@ -275,12 +254,7 @@ class ServedModel:
 
 
 class Answer:
-    """The tokens of one client's requests as they arrive.
-
-    Attributes:
-        choices: the responses so far.
-        close: cancels the unfinished requests.
-    """
+    """The tokens of one client's requests as they arrive: the `choices` so far; `close` cancels the unfinished."""
 
     def __init__(self, thread: ModelThread, requests: Sequence[DecodingRequest]):
         self.choices = [ResponseChoice(index, len(request.prompt)) for index, request in enumerate(requests)]
@@ -293,11 +267,7 @@ class Answer:
         self.close = thread.submit(requests, [receiver(choice) for choice in self.choices])
 
     async def events(self) -> AsyncIterator[tuple[ResponseChoice, TokenEvent]]:
-        """Each token with its choice, which already holds it.
-
-        Raises:
-            BadRequest: the model could not answer.
-        """
+        """Each token with its choice, which already holds it; BadRequest where the model could not answer."""
         unfinished = len(self.choices)
         while unfinished:
             choice, event = await self._arrived.get()
@@ -317,12 +287,7 @@ class Answer:
 
 
 def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = None, remote: bool = False) -> "Starlette":
-    """The application.
-
-    Args:
-        key: that clients have to send as a bearer token, except for /health; None: no key.
-        remote: other machines may connect.
-    """
+    """The application; see `check_client` for `key`, which /health needs not, and `remote`."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 
@@ -377,7 +342,11 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
         raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
     asked, prompts = read_request(kind, await json_body(request))
     check_name(asked.model, served)
-    encoded = await while_connected(request, encode_all(served, prompts))
+
+    async def encode() -> list[list[int]]:  # each by a call of its own, so that other requests come between them
+        return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
+
+    encoded = await while_connected(request, encode())
     answer = Answer(thread, served.requests(asked, encoded))
     writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
     if asked.stream:
@@ -389,11 +358,6 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
     finally:
         answer.close()
     return json_response(writer.whole(answer.choices))
-
-
-async def encode_all(served: ServedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
-    return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
 
 
 def check_name(name: str | None, served: ServedModel) -> None:
@@ -424,9 +388,6 @@ async def json_body(request: "Request") -> object:
     """The JSON in a request's body.
 
     A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
-
-    Raises:
-        BadRequest: another type, too large, no JSON, a text that UTF-8 cannot hold, or a client that goes away.
     """
     from starlette.requests import ClientDisconnect
 
@@ -456,11 +417,7 @@ def json_response(body: JSON, status: int = 200) -> "Response":
 
 
 async def while_connected(request: "Request", work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is canceled when the client goes away.
-
-    Raises:
-        BadRequest: the client has gone.
-    """
+    """The result of `work`, which is canceled when the client goes away: BadRequest then."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

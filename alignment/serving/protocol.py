@@ -142,11 +142,7 @@ class TextBody(Body):
 
 
 def read_request(kind: Kind, body: object) -> tuple[Body, list[Prompt]]:
-    """The parameters and prompts of a JSON body; chat has one prompt.
-
-    Raises:
-        BadRequest: something is missing, of a wrong type, out of its range, unknown or not supported.
-    """
+    """The parameters and prompts of a JSON body, chat has one; BadRequest for what is missing, wrong or not supported."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
@@ -206,13 +202,7 @@ def is_ids(value: object) -> bool:
 
 @dataclass
 class ResponseChoice:
-    """One response so far.
-
-    Attributes:
-        index: among the choices of its answer.
-        prompt_tokens: length of its prompt.
-        events: its tokens.
-    """
+    """One response so far: its index among the choices of its answer, the length of its prompt, its tokens."""
 
     index: int
     prompt_tokens: int
@@ -227,11 +217,7 @@ class ResponseChoice:
 class AnswerWriter:
     """Writes the answer to one request, whole or as chunks.
 
-    Args:
-        asked: the client's request.
-        model: its name in answers.
-        tokenizer: for the texts of single tokens.
-        stop_ids: tokens that end a response; they have no log-probability in an answer, as they have no text.
+    The `tokenizer` is for the texts of single tokens; `stop_ids` have no log-probability in an answer, as they have no text.
     """
 
     def __init__(self, asked: Body, model: str, tokenizer: Tokenizer, stop_ids: Sequence[int]):

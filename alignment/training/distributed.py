@@ -151,21 +151,6 @@ def launched_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def launch_settings() -> dict[str, str]:
-    """The launch file's settings of a run, by the name of the variable that carries each; alike on all ranks.
-
-    A DeepSpeed configuration file is represented by its content.
-    """
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(LAUNCH_PREFIXES)}
-    found["WORLD_SIZE"] = str(launched_size())
-    return {
-        name: Path(value).read_text(encoding="utf-8")
-        if name.endswith("_CONFIG_FILE") and Path(value).is_file()
-        else value
-        for name, value in found.items()
-    }
-
-
 def launched_kind() -> str:
     """The kind of process group that the launcher asked for, as in `ProcessGroup`; known before any exists."""
     if _launched_with("DEEPSPEED"):
@@ -181,11 +166,7 @@ def shares_weights() -> bool:
 
 
 def init_distributed() -> ProcessGroup:
-    """Join the processes started by `accelerate launch` or `torchrun`; without a launcher, a group of one process.
-
-    Raises:
-        UserError: the launch configuration is not supported, or asks for DeepSpeed and that is not installed.
-    """
+    """Join the processes started by `accelerate launch` or `torchrun`; without a launcher, a group of one process."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -206,11 +187,8 @@ def init_distributed() -> ProcessGroup:
 
 
 def _destroy_process_group() -> None:
-    """End the process group at exit.
-
-    gloo's threads release Python objects shortly after the last operation. A release while the interpreter is already
-    closing aborts the process and hides its exit code (pytorch/pytorch#179291), so we wait for it.
-    """
+    # gloo's threads release Python objects shortly after the last operation. A release while the interpreter is already
+    # closing aborts the process and hides its exit code (pytorch/pytorch#179291), so we wait for it.
     if dist.is_initialized():
         gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()
@@ -218,12 +196,10 @@ def _destroy_process_group() -> None:
 
 
 def _launched_with(plugin: str) -> bool:
-    """True where the launch configuration asks Accelerate for this plugin."""
     return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
 
 
 def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
-    """Name of the communication backend to ask for; None leaves the choice to Accelerate."""
     from accelerate.utils import is_deepspeed_available
 
     if deepspeed and not is_deepspeed_available():
@@ -239,22 +215,26 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
 
 
 def compare_start(config: Mapping[str, object]) -> None:
-    """Check that all ranks have the same config, launch settings, source of this library and versions of packages.
+    """Check that all ranks have the same config, launch settings, source and packages; a collective operation.
 
-    A collective operation.
+    A DeepSpeed configuration file is represented by its content.
     """
-    if launched_size() > 1:
-        code = {key: value for key, value in code_version().items() if key != "commit"}
-        compare_ranks({"config": config, "launch": launch_settings(), "code": code})
+    if launched_size() == 1:
+        return
+    code = {key: value for key, value in code_version().items() if key != "commit"}
+    launch = {
+        name: value for name, value in os.environ.items() if name.startswith(LAUNCH_PREFIXES) or name == "WORLD_SIZE"
+    }
+    for name, value in launch.items():
+        if name.endswith("_CONFIG_FILE") and Path(value).is_file():
+            launch[name] = Path(value).read_text(encoding="utf-8")
+    compare_ranks({"config": config, "launch": launch, "code": code})
 
 
 def compare_checkpoints(directories: Mapping[str, Path]) -> None:
-    """Check that all ranks have the same files in the checkpoints that the run starts from; a collective operation.
+    """Check that all ranks have the same files in the checkpoints, by config key, that the run starts from.
 
-    Ranks read different slices of the weights, and nobody would notice that they are slices of different models.
-
-    Args:
-        directories: by the name that the config has for them.
+    A collective operation. Ranks read slices of the weights, and nobody would notice slices of different models.
     """
     if launched_size() > 1:
         named = {name: sorted(filter(Path.is_file, each.iterdir())) for name, each in directories.items()}

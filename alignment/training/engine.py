@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from alignment.errors import UserError
-from alignment.ragged import Batch
 from alignment.training.backends.base import Backend, ReplicatedBackend
 from alignment.training.backends.state_files import local_tensor, read_into, write
 from alignment.training.distributed import ProcessGroup, init_distributed
@@ -38,19 +37,16 @@ class MovingAverage:
     """
 
     def __init__(self, backend: Backend, decay: float):
-        """Copy the weights; `UserError` where the backend holds none that could be averaged, as ZeRO-3."""
         self._backend, self._decay = backend, decay
         self._average = {name: weight.clone() for name, weight in backend.trained_weights().items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights in, once after each update."""
         for name, weight in self._backend.trained_weights().items():
             local_tensor(self._average[name]).lerp_(local_tensor(weight), 1 - self._decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """While open, the model has the averaged weights; afterwards its own again, bit for bit."""
         self._swap()
         try:
             yield
@@ -65,11 +61,9 @@ class MovingAverage:
             self._average[name].copy_(kept)
 
     def save(self, directory: Path) -> None:
-        """Write the average beside the weights of a checkpoint; a collective operation."""
         write("average", self._average, directory, rank=self._backend.process_group.rank)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote; a collective operation."""
         read_into("average", self._average, directory)
 
 
@@ -90,12 +84,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, training: TrainingConfig, *, total_steps: int):
-        """Prepare `model` for training in the processes that were launched.
-
-        Args:
-            model: float32 weights; frozen parameters may have any type.
-            total_steps: updates of the whole run, over which the learning rate schedule is stretched.
-        """
+        """Prepare `model` for `total_steps` updates in the processes that were launched; what it trains is float32."""
         self.config, self.total_steps = config, total_steps
         self.step = 0
         self.untrained: list[str] = []
@@ -126,8 +115,6 @@ class Engine:
 
         Raises:
             NonFiniteError: loss or gradient norm is not finite; weights and optimizer are untouched.
-            UserError: the device ran out of memory.
-            ValueError: a term without micro-batches on some rank, or with weight 0 over all.
         """
         number, device = self.step + 1, self.process_group.device
         weights, counts, tokens = self._global_weights(terms)
@@ -143,7 +130,11 @@ class Engine:
                     loss = term.loss_fn(unwrap_batch(batch.to(device)))
                     self.backend.backward(loss.total * factor, last)
                 except torch.OutOfMemoryError as error:
-                    raise _out_of_memory(number, batch) from error
+                    raise UserError(
+                        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
+                        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
+                        "training.gradient_checkpointing=true"
+                    ) from error
                 term_sums.add(loss, batch)
         rate = learning_rate_at(number, self.config, self.total_steps)
         names, local_sums = flatten_sums(sums, device)
@@ -249,15 +240,6 @@ def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -
     if not hasattr(model, method):
         raise UserError(f"training.{setting}: {type(model).__name__} does not support it; set it to false")
     getattr(model, method)(*arguments)
-
-
-def _out_of_memory(number: int, batch: Batch) -> UserError:
-    """The error of an update for which the device has not enough memory."""
-    return UserError(
-        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
-        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
-        "training.gradient_checkpointing=true"
-    )
 
 
 def _join_names(names: Sequence[str], cap: int = 20) -> str:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,24 +45,17 @@ EQUAL = 1e-6  # relative difference of scores that is none
 
 
 class RowStream(Protocol):
-    """Global batches of rows by number; `data.stream.Stream` is one."""
+    """Global batches of rows by number, from 0; `data.stream.Stream` is one."""
 
-    def rows_at(self, step: int) -> Sequence[Any]:
-        """The rows of batch `step`, from 0."""
-        ...
+    def rows_at(self, step: int) -> Sequence[Any]: ...
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state that later updates depend on, such as a stream that reaches its middle sooner with it."""
+    """An object with a JSON-like state that later updates depend on; None: the start."""
 
-    def state(self) -> object:
-        """The state that the next update needs, as JSON-like values; None: none."""
-        ...
-
-    def restore(self, state: object, /) -> None:
-        """Go on from what `state` returned; None: from the start."""
-        ...
+    def state(self) -> object: ...
+    def restore(self, state: object, /) -> None: ...
 
 
 def fit(
@@ -133,11 +127,7 @@ def go_on(
     *,
     remembers: Stateful | None = None,
 ) -> Callable[[], dict[str, Any]]:
-    """Let engine, result, stream and what else remembers go on from the run's newest checkpoint, where there is one.
-
-    Returns:
-        A function that gives their state for the next checkpoint.
-    """
+    """Go on from the run's newest checkpoint, where there is one; returns a function that gives the state for the next."""
     saved = load_run_state(run, engine, training)
     result.restore(saved)
     parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Stateful)}
@@ -186,18 +176,19 @@ def is_due(step: int, every: int, total: int) -> bool:
 
 
 def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:
-    """Resume engines and random states from the run's newest checkpoint.
-
-    Returns:
-        The state saved with it and its `step`, or None if there is no checkpoint.
-
-    Raises:
-        UserError: `training.resume` is off and there are checkpoints, or they are damaged or of another run.
-    """
+    """Resume engines and random states from the run's newest checkpoint; returns the state saved with it and its `step`."""
     process_group = process_group_of(engines)
     run.random_start = generator_states()
-    # Rank 0 verifies the checkpoint; an error is raised on every rank.
-    path, problem = process_group.broadcast_object(_newest(run, training) if process_group.is_main else None)
+    newest: tuple[Path | None, str] = None, ""
+    if process_group.is_main:  # it verifies the checkpoint; an error is raised on every rank
+        try:
+            if not training.resume and any(checkpoints(run.checkpoints)):
+                why = f"training.resume is off, and {run.checkpoints} holds checkpoints"
+                raise UserError(f"{why}; remove them, or choose another output")
+            newest = latest_checkpoint(run.checkpoints), ""
+        except UserError as error:
+            newest = None, str(error)
+    path, problem = process_group.broadcast_object(newest)
     if problem:
         raise UserError(problem)
     if path is None:
@@ -216,26 +207,10 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     return state
 
 
-def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
-    """The checkpoint to resume from, or None; and the problem with it, or ''."""
-    if not training.resume:
-        earlier = any(checkpoints(run.checkpoints))
-        why = f"training.resume is off, and {run.checkpoints} holds checkpoints; remove them, or choose another output"
-        return None, why if earlier else ""
-    try:
-        return latest_checkpoint(run.checkpoints), ""
-    except UserError as error:
-        return None, str(error)
-
-
 def save_run_state(
     run: Run, engines: Engines, training: TrainingConfig, step: int, state: dict[str, Any] | None = None
 ) -> None:
-    """Save a checkpoint after `step`, if one is due or a signal asks the run to stop; a collective operation.
-
-    Args:
-        state: JSON-like, returned by `load_run_state`.
-    """
+    """Save a checkpoint with this JSON-like state, if one is due or a signal asks the run to stop; a collective operation."""
     process_group = process_group_of(engines)
     asked = torch.tensor([max(run.requested, default=0), is_save_due(run, engines, training, step)])
     if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step
@@ -300,10 +275,6 @@ def least_kl(kl_k3: float, responses: float) -> float:
     """The lowest mean of the signed estimate k1 that noise explains, nats; below it the samples are not the policy's.
 
     The k1 estimate of a small KL has a variance of 2 KL per response; k3, never negative, says how large the KL is.
-
-    Args:
-        kl_k3: mean over responses, nats.
-        responses: over which the k1 estimate was averaged.
     """
     return -max(0.02, 3 * (2 * max(kl_k3, 1e-4) / responses) ** 0.5)
 

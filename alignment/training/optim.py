@@ -159,13 +159,6 @@ def _foreign(config: OptimConfig, key: str, settings: Mapping[str, tuple[str, ..
 # The schedule
 
 
-def warmup_updates(config: OptimConfig, total_steps: int) -> int:
-    """Updates of the warm-up. A ratio is rounded up, as in transformers, and leaves at least one update at the peak."""
-    if config.warmup_ratio:
-        return min(math.ceil(config.warmup_ratio * total_steps), total_steps - 1)
-    return config.warmup_steps
-
-
 def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> float:
     """The learning rate of update number `update`, from 1.
 
@@ -178,9 +171,12 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
         inverse_sqrt:            peak / sqrt((k - w + t) / t)                        t = timescale
     where shape(x) falls from 1 to 0: (1 + cos(pi x)) / 2, 1 - x, or 1 - sqrt(x).
     The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1, as in transformers. A
-    warm-up of wsd that would reach into the decay shortens the decay.
+    warm-up of wsd that would reach into the decay shortens the decay. A ratio of warm-up is rounded up, as in transformers,
+    and leaves at least one update at the peak.
     """
-    done, warmup = update - 1, warmup_updates(config, total_steps)
+    done, warmup = update - 1, config.warmup_steps
+    if config.warmup_ratio:
+        warmup = min(math.ceil(config.warmup_ratio * total_steps), total_steps - 1)
     if done < warmup:
         return config.learning_rate * done / warmup
     if config.schedule == "inverse_sqrt":
@@ -256,10 +252,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     Adafactor is transformers', without relative steps and without scaling by the parameter: an update is the rate of the
     schedule times a tensor whose root mean square is at most 1. torch's own multiplies the rate by the root
     mean square of the parameter, so that `learning_rate` would not be the rate.
-
-    Raises:
-        ValueError: nothing is trainable, or a trainable parameter is not float32 (its updates would round away).
-        UserError: a pattern of `learning_rates` has no parameter, or muon no matrix.
     """
     trainable = trainable_parameters(model)
     if not trainable:
@@ -322,10 +314,7 @@ def parameter_groups(
 ) -> list[Group]:
     """Groups for a torch optimizer: matrices with weight decay, vectors without, each by factor of the learning rate.
 
-    A group whose factor is not 1 has it as `lr_scale`.
-
-    Args:
-        learning_rates: regular expression -> factor; see `OptimConfig`.
+    A group whose factor (`OptimConfig.learning_rates`) is not 1 has it as `lr_scale`.
     """
     trainable = trainable_parameters(model)
     scales = _learning_rate_scales(list(trainable), learning_rates or {})
@@ -381,12 +370,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def optimizer_bytes(shapes: Mapping[str, Sequence[int]], config: OptimConfig, *, hidden: Collection[str] = ()) -> int:
-    """Bytes of the optimizer's state after every parameter was updated, without sharding.
-
-    Args:
-        shapes: of each trainable parameter, by name.
-        hidden: names of `hidden_matrices`; used for muon only.
-    """
+    """Bytes of the optimizer's state of trainable parameters with these shapes, without sharding; `hidden`: Muon's."""
     eight_bit, total = config.name in EIGHT_BIT, 0
     for name, shape in shapes.items():
         number = math.prod(shape)
@@ -403,9 +387,9 @@ def optimizer_bytes(shapes: Mapping[str, Sequence[int]], config: OptimConfig, *,
 
 
 def saved_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The optimizer's state of one parameter as tensors, each in its own type; empty before its first update.
+    """The optimizer's state of one parameter as tensors; Python numbers become int64 tensors without dimensions.
 
-    Python numbers become int64 tensors without dimensions. bitsandbytes' code tables are left out: they are constants.
+    bitsandbytes' code tables are left out: they are constants.
     """
     return {
         key: value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
@@ -432,11 +416,7 @@ def restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: 
 
 
 def check_optimizer(config: OptimConfig, kind: str) -> None:
-    """Check that the optimizer can run in this kind of process group, before any model is loaded.
-
-    Raises:
-        UserError: a package or a device is missing, or the backend cannot run it.
-    """
+    """Refuse an optimizer that cannot run here in this kind of process group, before any model is loaded."""
     name = "adamw_8bit" if config.name in EIGHT_BIT else config.name
     if (name, kind) in UNSUPPORTED:
         raise UserError(

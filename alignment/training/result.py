@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,31 @@ NO_EVALUATION = (
 ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `Result` chooses among them
 
 
+@dataclass
 class BestEvaluation:
     """The best value of a metric over the evaluations of a run, and how long ago the last improvement was.
 
     Attributes:
-        value: the best so far; None before the first evaluation.
-        step: the update after which it was measured.
-        waited: evaluations since the last improvement by more than `min_delta`.
+        stopping: when `exhausted` becomes true; None: never.
+        value, step: the best so far, None before the first evaluation, and the update after which it was measured.
+        waited: evaluations since the last improvement by more than `min_delta` on `level`.
     """
 
-    def __init__(self, metric: str, stopping: EarlyStopping | None = None):
-        """Begin without a value; `stopping` says when `exhausted` becomes true, None: never."""
-        self.metric, self._stopping = metric, stopping
-        self._sign = -1.0 if is_lower_better(metric) else 1.0
-        self.value: float | None = None
-        self.step, self.waited = 0, 0
-        self._level: float | None = None  # the value that an improvement is measured from
+    metric: str
+    stopping: EarlyStopping | None = None
+    value: float | None = None
+    step: int = 0
+    waited: int = 0
+    level: float | None = None
 
     def add(self, step: int, value: float) -> bool:
         """Note the value after update `step`; True where it is the best so far. A value that is not finite is not."""
-        min_delta = 0.0 if self._stopping is None else self._stopping.min_delta
+        sign = -1.0 if is_lower_better(self.metric) else 1.0
+        min_delta = 0.0 if self.stopping is None else self.stopping.min_delta
         finite = math.isfinite(value)
-        best = finite and (self.value is None or self._sign * (value - self.value) > 0)
-        if finite and (self._level is None or self._sign * (value - self._level) > min_delta):
-            self._level, self.waited = value, 0
+        best = finite and (self.value is None or sign * (value - self.value) > 0)
+        if finite and (self.level is None or sign * (value - self.level) > min_delta):
+            self.level, self.waited = value, 0
         else:
             self.waited += 1
         if best:
@@ -59,16 +61,11 @@ class BestEvaluation:
     @property
     def exhausted(self) -> bool:
         """True where the run has waited as long as it may."""
-        return self._stopping is not None and self.waited >= self._stopping.patience
+        return self.stopping is not None and self.waited >= self.stopping.patience
 
-    def state(self) -> dict[str, float | None]:
-        """The argument of `restore`, JSON-like."""
-        return {"value": self.value, "step": self.step, "waited": self.waited, "level": self._level}
-
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        """Go on from what `state` returned."""
-        self.value, self._level = state["value"], state["level"]
-        self.step, self.waited = int(state["step"] or 0), int(state["waited"] or 0)
+    def state(self) -> dict[str, Any]:
+        """The fields that evaluations change, JSON-like."""
+        return {name: getattr(self, name) for name in ("value", "step", "waited", "level")}
 
 
 class Result:
@@ -81,12 +78,7 @@ class Result:
     def __init__(
         self, run: Run, engine: Engine, training: TrainingConfig, save: Callable[[], object] | None, *, evaluated: bool
     ):
-        """Begin without a best.
-
-        Args:
-            save: writes the engine's weights as the run's model; None: no model is written.
-            evaluated: the run has an evaluation.
-        """
+        """Begin without a best; `save` writes the engine's weights as the run's model, `evaluated`: there are evaluations."""
         metric = training.best_metric
         if metric is not None and not evaluated:
             raise UserError(NO_EVALUATION)
@@ -108,11 +100,11 @@ class Result:
         """The state that a resumed run needs, for its checkpoint."""
         return {} if self.best is None else {"best": self.best.state()}
 
-    def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
         if self.best is None or state is None:
             return
-        self.best.restore(state["best"])
+        self.best = replace(self.best, **state["best"])
         if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
             self._run.note(
                 f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
@@ -121,10 +113,9 @@ class Result:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
     def add(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Note the evaluation after update `step`, and save the weights if it is the best; a collective operation.
+        """Note the evaluation after update `step`, save the weights if it is the best, and return what to log of the best.
 
-        Returns:
-            What to log of the best so far.
+        A collective operation.
         """
         if self.best is None:
             return {}

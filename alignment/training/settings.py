@@ -11,8 +11,6 @@ from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Ru
 
 MOST_EPOCHS = 1_000_000  # more are counted by max_steps
 MOST_ROWS = 10_000_000  # of a batch: they are listed, also where they come from several epochs
-
-
 # The words of metric names that say which direction is better; none is in both.
 LOWER = frozenset({"loss", "nll", "perplexity", "error"})
 HIGHER = frozenset({"accuracy", "score", "rate", "f1", "match", "matthews", "precision", "recall", "margin", "reward"})

@@ -6,16 +6,15 @@ data/stream.py.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.ragged import Batch, Ragged, RaggedBatch, Seq2Seq
+from alignment.ragged import Batch
 
 Row = TypeVar("Row")
-Counted = TypeVar("Counted", Ragged, RaggedBatch, Seq2Seq)
 LossFn = Callable[[Any], "LossSum"]  # a micro-batch -> its sums
 
 LARGEST_EXPONENT = 709.0  # e^709.78 is the largest float
@@ -34,9 +33,9 @@ class LossSum:
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
         metrics: sums likewise; each is divided by its term's global weight when logged.
-        means: (sum, weight) of metrics that have a weight of their own, such as the loss of one source's rows; left out
-            of the log where the weight is 0 over the whole update. The same names on every rank. Of `perplexity`, and of
-            `perplexity/SOURCE`, the mean is in nats, and its exponential is logged.
+        means: (sum, weight) of metrics with a weight of their own, the same names on every rank; left out of the log where
+            the weight is 0 over the whole update. Of `perplexity` and `perplexity/SOURCE` the mean is in nats, and its
+            exponential is logged.
     """
 
     total: Tensor
@@ -166,47 +165,25 @@ class HasSources(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """The data sources of a run.
-
-    With weights the loss of an update is sum(weight * loss) / sum(weight) over the tokens (or rows) that count, over all
-    micro-batches and ranks; the losses of the sources by themselves, and all other metrics, are plain means.
-
-    Attributes:
-        names: by number; empty where metrics do not tell sources apart.
-        loss_weights: of a token (or row) of each source, > 0; empty: all count alike.
-    """
+    """The names of a run's data sources by number; empty where metrics do not tell sources apart."""
 
     names: tuple[str, ...] = ()
-    loss_weights: tuple[float, ...] = ()
 
     def loss_sum(
         self, losses: Tensor, batch: HasSources, metrics: dict[str, Tensor] | None = None, **values: Tensor
     ) -> LossSum:
-        """Return the `LossSum` of a loss function: losses by weight, metrics, and both of each source by itself.
+        """Return the `LossSum` of a loss function: losses [M] and metrics of what the batch counts, and of each source.
 
-        Args:
-            losses: of what the batch counts, with gradient, [M].
-            metrics: sums over what the batch counts, averaged without weights.
-            values: further metrics of each source, as for `means`.
+        `metrics` are sums over all sources, `values` further metrics of each source as for `means`.
         """
-        metrics = metrics or {}
-        means = self.means(batch, loss=losses, **values)
-        if not self.loss_weights:
-            return LossSum(losses.sum(), metrics, means)
-        count = losses.new_tensor(float(len(losses)))
-        means |= {name: (value, count) for name, value in metrics.items()}  # the term's own weight is not their number
-        weights = losses.new_tensor(self.loss_weights)[_numbers(batch)]
-        return LossSum((losses * weights).sum(), {}, means)
+        return LossSum(losses.sum(), metrics or {}, self.means(batch, loss=losses, **values))
 
     def means(self, batch: HasSources, **values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """`LossSum.means` of each source: its share of what counts (tokens or rows), and its mean of each metric.
-
-        Args:
-            values: by metric; of what the batch counts, not weighted, [M].
-        """
+        """`LossSum.means` of each source: its share of what counts (tokens or rows), and its mean of each metric [M]."""
         if not self.names:
             return {}
-        numbers = _numbers(batch)
+        if (numbers := batch.counted_sources) is None:
+            raise ValueError("a batch without the sources of its rows cannot be told apart by source")
         belongs = (numbers == torch.arange(len(self.names), device=numbers.device)[:, None]).float()  # [S, M]
         counts = belongs.sum(1)
         means = {f"share/{name}": (count, counts.sum()) for name, count in zip(self.names, counts, strict=True)}
@@ -216,32 +193,5 @@ class Sources:
                 means[f"{metric}/{name}"] = total, count
         return means
 
-    def weighted(self, collate: Collate) -> Collate:
-        """Wrap `collate`: each batch's weight becomes the sum of the loss weights of what it counts."""
-        if not self.loss_weights:
-            return collate
-
-        def collate_weighted(rows: Sequence[object], /, micro_batch_tokens: int) -> Sequence[object]:
-            weights = torch.tensor(self.loss_weights)
-            batches = collate(rows, micro_batch_tokens=micro_batch_tokens)
-            return [_with_weight(batch, float(weights[_numbers(batch)].sum())) for batch in batches]
-
-        return collate_weighted
-
 
 ONE_SOURCE = Sources()
-
-
-def _numbers(batch: HasSources) -> Tensor:
-    """The data source of each thing that a batch counts, [M]."""
-    if batch.counted_sources is None:
-        raise ValueError("a batch without the sources of its rows cannot be told apart by source")
-    return batch.counted_sources
-
-
-def _with_weight(batch: Counted, weight: float) -> Counted:
-    if isinstance(batch, RaggedBatch):
-        return replace(batch, ragged=replace(batch.ragged, weight=weight))
-    if isinstance(batch, Seq2Seq):
-        return replace(batch, decoder=replace(batch.decoder, weight=weight))
-    return replace(batch, weight=weight)

@@ -53,7 +53,7 @@ class ProbeRowsConfig(Settings):
 
 
 def write_rows(config: ProbeRowsConfig) -> Path:
-    """Write both files, which share no fact sheet with each other or with anything that is trained on; return the directory."""
+    """Write both files and return their directory; they share no fact sheet with each other or with what is trained on."""
     found: dict[str, list[str]] = {"train": [], "heldout": []}
     sizes = {"train": config.rows, "heldout": config.heldout}
     for row in generate_rows("pretrain_heldout", seed=config.seed, count=sys.maxsize):
@@ -130,15 +130,9 @@ class Probe(NamedTuple):
 
 
 def fit_probe(states: np.ndarray, classes: np.ndarray, *, count: int, ridge: float) -> Probe:
-    """The ridge classifier: least squares from standardized states Z to the indicators Y of the classes.
+    """The ridge classifier: least squares from standardized states Z [N, D] to the indicators Y [N, count] of the classes.
 
     weight = argmin ||Z weight - (Y - mean Y)||^2 / N + ridge ||weight||^2 = (Z'Z / N + ridge I)^-1 Z'(Y - mean Y) / N
-
-    Args:
-        states: [N, D].
-        classes: from 0 to count - 1, [N].
-        count: C.
-        ridge: > 0; the bias is not penalized.
 
     Source: probes: Alain and Bengio 2016, arXiv:1610.01644; ridge regression: Hoerl and Kennard 1970, Technometrics 12, 55-67.
     """
@@ -170,9 +164,6 @@ def run(config: ProbeConfig) -> Path:
     The results hold, for each model, the share of held-out rows that its probe classifies rightly with Wilson's 95 %
     interval, the difference from the baseline's with the interval for pairs, and the share on the rows of the fit; and
     `majority`, the share of held-out rows that have the most frequent label of the fit.
-
-    Raises:
-        UserError: bad rows or labels, a missing model, or one that is no decoder of this library's own families.
     """
     refuse_mixture(config.data)
     for source in config.models.values():
@@ -216,8 +207,8 @@ def _prepare(config: ProbeConfig, name: str) -> tuple[LabeledExamples, LabeledEx
     fit = prepare_labeled(config.data, form, tokenizer)
     judged = prepare_labeled(config.data, form, tokenizer, "evaluation", names=fit.names)
     if name == config.baseline:
-        for part, found in (("train", fit), ("evaluation", judged)):
-            print_tally(f"data.{part}", found.counts)
+        print_tally("data.train", fit.counts)
+        print_tally("data.evaluation", judged.counts)
         if twice := judged.counts.trained_on:
             raise UserError(
                 f"{len(twice)} held-out texts, the first {twice[0]}, are among the rows of the fit; take them out"

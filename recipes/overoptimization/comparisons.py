@@ -52,11 +52,7 @@ class ComparisonsConfig(Settings):
 
 
 def run(config: ComparisonsConfig) -> Path:
-    """Write the comparisons and their counts and return the directory; two equal replies make none, nor does an empty one.
-
-    Raises:
-        UserError: prompts that are not the hotel world's, a directory that is not there.
-    """
+    """Write the comparisons and their counts and return the directory; two equal replies make none, nor does an empty one."""
     for source in config.models.values():
         find_directory(source)
     records: list[Prompt] = read_records(config.data, "prompts")

@@ -41,9 +41,6 @@ def run(config: LabelAccuracyConfig) -> Path:
 
     The results hold the share of right verdicts with its 95 % interval, that on the rows of the fit, the threshold, and
     the share of all (desirable, undesirable) couples whose scores are in order (the area under the ROC curve).
-
-    Raises:
-        UserError: bad rows, a checkpoint without a score head, or rows of one label alone.
     """
     fit, judged = (read_records(data, "labels") for data in (config.fit, config.data))
     sources = (config.fit.train, fit), (config.data.train, judged)
@@ -71,12 +68,7 @@ def run(config: LabelAccuracyConfig) -> Path:
 
 
 def best_threshold(scores: Tensor, labels: Tensor) -> float:
-    """The threshold with most right verdicts, `score > threshold` meaning True; the middle between two scores.
-
-    Args:
-        scores: [n].
-        labels: [n], bool; True and False both occur.
-    """
+    """The threshold with most right verdicts, `score > threshold` meaning True; scores and both labels [n]."""
     values, order = scores.double().sort()
     right = labels.sum() + torch.cat([torch.zeros(1), (1 - 2 * labels[order].double()).cumsum(0)])
     possible = torch.cat([torch.ones(1), (values[1:] > values[:-1]).double(), torch.ones(1)]).bool()
@@ -86,12 +78,7 @@ def best_threshold(scores: Tensor, labels: Tensor) -> float:
 
 
 def ordered_couples(scores: Tensor, labels: Tensor) -> float:
-    """Share of the couples of a True and a False row in which the True one has the higher score; equal scores count half.
-
-    Args:
-        scores: [n].
-        labels: [n], bool.
-    """
+    """Share of the couples of a True and a False row in which the True one has the higher score; equal ones count half."""
     low = scores[~labels].double().sort().values
     high = scores[labels].double()
     below, up_to = torch.searchsorted(low, high), torch.searchsorted(low, high, right=True)

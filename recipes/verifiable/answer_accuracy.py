@@ -59,9 +59,6 @@ def run(config: AnswerAccuracyConfig) -> Path:
 
     The results hold, for each model and way of decoding, the share of right answers with Wilson's 95 % interval, and the
     difference from the baseline's with the interval for pairs, since both answer the same prompts.
-
-    Raises:
-        UserError: bad prompts, prompts without an answer to compare with, or a missing model.
     """
     prompts: list[Prompt] = read_records(config.data, "prompts")
     raise_all(
@@ -72,23 +69,15 @@ def run(config: AnswerAccuracyConfig) -> Path:
     for source in config.models.values():
         find_directory(source)
     answers = [prompt.extra[config.column] for prompt in prompts]
-    samplings = {
-        decoding: SamplingConfig(config.max_new_tokens, temperature, seed=config.seed)
-        for decoding, temperature in (("greedy", 0.0), ("sampled", config.temperature))
-    }
+    temperatures = {"greedy": 0.0, "sampled": config.temperature}
+    samplings = [SamplingConfig(config.max_new_tokens, each, seed=config.seed) for each in temperatures.values()]
     responses, right = {}, {}
     for name, source in config.models.items():
         sampled = sample_responses(
-            source,
-            prompts,
-            list(samplings.values()),
-            max_length=config.data.max_length,
-            weights=config.weights,
-            chat_template=config.chat_template,
-            batch_size=config.batch_size,
-            counts_of="prompts",
-        )
-        responses[name] = dict(zip(samplings, sampled, strict=True))
+            source, prompts, samplings, max_length=config.data.max_length, weights=config.weights,
+            chat_template=config.chat_template, batch_size=config.batch_size, counts_of="prompts",
+        )  # fmt: skip
+        responses[name] = dict(zip(temperatures, sampled, strict=True))
         right[name] = {
             decoding: [float(is_right(config.match, *each)) for each in zip(found.texts, answers, strict=True)]
             for decoding, found in responses[name].items()
@@ -105,17 +94,13 @@ def run(config: AnswerAccuracyConfig) -> Path:
         }
         for name, by_decoding in responses.items()
     }
-    samples = [
-        {
-            "prompt": prompt.prompt,
-            "answer": answers[i],
-            "responses": {
-                name: {"text": found["sampled"].texts[i], "score": right[name]["sampled"][i]}
-                for name, found in responses.items()
-            },
+    samples = []
+    for i, prompt in enumerate(prompts[: config.samples]):
+        said = {
+            name: {"text": found["sampled"].texts[i], "score": right[name]["sampled"][i]}
+            for name, found in responses.items()
         }
-        for i, prompt in enumerate(prompts[: config.samples])
-    ]
+        samples.append({"prompt": prompt.prompt, "answer": answers[i], "responses": said})
     results = {"baseline": config.baseline, "prompts": len(prompts), "models": models, "samples": samples}
     write_json(Path(config.output) / "results.json", results)
     return Path(config.output) / "results.json"

@@ -65,14 +65,6 @@ class SumsConfig(Settings):
     rows: SumCounts = field(default_factory=SumCounts)
 
 
-@dataclass(frozen=True)
-class Pupil:
-    """How someone adds: whether they forget every carry, and how often they are off by one in a column."""
-
-    careless: bool
-    slips: float
-
-
 def run(config: SumsConfig) -> Path:
     """Write the files into `output/data` and return that directory; no pair of numbers is in two of them."""
     directory = Path(config.output) / "data"
@@ -88,12 +80,17 @@ def sum_rows(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
     rng = Random(f"{config.seed}/sums/{name}")
     for _ in range(getattr(config.rows, name)):
         if name.startswith("pretrain"):
-            pupil = _pupil(rng, config)
+            careless = rng.random() < config.careless
             pairs = (_numbers(rng, config, name) for _ in range(PAGE))
-            yield {"text": "".join(f"{write_sum(*pair)}{work_out(rng, pupil, *pair)}\n" for pair in pairs)}
+            yield {
+                "text": "".join(f"{write_sum(*pair)}{work_out(rng, config.slips, careless, *pair)}\n" for pair in pairs)
+            }
         elif name == "demonstrations":
             pair = _numbers(rng, config, name)
-            yield {"prompt": write_sum(*pair), "completion": work_out(rng, _pupil(rng, config), *pair)}
+            yield {
+                "prompt": write_sum(*pair),
+                "completion": work_out(rng, config.slips, rng.random() < config.careless, *pair),
+            }
         else:
             first, second = _numbers(rng, config, name)
             yield {"prompt": write_sum(first, second), "answer": str(first + second)}
@@ -104,13 +101,13 @@ def write_sum(first: int, second: int) -> str:
     return f"{first}+{second}:"
 
 
-def work_out(rng: Random, pupil: Pupil, first: int, second: int) -> str:
+def work_out(rng: Random, slips: float, careless: bool, first: int, second: int) -> str:
     """A pupil's work from the last column to the first, and after #### the answer: " 2+9=11 8+7+1=16 4+3+1=8 #### 861"."""
     columns, digits, carry = [], "", 0
     for one, two in zip(reversed(str(first)), reversed(str(second)), strict=True):
-        carried = 0 if pupil.careless else carry
+        carried = 0 if careless else carry
         total = int(one) + int(two) + carried
-        if rng.random() < pupil.slips:
+        if rng.random() < slips:
             total += 1 if total == 0 or rng.random() < 0.5 else -1
         columns.append(f"{one}+{two}{'+1' if carried else ''}={total}")
         carry, digits = total // 10, f"{total % 10}{digits}"
@@ -129,7 +126,3 @@ def _numbers(rng: Random, config: SumsConfig, name: str) -> tuple[int, int]:
     while fold_of(*pair) not in RANGES[name]:
         pair = rng.randrange(low, high), rng.randrange(low, high)
     return pair
-
-
-def _pupil(rng: Random, config: SumsConfig) -> Pupil:
-    return Pupil(rng.random() < config.careless, config.slips)

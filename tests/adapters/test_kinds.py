@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -24,34 +25,12 @@ from alignment.adapters import (
 )
 from alignment.adapters.attach import merged_state
 from alignment.models.huggingface.checkpoint import load_pretrained
+from tests.adapters.tiny_models import MODELS, write
 
-SMALL = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GATED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
-OLD = {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-T5 = {
-    "vocab_size": 101,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-ARCHITECTURES = {  # name: (model_type, transformers' class, config)
-    "llama": ("llama", "AutoModelForCausalLM", {**GATED, "tie_word_embeddings": False}),
-    "qwen3": ("qwen3", "AutoModelForCausalLM", {**GATED, "tie_word_embeddings": True}),
-    "gemma3": ("gemma3_text", "AutoModelForCausalLM", {**GATED, "sliding_window": 8}),
-    "gpt2": ("gpt2", "AutoModelForCausalLM", OLD),
-    "bert": ("bert", "AutoModelForMaskedLM", {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64}),
-    "t5": ("t5", "AutoModelForSeq2SeqLM", T5),
-    "gptj": ("gptj", "AutoModelForCausalLM", {**OLD, "rotary_dim": 4}),  # no table of ours
-    "stablelm": ("stablelm", "AutoModelForCausalLM", {**GATED, "partial_rotary_factor": 0.5}),  # nor here
-    "gpt_neox": ("gpt_neox", "AutoModelForCausalLM", {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64}),
-    "phi3": ("phi3", "AutoModelForCausalLM", {k: v for k, v in GATED.items() if k != "head_dim"}),
-}
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt2", "bert", "t5", "gptj", "stablelm", "gpt_neox", "phi3")
 RARE = ("stablelm", "gpt_neox", "phi3")  # the last two: rows of a fused matrix in turn, and a fused gate and up
 NORMS = {
-    "llama": "model.norm", "qwen3": "model.norm", "gemma3": "model.norm", "gpt2": "ln_f", "bert": "embeddings.LayerNorm",
+    "llama": "model.norm", "qwen3": "model.norm", "gemma3_text": "model.norm", "gpt2": "ln_f", "bert": "embeddings.LayerNorm",
     "t5": "decoder.final_layer_norm", "gptj": "ln_f", "stablelm": "model.norm", "gpt_neox": "final_layer_norm", "phi3": "model.norm",
 }  # fmt: skip
 KINDS = {
@@ -88,22 +67,12 @@ TARGETS = torch.randint(3, 101, (2, 7), generator=torch.Generator().manual_seed(
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """`bases(name)` -> directory of a random model of transformers, each made once."""
-    import transformers
-
     made = {}
 
     def base(name):
         if name not in made:
-            kind, door, config = ARCHITECTURES[name]
-            torch.manual_seed(0)
-            special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-            settings = transformers.AutoConfig.for_model(kind, **special, **config)
-            model = getattr(transformers, door).from_config(settings)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter += 0.1 * torch.randn_like(parameter)
             made[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(made[name])
+            write(name, made[name])
         return made[name]
 
     return base
@@ -111,9 +80,7 @@ def bases(tmp_path_factory):
 
 def plain(directory, name):
     """The base as transformers opens it."""
-    import transformers
-
-    return getattr(transformers, ARCHITECTURES[name][1]).from_pretrained(directory).eval()
+    return getattr(transformers, MODELS[name][0]).from_pretrained(directory).eval()
 
 
 def logits(model, name):
@@ -193,7 +160,7 @@ def test_trained_saved_opened_in_peft_and_here_switched_off_and_merged(bases, tm
 
 
 LINEAR = {
-    "llama": ["q_proj", "v_proj", "down_proj"], "qwen3": ["k_proj", "gate_proj"], "gemma3": ["o_proj", "up_proj"],
+    "llama": ["q_proj", "v_proj", "down_proj"], "qwen3": ["k_proj", "gate_proj"], "gemma3_text": ["o_proj", "up_proj"],
     "gpt2": ["c_attn", "c_fc"], "bert": ["query", "output.dense"], "t5": ["q", "wi"], "gptj": ["q_proj", "fc_in"],
     "stablelm": ["q_proj", "up_proj"], "gpt_neox": ["query_key_value", "dense_h_to_4h"],
     "phi3": ["qkv_proj", "gate_up_proj"],
@@ -203,7 +170,7 @@ FACTORS = {  # key, value and feed-forward, as the paper has it
     "bert": (["key", "value"], ["output.dense"]), "t5": (["k", "v"], ["wo"]), "gptj": (["k_proj", "v_proj"], ["fc_out"]),
     "gpt_neox": (["query_key_value"], ["dense_4h_to_h"]), "phi3": (["qkv_proj"], ["down_proj"]),
 }  # fmt: skip
-for _name in ("qwen3", "gemma3", "stablelm"):
+for _name in ("qwen3", "gemma3_text", "stablelm"):
     FACTORS[_name] = FACTORS["llama"]
 EMBEDDING = {"gpt_neox": "embed_in", "gpt2": "wte", "bert": "word_embeddings", "t5": "shared", "gptj": "wte"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, merge_adapter, save_adapter
+from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, save_adapter
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models.build import build_language_model
@@ -60,14 +60,6 @@ def test_disabled_gives_the_base_and_puts_everything_back_also_after_an_error(ad
         assert [parameter.requires_grad for parameter in model.parameters()] == trained
         raise KeyError
     assert torch.equal(logits(model, ids), with_adapter)
-
-
-def test_merged_equals_unmerged(adapted, base, ids, logits):
-    # In float64: in float32 rounding alone moves these logits by 1e-6 to 2e-4, for the update outweighs the weights.
-    model = adapted(LoRASpec(rank=3, rank_stabilized=True, layers="attention.value|down")).double()
-    before = logits(model, ids)
-    assert_close(logits(merge_adapter(model), ids), before, atol=1e-9, rtol=0)
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"dropout": 1.0}, {"layers": "("}, {"init": "zeros"}, {"tokens": 0}])

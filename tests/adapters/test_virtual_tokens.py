@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from alignment.adapters import PrefixSpec, PromptSpec, attach, disabled, load_adapter, merge_adapter, save_adapter
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.models.external.cache import RereadCache, SharedCache
 from alignment.models.external.load import load_external
+from alignment.models.external.rectangles import RereadCache, SharedCache
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.ragged import Ragged, with_virtual_tokens
 from tests.adapters.tiny_models import CAUSAL, ISSUE, MODELS, SEQ2SEQ, TIGHT, disturb, inputs, write

@@ -1,4 +1,4 @@
-"""Random models of seven architectures as transformers saves them, their inputs, and our model beside peft's."""
+"""Random models as transformers saves them, their inputs, and our model beside peft's."""
 
 from pathlib import Path
 
@@ -13,14 +13,19 @@ GATED = {
 }  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
-MODELS = {  # the last two run as transformers' own class
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+NO_GROUPS = {k: v for k, v in GATED.items() if k not in ("num_key_value_heads", "head_dim")}
+MODELS = {  # from stablelm on they run as transformers' own class
     "llama": (CAUSAL, GATED),
-    "qwen3": (CAUSAL, GATED),
+    "qwen3": (CAUSAL, {**GATED, "tie_word_embeddings": True}),
     "gemma3_text": (CAUSAL, {**GATED, "sliding_window": 8, "num_hidden_layers": 3, "layer_types": LAYERS}),
-    "gpt2": (CAUSAL, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "bert": (MASKED, {k: v for k, v in GATED.items() if k not in ("num_key_value_heads", "head_dim")}),
+    "gpt2": (CAUSAL, OLD),
+    "bert": (MASKED, NO_GROUPS),
     "t5": (SEQ2SEQ, {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}),
+    "gpt_neox": (CAUSAL, NO_GROUPS),
+    "phi3": (CAUSAL, {k: v for k, v in GATED.items() if k != "head_dim"}),
     "stablelm": (CAUSAL, GATED),
+    "gptj": (CAUSAL, {**OLD, "rotary_dim": 4}),
     "pegasus": (SEQ2SEQ, {
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,

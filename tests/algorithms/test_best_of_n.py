@@ -55,13 +55,9 @@ def settings(stage, world, tmp_path):
 
     def make(name="best", **changes):
         values = {
-            "policy": str(stage("sft") / "model"),
-            "data": DataConfig(train=world["prompts"], max_length=128),
-            "output": str(tmp_path / name),
-            "responses_per_prompt": 4,
-            "max_new_tokens": 8,
-            "require_end": False,
-        }
+            "policy": str(stage("sft") / "model"), "data": DataConfig(train=world["prompts"], max_length=128),
+            "output": str(tmp_path / name), "responses_per_prompt": 4, "max_new_tokens": 8, "require_end": False,
+        }  # fmt: skip
         if "reward_model" not in changes:
             values["rewards"] = [VOWELS]
         return BestOfNConfig(**(values | changes))
@@ -231,13 +227,9 @@ def test_expert_iteration_learns_what_a_function_pays_for(settings, make_stage, 
         optim = OptimConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0)
         data = DataConfig(train=str(output / "demonstrations.jsonl"), max_length=128, check="warn")
         train, sft = make_stage(
-            "sft",
-            policy,
-            tmp_path / f"sft{number}",
-            data=data,
-            optim=optim,
+            "sft", policy, tmp_path / f"sft{number}", data=data, optim=optim,
             training=TrainingConfig(epochs=4, batch_size=16),
-        )
+        )  # fmt: skip
         if number < 2:
             policy = str(train(sft))
     assert scores[1] > 1.15 * scores[0] and scores[2] > 1.5 * scores[0], scores
@@ -274,11 +266,6 @@ def test_what_no_reward_can_be_given_for_is_refused_before_a_network_is_loaded(s
         run(settings(rewards=[answer]))
     with pytest.raises(UserError, match="nowhere: no such directory"):
         run(settings(rewards=[VOWELS, RewardSpec("nowhere")]))
-
-
-def test_an_ensemble_s_combination_is_refused_of_a_single_reward_model(settings, stage):
-    with pytest.raises(UserError, match="reward_combine=min combines the members of an ensemble"):
-        run(settings(reward_model=str(stage("reward") / "model"), reward_combine="min"))
 
 
 def test_nothing_to_keep_is_an_error_with_the_way_out(settings, tmp_path):

@@ -18,14 +18,13 @@ def test_an_adapters_dropout_is_refused(config, stage):
         config(policy="p", data=DataConfig(train="t"), output="o", adapter=LoRASpec(dropout=0.1), **more)
 
 
-def test_a_models_own_dropout_is_said_to_be_off(write_checkpoint, stage, make_stage, tmp_path):
+def test_a_models_own_dropout_is_said_to_be_off(write_checkpoint, stage, ran, tmp_path):
     few = TrainingConfig(batch_size=4, max_steps=1)
     rates = {"resid_pdrop": 0.1, "attn_pdrop": 0.0, "summary_first_dropout": 0.1}
     policy = write_checkpoint(tmp_path / "policy", "gpt2", **rates)
     more = {"dpo": {}, "ppo": {"reward_model": str(stage("reward gpt2") / "model"), "epochs": 1, "minibatches": 1}}
     for kind in more:
-        run, config = make_stage(kind, policy, tmp_path / kind, training=few, **more[kind])
-        run(config)
+        ran(kind, policy, tmp_path / kind, training=few, **more[kind])
         notes = json.loads((tmp_path / kind / "lineage.json").read_text())["notes"]
         [note] = [note for note in notes if note.startswith("dropout: off")]
         assert note.endswith("has resid_pdrop=0.1")

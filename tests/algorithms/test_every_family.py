@@ -25,13 +25,9 @@ DECODERS = {
     if case["kind"] == "decoder"
 }
 FOREIGN = {
-    "model_type": "stablelm",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+    "model_type": "stablelm", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def directory(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("family", [*DECODERS, "foreign"])
-def test_every_stage_takes_every_decoder(family, directory, make_stage, world, tmp_path, read_metrics):
+def test_every_stage_takes_every_decoder(family, directory, make_stage, ran, world, tmp_path, read_metrics):
     one = {"training": TrainingConfig(batch_size=4, max_steps=1), "optim": OptimConfig(learning_rate=1e-3, eps=1e-5)}
     short = DataConfig(train=world["demonstrations"], max_rows=8, max_length=160)
     pairs = DataConfig(train=world["comparisons"], max_rows=8, max_length=160)
@@ -66,20 +62,12 @@ def test_every_stage_takes_every_decoder(family, directory, make_stage, world, t
     policy = str(run(config))
     run, config = make_stage("reward", policy, tmp_path / "reward", data=pairs, **one)
     reward = str(run(config))
-    run, config = make_stage("dpo", policy, tmp_path / "dpo", data=pairs, **one)
-    run(config)
+    ran("dpo", policy, tmp_path / "dpo", data=pairs, **one)
     assert read_metrics(tmp_path / "dpo")[0]["loss"] == pytest.approx(0.693147, abs=1e-4)
     run, config = make_stage(
-        "ppo",
-        policy,
-        tmp_path / "ppo",
-        reward_model=reward,
-        data=prompts,
-        max_new_tokens=4,
-        epochs=1,
-        minibatches=1,
+        "ppo", policy, tmp_path / "ppo", reward_model=reward, data=prompts, max_new_tokens=4, epochs=1, minibatches=1,
         **one,
-    )
+    )  # fmt: skip
     model, tokenizer = load_model(str(run(config))), load_tokenizer(policy)
     assert read_metrics(tmp_path / "ppo")[0]["first_ratio_error"] < 1e-5
     assert model.source == ("transformers" if family == "foreign" else "native")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.algorithms.finetune.metrics import (
+from alignment.algorithms.finetune.scoring import (
     answer_metrics,
     are_entities,
     best_span,

@@ -4,14 +4,10 @@ import json
 import math
 
 import pytest
-from safetensors.torch import load_file
-from torch.testing import assert_close
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.training import OptimConfig, TrainingConfig
-from tests.stopping import run_stopped
-
-TIMES = ("tokens_per_second",)
+from tests.stopping import assert_goes_on
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +33,12 @@ def mixture(sources, **settings):
     return DataConfig(train=train, evaluation=evaluation, mixing="weights", max_length=64, **settings)
 
 
-def test_a_mixture_of_three_to_one_is_learned_from_both_sources(
-    sources, checkpoints, make_stage, tmp_path, read_metrics
-):
+def test_a_mixture_of_three_to_one_is_learned_from_both_sources(sources, checkpoints, ran, tmp_path, read_metrics):
     training = TrainingConfig(batch_size=8, max_steps=40, evaluate_every_steps=20)
-    run, config = make_stage(
+    ran(
         "sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training,
         optim=OptimConfig(learning_rate=1e-2),
     )  # fmt: skip
-    run(config)
     lines = read_metrics(tmp_path)
     for name in sources:
         held_out = [line[f"held_out_loss/{name}"] for line in lines if f"held_out_loss/{name}" in line]
@@ -67,13 +60,12 @@ def test_a_mixture_of_three_to_one_is_learned_from_both_sources(
     assert [each["epochs"] for each in shares] == [0.75 * 320 / 16, 0.25 * 320 / 4]
 
 
-def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path):
+def test_the_report_shows_the_sources(sources, checkpoints, ran, tmp_path):
     from alignment.evaluation.report.page import source_panels, source_table, write_run_report
     from alignment.evaluation.run_log import read_log_rows
 
     training = TrainingConfig(batch_size=8, max_steps=2)
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
-    run(config)
+    ran("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
     log = read_log_rows(tmp_path / "metrics.jsonl")
     table = source_table(tmp_path, log)
     assert [(row["source"], row["rows"], row["share of draws"]) for row in table] == [
@@ -91,57 +83,20 @@ def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path
     assert "Loss by source" in page and "share of draws" in page and "numbers" in page
 
 
-def test_an_epoch_of_a_mixture_is_the_rows_of_all_sources(sources, checkpoints, make_stage, tmp_path, read_metrics):
+def test_an_epoch_of_a_mixture_is_the_rows_of_all_sources(sources, checkpoints, ran, tmp_path, read_metrics):
     training = TrainingConfig(batch_size=8, epochs=1.5)
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
-    run(config)
+    ran("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
     assert len(read_metrics(tmp_path)) == 4  # 1.5 * 20 rows in batches of 8, the last of 6
 
 
 @pytest.mark.parametrize("stop", [2, 3])
-def test_a_stopped_mixture_goes_on_bit_for_bit(stop, sources, checkpoints, make_stage, tmp_path, read_metrics):
-    training = TrainingConfig(batch_size=8, max_steps=5)
-    made = {
-        name: make_stage("sft", checkpoints["llama"], tmp_path / name, data=mixture(sources), training=training)
-        for name in ("whole", "parts")
-    }
-    run, config = made["whole"]
-    whole = run(config)
-    run, config = made["parts"]
-    assert run_stopped(run, config, stop) == 143
-    assert len(read_metrics(tmp_path / "parts")) == stop
-    assert_close(load_file(run(config) / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
-    lines = [
-        [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(tmp_path / name)]
-        for name in ("whole", "parts")
-    ]
-    assert lines[0] == lines[1]
+def test_a_stopped_mixture_goes_on_bit_for_bit(stop, sources, checkpoints, make_stage, tmp_path):
+    changes = {"data": mixture(sources), "training": TrainingConfig(batch_size=8, max_steps=5)}
+    assert_goes_on(lambda name: make_stage("sft", checkpoints["llama"], tmp_path / name, **changes), stop, tmp_path)
 
 
-def test_loss_weights_count_as_often_as_they_say(sources, checkpoints, make_stage, tmp_path, read_metrics):
-    """All rows in one batch, colors counting three times: the loss is the weighted mean of the sources' losses."""
-    data = DataConfig(
-        train=[
-            SourceConfig(path, name=name, columns={"prompt": "question", "response": "answer"}, loss_weight=weight)
-            for (name, path), weight in zip(sources.items(), (3.0, 1.0), strict=True)
-        ],
-        max_length=64,
-    )
-    for name, tokens in (("a", 8192), ("b", 40)):
-        training = TrainingConfig(batch_size=20, max_steps=2, micro_batch_tokens=tokens)
-        run, config = make_stage("sft", checkpoints["llama"], tmp_path / name, data=data, training=training)
-        run(config)
-    first, again = (read_metrics(tmp_path / name) for name in "ab")
-    for line, other in zip(first, again, strict=True):
-        weights = {name: weight * line[f"share/{name}"] for name, weight in zip(sources, (3.0, 1.0), strict=True)}
-        expected = sum(weights[name] * line[f"loss/{name}"] for name in sources) / sum(weights.values())
-        assert line["loss"] == pytest.approx(expected, rel=1e-5)
-        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)  # micro-batches change no result
-
-
-def test_a_plain_run_logs_no_sources(checkpoints, make_stage, tmp_path, read_metrics):
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
-    run(config)
+def test_a_plain_run_logs_no_sources(checkpoints, ran, tmp_path, read_metrics):
+    ran("sft", checkpoints["llama"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
     assert not any("/" in key for line in read_metrics(tmp_path) for key in line)
     assert not (tmp_path / "sources.json").exists()
 

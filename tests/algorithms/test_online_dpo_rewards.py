@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_update
@@ -15,7 +14,7 @@ from alignment.algorithms.ppo.setup import read_data
 from alignment.algorithms.ppo.state import SampledResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.generation import Responses, response_text
+from alignment.generation import Generation, response_text
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.examples import prompt_example
@@ -70,7 +69,7 @@ def test_pairs_of_a_weighted_mix_by_hand(settings, sums, monkeypatch):
     state, prompts = built(config)
     ids = [state.start.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     rows = [prompt for prompt in prompts for _ in range(2)]
-    drawn = SampledResponses(rows, list(range(8)), Responses(ids, [[-1.0] * len(row) for row in ids], [False] * 8))
+    drawn = SampledResponses(rows, list(range(8)), Generation([], ids, [[-1.0] * len(row) for row in ids], [False] * 8))
     monkeypatch.setattr(rollout, "draw_samples", lambda *_: drawn)
     samples = collect(state, config, prompts, 0)
     pairs, metrics = make_pairs(samples, config, state.process_group)
@@ -231,24 +230,3 @@ def test_it_learns_what_a_function_pays_for(settings, read_metrics, tmp_path):
         shares = [line["score/vowels"] for line in lines]
         found[weight] = sum(shares[-3:]) / sum(shares[:3])
     assert found[1.0] > 1.4 and found[-1.0] < 0.6, found
-
-
-def test_a_run_on_several_rewards_logs_each_and_writes_samples(settings, stage, read_metrics, tmp_path):
-    model = str(stage("reward") / "model")
-    rewards = [
-        RewardSpec(model),
-        RewardSpec(model, name="again", weight=0.5, normalize="running", clip=(-1.0, 1.0)),
-        RewardSpec(function=f"{__name__}:vowels", weight=2.0),
-    ]
-    run, config = settings("run", rewards=rewards)
-    saved = run(config)
-    for line in read_metrics(tmp_path / "run"):
-        total = line["score/reward_model"] + 0.5 * line["score/again"] + 2 * line["score/vowels"]
-        assert line["score"] == pytest.approx(total, abs=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text("utf-8").splitlines()]
-    for line in lines:
-        total = line["score/reward_model"] + 0.5 * line["score/again"] + 2 * line["score/vowels"]
-        assert line["score"] == pytest.approx(total, abs=1e-5)
-    lineage = json.loads((tmp_path / "run" / "lineage.json").read_text("utf-8"))
-    assert any(note.startswith("memory: reward model again") for note in lineage["notes"])
-    assert all(map(torch.isfinite, (tensor.sum() for tensor in load_file(saved / "model.safetensors").values())))

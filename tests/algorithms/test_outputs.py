@@ -113,7 +113,7 @@ STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 
 @pytest.mark.parametrize("adapter", ["", "lora", "prefix"])
 @pytest.mark.parametrize("kind", STAGES)
-def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp_path, monkeypatch):
+def test_what_is_saved_is_what_was_trained(kind, adapter, stage, ran, tmp_path, monkeypatch):
     """Also where the start is itself an adapter, and so are reward model and critic."""
     from alignment.adapters import LoRASpec
 
@@ -128,8 +128,7 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
     monkeypatch.setattr(STAGES[kind], name, spied)
     more = {"adapter": LoRASpec(rank=2)} if adapter == "lora" else {}
     more |= {"reward_model": model_of(stage, f"reward {adapter}".strip())} if kind == "ppo" else {}
-    run, config = make_stage(kind, model_of(stage, f"sft {adapter}".strip()), tmp_path, **more)
-    directory = run(config)
+    directory = ran(kind, model_of(stage, f"sft {adapter}".strip()), tmp_path, **more)
     assert directory == tmp_path / "model"
     model = (load_reward_network if kind == "reward" else load_model)(str(directory))
     with torch.no_grad():
@@ -137,7 +136,7 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
 
 
 @pytest.mark.parametrize("kind", ["pretrain", "sft", "reward", "dpo"])
-def test_held_out_metrics_are_those_of_the_held_out_rows(kind, world, checkpoints, make_stage, tmp_path, read_metrics):
+def test_held_out_metrics_are_those_of_the_held_out_rows(kind, world, checkpoints, ran, tmp_path, read_metrics):
     """The same run beside other held-out rows learns the same, and says something else of them."""
     rows = {"pretrain": "pretrain", "sft": "demonstrations"}.get(kind, "comparisons")
     held_out = {"pretrain": "pretrain_heldout", "sft": "comparisons_heldout"}.get(kind, "comparisons_heldout")
@@ -146,8 +145,7 @@ def test_held_out_metrics_are_those_of_the_held_out_rows(kind, world, checkpoint
         data = DataConfig(train=world[rows], evaluation=world[name], max_length=256)
         training = TrainingConfig(batch_size=8, max_steps=1)
         output = tmp_path / str(len(lines))
-        run, config = make_stage(kind, checkpoints["llama"], output, data=data, training=training)
-        run(config)
+        ran(kind, checkpoints["llama"], output, data=data, training=training)
         lines += read_metrics(output)
     on_rows, on_held_out, again = ({k: v for k, v in line.items() if k.startswith("held_out_")} for line in lines)
     assert "held_out_loss" in on_rows and on_rows == again

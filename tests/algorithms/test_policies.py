@@ -9,12 +9,12 @@ import torch
 from alignment.adapters import LoRASpec
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo.metrics import sample_columns, texts_of
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.runs import read_split
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.data.tokenize import PROMPT_CUT
 from alignment.loading import load_tokenizer
@@ -79,7 +79,7 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
     ("kind", "module", "wanted"),
     [("pretrain", pretrain, True), ("sft", sft, True), ("reward", reward, True), ("dpo", dpo, False)],
 )
-def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, make_stage, tmp_path, monkeypatch):
+def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, ran, tmp_path, monkeypatch):
     """DPO compares the policy with itself at the start, so it trains without."""
     modes = []
 
@@ -88,17 +88,15 @@ def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoin
         (tmp_path / "metrics.jsonl").touch()  # DPO reads what was logged
 
     monkeypatch.setattr(module, "fit", fit)
-    run, config = make_stage(kind, checkpoints["gpt2"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
-    run(config)
+    ran(kind, checkpoints["gpt2"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
     assert modes == [wanted]
 
 
-def test_centering_reaches_the_loss_of_a_run(checkpoints, make_stage, tmp_path, read_metrics):
+def test_centering_reaches_the_loss_of_a_run(checkpoints, ran, tmp_path, read_metrics):
     training, losses = TrainingConfig(batch_size=8, max_steps=1), []
     for coef in (0.0, 100.0):
         output = tmp_path / str(coef)
-        run, config = make_stage("reward", checkpoints["llama"], output, training=training, center_coef=coef)
-        run(config)
+        ran("reward", checkpoints["llama"], output, training=training, center_coef=coef)
         losses.append(read_metrics(output)[0]["loss"])
     assert losses[1] > losses[0] + 0.01
 

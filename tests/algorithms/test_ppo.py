@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
+from alignment.algorithms.ppo.ppo import policy_loss_fn
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
+from alignment.algorithms.ppo.setup import build_state, start_value_model
 from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import prompt_ids
@@ -25,15 +25,13 @@ from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.rewards.build import response_scorer
 from alignment.rewards.combine import PartNormalizer
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines
 from tests.examples import prompt_example
 from tests.ppo_states import state_of
 
+
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
-PLAIN_DESCENT = OptimConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, schedule="constant", max_grad_norm=0)
-
-
 @pytest.fixture
 def ppo(stage, make_stage, tmp_path):
     """`ppo(**config changes)` -> its run function and config, from the SFT policy and the reward model."""
@@ -50,10 +48,6 @@ def text(world):
     return DataConfig(train=world["pretrain"], max_length=128)
 
 
-def weights_of(engine):
-    return torch.cat([parameter.detach().flatten().clone() for parameter in engine.backend.unwrapped.parameters()])
-
-
 # --- the update -----------------------------------------------------------------------------------------------------
 
 
@@ -65,71 +59,6 @@ def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_m
     assert len(lines) == 3 and all(line["first_ratio_error"] <= 1e-5 for line in lines)
     assert all(line["pretrain_loss"] > 1 and line["approx_kl"] > 0 for line in lines)
     assert abs(lines[0]["kl"]) < 1e-4 < abs(lines[-1]["kl"])
-
-
-def test_h12_memory_settings_change_no_result(ppo, text):
-    """Policy and value model after an iteration are the same for whole minibatches and for one row at a time."""
-
-    def step(name, micro_batch_tokens):
-        training = TrainingConfig(batch_size=8, max_steps=1, micro_batch_tokens=micro_batch_tokens)
-        _, config = ppo(
-            name, training=training, optim=replace(PLAIN_DESCENT, learning_rate=1e4), pretrain=text, pretrain_coef=0.5,
-            normalize_scores=False,
-        )  # fmt: skip
-        state, prompts = state_of(config)
-        before = [weights_of(engine) for engine in (state.policy, state.value)]
-        metrics, _ = iterate(state, config, prompts, 0)
-        results = {name: value for name, value in metrics.items() if not name.startswith(("seconds_", "mfu"))}
-        return [weights_of(e) - old for e, old in zip((state.policy, state.value), before, strict=True)], results
-
-    whole, metrics = step("whole", 10**6)
-    single, others = step("single", 1)
-    for one, other in zip(whole, single, strict=True):
-        assert one.norm() > 1e-3
-        assert (one - other).norm() <= 2e-5 * one.norm()
-    assert others == pytest.approx(metrics, rel=1e-3, abs=1e-5)
-
-
-def test_sampling_fewer_responses_side_by_side_changes_none(ppo, monkeypatch):
-    """Each row's draws are fixed by its number in the run, so the number of cache rows is a memory setting."""
-
-    def sampled(rows):
-        _, config = ppo(f"rows{rows}", micro_rollout_batch_size=rows)
-        state, prompts = state_of(config)
-        policy, held = state.policy.backend.unwrapped, []
-        decode = policy.decode
-        monkeypatch.setattr(
-            policy, "decode", lambda tokens, cache: held.append(len(cache.keys[0])) or decode(tokens, cache)
-        )
-        return iterate(state, config, prompts, 1)[1].responses, set(held)
-
-    together, held = sampled(256)
-    assert held == {8}
-    in_threes, held = sampled(3)
-    assert held == {3}
-    assert in_threes == together
-
-
-def test_the_pretraining_mix_adds_its_gradient(ppo, text):
-    """step(policy loss + c * text loss) = step(policy loss) + c * step(text loss), Ouyang et al. 2022, eq. 2."""
-
-    def step(name, coef, advantages=True):
-        more = {"pretrain": text, "pretrain_coef": coef} if coef else {}
-        _, config = ppo(name, optim=PLAIN_DESCENT, epochs=1, minibatches=1, kl_coef=1.0, **more)
-        state, prompts = state_of(config)
-        _, rollout = iterate(state_of(config)[0], config, prompts, 0)
-        if not advantages:
-            rollout.advantages.zero_()
-        before = weights_of(state.policy)
-        metrics = update_policy_and_value(state, config, rollout, 0)
-        return weights_of(state.policy) - before, metrics
-
-    alone, _ = step("alone", 0)
-    text_alone, _ = step("text", 1.0, advantages=False)
-    both, metrics = step("both", 0.5)
-    assert min(alone.norm(), text_alone.norm()) > 1e-3
-    assert (both - (alone + 0.5 * text_alone)).norm() <= 1e-4 * both.norm()
-    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["pretrain_loss"], abs=1e-5)
 
 
 def test_policy_metrics_are_worked_by_hand():
@@ -391,21 +320,6 @@ def test_a_value_model_from_the_policy_starts_at_zero(ppo):
     assert rollout.values.abs().max() > 0
 
 
-def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
-    """Against a judge that likes one token the policy finds it."""
-    training = TrainingConfig(batch_size=16, max_steps=18)
-    _, config = ppo(
-        training=training, max_new_tokens=4, kl_coef=0.0, minibatches=1, epochs=4,
-        optim=OptimConfig(learning_rate=1e-2, schedule="constant"), missing_end_penalty=0.0,
-    )  # fmt: skip
-    with Run(config.output, {}, stage="ppo") as directory:
-        data = read_data(config, directory)
-        state = build_state(config, data)
-    state.score = lambda prompts, responses, ended: torch.tensor([float(sum(t % 8 == 3 for t in r)) for r in responses])
-    scores = [iterate(state, config, data.prompts.rows_at(step), step)[0]["score"] for step in range(18)]
-    assert scores[-1] > scores[0] + 1.0
-
-
 # --- metrics of the texts -------------------------------------------------------------------------------------------
 
 
@@ -460,22 +374,6 @@ def test_a_metric_named_like_one_of_the_run_ends_it(ppo):
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         PPOConfig(policy="p", reward_model="r", data=DataConfig(train="t"), output="o", **settings)
-
-
-def test_a_text_at_coefficient_0_is_the_run_without_it_bit_for_bit(ppo, text, read_metrics):
-    run, config = ppo("without")
-    plain = run(config)
-    run, config = ppo("with", pretrain=text, pretrain_coef=0.0)
-    beside = run(config)
-    assert (plain / "model.safetensors").read_bytes() == (beside / "model.safetensors").read_bytes()
-    fixed = [
-        [
-            {key: value for key, value in line.items() if "second" not in key and "mfu" not in key}
-            for line in read_metrics(model.parent)
-        ]
-        for model in (plain, beside)
-    ]
-    assert fixed[0] == fixed[1]
 
 
 @pytest.mark.parametrize("name", ["data", "pretrain"])

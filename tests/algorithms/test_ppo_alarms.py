@@ -8,14 +8,9 @@ from alignment.algorithms.ppo.metrics import new_alarms
 from alignment.algorithms.ppo.state import Alarms
 
 HEALTHY = {
-    "entropy": 2.0,
-    "repetition": 0.05,
-    "distinct_share": 1.0,
-    "ended_share": 0.8,
-    "response_tokens": 20.0,
-    "kl": 0.1,
+    "entropy": 2.0, "repetition": 0.05, "distinct_share": 1.0, "ended_share": 0.8, "response_tokens": 20.0, "kl": 0.1,
     "responses": 64.0,
-}
+}  # fmt: skip
 
 
 def line(step, **changes):

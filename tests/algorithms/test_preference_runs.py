@@ -63,20 +63,17 @@ def notes(output) -> str:
 # Rankings
 
 
-def test_a_policy_learns_rankings_of_different_length_with_prompts_shared(
-    rankings, stage, make_stage, tmp_path, read_metrics
-):
+def test_a_policy_learns_rankings_of_different_length_with_prompts_shared(rankings, stage, ran, tmp_path, read_metrics):
     """The loss starts at the mean of log K! over the prompts of two, three and four responses: (3, 3, 2) of them."""
     ends = []
     for share in (True, False):
         output = tmp_path / str(share)
         training = TrainingConfig(batch_size=8, max_steps=8, share_prompts=share)
         data = DataConfig(train=rankings, evaluation=rankings, max_length=256)
-        run, config = make_stage(
+        ran(
             "dpo", str(stage("sft") / "model"), output, data=data, training=training, optim=QUICK,
             loss="plackett_luce", beta=0.5,
         )  # fmt: skip
-        run(config)
         first, *_, last = read_metrics(output)
         start = (3 * math.log(2) + 3 * math.log(6) + 2 * math.log(24)) / 8
         assert first["loss"] == pytest.approx(start, abs=1e-4) and first["margin"] == pytest.approx(0, abs=1e-4)
@@ -87,31 +84,20 @@ def test_a_policy_learns_rankings_of_different_length_with_prompts_shared(
     assert_close(ends[0], ends[1], atol=2e-4, rtol=1e-3)
 
 
-def test_pairs_are_rankings_of_two(world, stage, make_stage, tmp_path, read_metrics):
-    losses = []
-    for loss in ("sigmoid", "plackett_luce"):
-        training = TrainingConfig(batch_size=8, max_steps=3)
-        run, config = make_stage("dpo", str(stage("sft") / "model"), tmp_path / loss, training=training, loss=loss)
-        run(config)
-        losses.append([line["loss"] for line in read_metrics(tmp_path / loss)])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
 # Labels
 
 
-def test_kto_learns_labels_and_micro_batches_change_no_weight(labels, stage, make_stage, tmp_path, read_metrics):
+def test_kto_learns_labels_and_micro_batches_change_no_weight(labels, stage, ran, tmp_path, read_metrics):
     """The weights of whole runs are equal, whose reference points are those of the global batch."""
     ends = []
     for tokens in (160, 100_000):
         output = tmp_path / str(tokens)
         training = TrainingConfig(batch_size=8, max_steps=8, micro_batch_tokens=tokens)
         data = DataConfig(train=labels, evaluation=labels, max_length=256)
-        run, config = make_stage(
+        ran(
             "dpo", str(stage("sft") / "model"), output, data=data, training=training, loss="kto", beta=0.5,
             undesirable_weight=1.5, optim=OptimConfig(learning_rate=2e-3, eps=1e-3, schedule="constant"),
         )  # fmt: skip
-        run(config)
         first, *_, last = read_metrics(output)
         assert first["chosen_reward"] == pytest.approx(0, abs=1e-4) and first["kl"] == 0
         assert last["held_out_loss"] < first["loss"] - 0.05 and last["margin"] > 0.2
@@ -119,13 +105,10 @@ def test_kto_learns_labels_and_micro_batches_change_no_weight(labels, stage, mak
     assert_close(ends[0], ends[1], atol=1e-5, rtol=0)
 
 
-def test_kto_reads_a_pair_as_two_labels(world, stage, make_stage, tmp_path, read_metrics):
+def test_kto_reads_a_pair_as_two_labels(world, stage, ran, tmp_path, read_metrics):
     data = DataConfig(train=world["comparisons"], max_rows=8, max_length=256)
     training = TrainingConfig(batch_size=16, max_steps=6)
-    run, config = make_stage(
-        "dpo", str(stage("sft") / "model"), tmp_path, data=data, training=training, loss="kto", beta=0.5, optim=QUICK
-    )
-    run(config)
+    ran("dpo", str(stage("sft") / "model"), tmp_path, data=data, training=training, loss="kto", beta=0.5, optim=QUICK)
     lines = read_metrics(tmp_path)
     assert lines[0]["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(0) for each
     assert lines[-1]["margin"] > 0.2 and lines[-1]["loss"] < 0.5
@@ -170,9 +153,7 @@ def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, 
     assert read_metrics(tmp_path / "first")[0]["loss"] == read_metrics(tmp_path / "second")[0]["loss"]
 
 
-def test_other_rows_weights_or_templates_have_numbers_of_their_own(
-    world, stage, make_stage, tmp_path, write_checkpoint
-):
+def test_other_rows_weights_or_templates_have_numbers_of_their_own(world, stage, ran, tmp_path, write_checkpoint):
     folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
     messages = tmp_path / "messages.jsonl"
     with open(world["comparisons"], encoding="utf-8") as file:
@@ -182,11 +163,10 @@ def test_other_rows_weights_or_templates_have_numbers_of_their_own(
 
     def files(name, source=policy, **changes):
         data = changes.pop("data", DataConfig(train=str(messages), max_length=256))
-        run, config = make_stage(
+        ran(
             "dpo", source, tmp_path / name, data=data, training=training, reference_log_probs="cache",
             reference_cache=str(folder), **{"chat_template": "zephyr", **changes},
         )  # fmt: skip
-        run(config)
         return len(list(folder.iterdir()))
 
     assert files("first") == 1 and files("again") == 1

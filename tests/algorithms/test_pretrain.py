@@ -19,12 +19,10 @@ from alignment.algorithms.pretrain.objectives import (
     SpanCorruption,
     collate_for_objective,
     distillation_loss_fn,
-    target_tokens,
 )
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import tokenize_for_corruption, tokenize_passages
-from alignment.data.pretraining.prepare import tokenize_plain
+from alignment.data.pretraining.prepare import tokenize_for_corruption, tokenize_passages, tokenize_plain
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
@@ -133,16 +131,6 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(case, model, advice
         pretrain.run(make(case, model=model))
 
 
-def test_a_tokenizer_without_a_mask_or_enough_sentinels_is_refused(make, world, tokenizer, tmp_path):
-    from alignment.data.tokenizers.load import save_tokenizer
-
-    save_tokenizer(tokenizer, tmp_path / "tokenizer")
-    with pytest.raises(UserError, match="mask"):
-        pretrain.run(make("masked", tokenizer=str(tmp_path / "tokenizer"), vocabulary=None, tokenizer_kind="bpe"))
-    with pytest.raises(UserError, match="sentinels"):
-        pretrain.run(make("span corruption", sentinels=1))
-
-
 @pytest.mark.parametrize("case", ["causal", "masked", "span corruption"])
 def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metrics):
     teacher = str(pretrain.run(make(case, "teacher")))
@@ -168,25 +156,18 @@ def test_the_distillation_loss_is_its_three_terms():
     soft = 4 * (p.exp() * (p - q)).sum()
     hard = F.cross_entropy(ours.logits, torch.tensor([2, 3, 4, 6, 7]), reduction="sum")
     cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
-    assert target_tokens(batch).tolist() == [2, 3, 4, 6, 7]
     assert_close(loss.total, 5 * soft + 2 * hard + cosine)
     assert not any(parameter.grad is not None for parameter in teacher.parameters())
 
 
 def test_layers_copied_from_a_teacher_are_evenly_spaced():
-    assert (
-        spaced_layers(3, 6) == [1, 3, 5]
-        and spaced_layers(6, 12) == [1, 3, 5, 7, 9, 11]
-        and spaced_layers(2, 2) == [0, 1]
-    )
+    assert (spaced_layers(3, 6), spaced_layers(6, 12)) == ([1, 3, 5], [1, 3, 5, 7, 9, 11])
     config = {**LLAMA, "vocab_size": 50}
     student, teacher = build_model({**config, "num_hidden_layers": 2}), build_model({**config, "num_hidden_layers": 4})
     init_from_teacher(student, teacher)
     for ours, theirs in ((0, 1), (1, 3)):
-        for a, b in zip(
-            student.trunk.blocks[ours].parameters(), teacher.trunk.blocks[theirs].parameters(), strict=True
-        ):
-            assert torch.equal(a, b)
+        copied = teacher.trunk.blocks[theirs].state_dict()
+        assert all(torch.equal(value, copied[name]) for name, value in student.trunk.blocks[ours].state_dict().items())
     assert torch.equal(student.head.weight, teacher.head.weight)
     with pytest.raises(UserError, match=r"copy_layers.*(head|embed)\.weight"):
         init_from_teacher(build_model({**config, "hidden_size": 48}), teacher)

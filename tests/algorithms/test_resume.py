@@ -15,9 +15,8 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, TrainingConfig
-from tests.stopping import run_stopped
+from tests.stopping import assert_goes_on, run_stopped
 
-TIMES = ("second", "mfu")  # names of what differs from run to run
 LORA = LoRASpec(rank=2, dropout=0.1)
 JUDGE = "alignment.evaluation.judges:longer_judge"
 
@@ -27,50 +26,25 @@ def changes(stage, world):
     """What each kind of run is made of beside the defaults: all the state there is."""
     text = DataConfig(train=world["pretrain"], max_length=128)
     everything = {
-        "pretrain": text,
-        "pretrain_coef": 0.5,
-        "pretrain_batch_size": 4,
-        "kl_target": 0.1,
-        "kl_horizon": 50.0,
-    }
-    reward_model = str(stage("reward") / "model")
+        "pretrain": text, "pretrain_coef": 0.5, "pretrain_batch_size": 4, "kl_target": 0.1, "kl_horizon": 50.0,
+    }  # fmt: skip
+    reward_model, lora = {"reward_model": str(stage("reward") / "model")}, {"adapter": LoRASpec(rank=2)}
+    rewards = [
+        RewardSpec(reward_model["reward_model"], normalize="running", clip=(-1.0, 1.0)),
+        RewardSpec(length=LengthSpec(max=4)),
+    ]
+    short, long = ({"training": TrainingConfig(batch_size=8, **steps)} for steps in ({"max_steps": 4}, {"epochs": 2}))
     return {
-        "sft": {"training": TrainingConfig(batch_size=8, epochs=2)},
-        "sft LoRA": {"training": TrainingConfig(batch_size=8, epochs=2), "adapter": LORA},
-        "reward LoRA": {"training": TrainingConfig(batch_size=8, epochs=2), "adapter": LORA},
-        "dpo": {"training": TrainingConfig(batch_size=8, epochs=2)},
-        "ppo": {"training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model, **everything},
-        "ppo behind": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "reward_model": reward_model,
-            "rollouts_behind": 1,
-            "top_p": 0.9,
-        },
-        "ppo LoRA": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "reward_model": reward_model,
-            "adapter": LoRASpec(rank=2),
-        },
-        "online_dpo": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "judge": JUDGE,
-            "loss": "bco",
-            "beta": 2.0,
-        },
-        "online_dpo LoRA": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "reward_model": reward_model,
-            "responses_per_prompt": 3,
-            "adapter": LoRASpec(rank=2),
-        },
-        "online_dpo rewards": {
-            "training": TrainingConfig(batch_size=8, max_steps=4),
-            "rewards": [
-                RewardSpec(reward_model, normalize="running", clip=(-1.0, 1.0)),
-                RewardSpec(length=LengthSpec(max=4)),
-            ],
-            "loss": "odpo",
-        },
+        "sft": long,
+        "sft LoRA": {**long, "adapter": LORA},
+        "reward LoRA": {**long, "adapter": LORA},
+        "dpo": long,
+        "ppo": {**short, **reward_model, **everything},
+        "ppo behind": {**short, **reward_model, "rollouts_behind": 1, "top_p": 0.9},
+        "ppo LoRA": {**short, **reward_model, **lora},
+        "online_dpo": {**short, "judge": JUDGE, "loss": "bco", "beta": 2.0},
+        "online_dpo LoRA": {**short, **reward_model, **lora, "responses_per_prompt": 3},
+        "online_dpo rewards": {**short, "rewards": rewards, "loss": "odpo"},
     }
 
 
@@ -78,42 +52,20 @@ def changes(stage, world):
 @pytest.mark.parametrize(
     "name",
     [
-        "sft",
-        "sft LoRA",
-        "reward LoRA",
-        "dpo",
-        "ppo",
-        "ppo behind",
-        "ppo LoRA",
-        "online_dpo",
-        "online_dpo LoRA",
+        "sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo behind", "ppo LoRA", "online_dpo", "online_dpo LoRA",
         "online_dpo rewards",
     ],
-)
-def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path, read_metrics):
+)  # fmt: skip
+def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path):
     kind, policy = name.split()[0], str(stage("sft") / "model")
-    run, config = make_stage(kind, policy, tmp_path / "whole", **changes[name])
-    whole = run(config)
-    run, config = make_stage(kind, policy, tmp_path / "parts", **changes[name])
-    exit_code = run_stopped(run, config, stop)
-    assert exit_code == 143
-    assert len(read_metrics(tmp_path / "parts")) == stop and not (tmp_path / "parts" / "model").exists()
-    parts = run(config)
-    file = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
-    assert_close(load_file(parts / file), load_file(whole / file), rtol=0, atol=0)
-    lines = [
-        [{k: v for k, v in line.items() if not any(name in k for name in TIMES)} for line in read_metrics(o.parent)]
-        for o in (whole, parts)
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) > stop
+    assert_goes_on(lambda output: make_stage(kind, policy, tmp_path / output, **changes[name]), stop, tmp_path)
 
 
-def test_other_settings_are_no_resume(stage, make_stage, tmp_path):
+def test_other_settings_are_no_resume(stage, make_stage, ran, tmp_path):
     """The learning rate of the second command is not silently ignored."""
     policy = str(stage("sft") / "model")
     training = TrainingConfig(batch_size=8, max_steps=2, save_every_steps=1)
-    run, config = make_stage("sft", policy, tmp_path, training=training)
-    run(config)
+    ran("sft", policy, tmp_path, training=training)
     run, config = make_stage("sft", policy, tmp_path, training=training, adapter=LORA)
     with pytest.raises(UserError, match="adapter"):
         run(config)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
-from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, objective_loss_fn
+from alignment.algorithms.reward_losses import bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import collate_pairs, collate_rankings
 from alignment.data.config import DataConfig
@@ -71,13 +71,8 @@ def data_of(make, tmp_path, count=96):
 @pytest.mark.parametrize("loss", ["ranking", "plackett_luce", "rao_kupper"])
 def test_a_known_reward_is_recovered_from_rankings(loss, checkpoints, make_stage, tmp_path, read_metrics):
     run, config = make_stage(
-        "reward",
-        checkpoints["llama"],
-        tmp_path / "run",
-        data=data_of(rankings, tmp_path),
-        loss=loss,
-        **QUICK,
-    )
+        "reward", checkpoints["llama"], tmp_path / "run", data=data_of(rankings, tmp_path), loss=loss, **QUICK,
+    )  # fmt: skip
     reward = load_reward_model(str(run(config)))
     last = read_metrics(tmp_path / "run")[-1]
     assert last["held_out_accuracy"] > 0.85 and last["held_out_top1"] > 0.6 and last["held_out_margin"] > 0
@@ -96,7 +91,7 @@ def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
     [two] = collate_pairs([pair_example(a, b, 0.5, "r") for a, b in rows], 100)
     [group] = collate_rankings([ranked_example((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
     found = [
-        objective_loss_fn(model, OBJECTIVES[loss], center_coef=0.1)(batch)
+        objective_loss_fn(model, loss, center_coef=0.1)(batch)
         for loss, batch in (("bradley_terry", two), ("ranking", group))
     ]
     assert_close(found[0].total, found[1].total)
@@ -118,9 +113,7 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
     ]  # fmt: skip
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for loss in ("ranking", "plackett_luce", "rao_kupper"):
-        loss_fn = objective_loss_fn(
-            lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), OBJECTIVES[loss]
-        )
+        loss_fn = objective_loss_fn(lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), loss)
         sums = []
         for tokens in (10**6, 40, 1):
             batches = collate_rankings(rows, tokens)
@@ -131,16 +124,15 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
         assert_close(sums[0], sums[2])
 
 
-def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, make_stage, tmp_path, capsys):
+def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, ran, tmp_path, capsys):
     rows = [json.loads(line) for line in Path(rankings(tmp_path / "r.jsonl", 20, 0)).read_text().splitlines()]
     rows[3]["scores"] = [1] * len(rows[3]["responses"])
     path = write(tmp_path / "tied.jsonl", rows)
     for loss, kept in (("ranking", 19), ("rao_kupper", 20)):
-        run, config = make_stage(
+        ran(
             "reward", checkpoints["llama"], tmp_path / loss, data=DataConfig(train=path), loss=loss,
             training=TrainingConfig(batch_size=8, max_steps=1),
         )  # fmt: skip
-        run(config)
         assert f"{kept} of 20 rows kept" in capsys.readouterr().err
 
 
@@ -178,47 +170,13 @@ def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
     assert other.std(1).mean() > 1.2 * same.std(1).mean()
 
 
-def test_heads_on_fixed_features_disagree_where_no_row_taught_them():
-    """Rows vary in the first 8 of 16 features; what the heads think of the others is as they were drawn."""
-    torch.manual_seed(0)
-    features, heads = torch.randn(40, 16) / 4, torch.nn.Parameter(torch.randn(5, 16) / 4)
-    features[:, 8:] = 0
-    truth = features.sum(1)
-    order = [(a, b) if truth[a] > truth[b] else (b, a) for a, b in torch.randint(0, 40, (300, 2)).tolist() if a != b]
-    rows = [
-        pair_example(*(Example.single([0, token], [False, True], f"r{i}") for token in pair), None, f"r{i}")  # pyright: ignore
-        for i, pair in enumerate(order)
-    ]
-    [batch] = collate_pairs(rows, 10**6)
-
-    def model(batch, tokens):
-        outputs = features[batch.tokens[tokens]] @ heads.T
-        return ValueOutput(outputs.mean(-1), members=outputs)
-
-    loss_fn = objective_loss_fn(model, OBJECTIVES["bradley_terry"], bootstrap=Bootstrap(0, 5))
-    optimizer = torch.optim.Adam([heads], lr=0.05)
-    for _ in range(300):
-        optimizer.zero_grad()
-        (loss_fn(batch).total / batch.weight).backward()
-        optimizer.step()
-    heads_now = heads.detach() / (features @ heads.detach().T).std(0)[:, None]  # each on its own scale
-    elsewhere = torch.randn(40, 16) / 4
-    elsewhere[:, :8] = 0
-    spread = [
-        (x @ heads_now.T).std(1).mean().item() / (x @ heads_now.T).abs().mean().item() for x in (features, elsewhere)
-    ]
-    assert loss_fn(batch).metrics["accuracy"].item() / len(rows) > 0.95
-    assert spread[1] > 2 * spread[0]
-
-
-def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, make_stage, tmp_path):
+def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, ran, tmp_path):
     import transformers
 
-    run, config = make_stage(
+    directory = ran(
         "reward", checkpoints["llama"], tmp_path / "run", ensemble=EnsembleConfig(members=3),
         training=TrainingConfig(batch_size=8, max_steps=1),
     )  # fmt: skip
-    directory = run(config)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
     reward = load_reward_model(str(directory))
     ids = [list(one.ids) for one in reward.encode([("How are you?", " Well."), "A text"])]
@@ -228,21 +186,11 @@ def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkp
     assert_close(reward.members_of_ids(ids), logits, atol=1e-5, rtol=1e-5)
 
 
-def test_ppo_learns_from_an_ensemble(checkpoints, make_stage, tmp_path, read_metrics):
-    run, config = make_stage(
-        "reward", checkpoints["llama"], tmp_path / "reward", ensemble=EnsembleConfig(members=2),
-        training=TrainingConfig(batch_size=8, max_steps=1),
-    )  # fmt: skip
-    run, config = make_stage("ppo", checkpoints["llama"], tmp_path / "ppo", reward_model=str(run(config)))
-    run(config)
-    assert all(line["score"] == line["score"] for line in read_metrics(tmp_path / "ppo"))
-
-
 def test_bootstrap_counts_are_poisson_and_fixed_by_seed_member_and_row():
     rows = [f"rows.jsonl:{number}" for number in range(4000)]
-    counts = Bootstrap(0, 3).counts(rows)
-    assert_close(counts, Bootstrap(0, 3).counts(rows[::-1]).flip(0))
-    assert (counts != Bootstrap(1, 3).counts(rows)).any() and (counts[:, 0] != counts[:, 1]).any()
+    counts = bootstrap_counts(rows, 0, 3)
+    assert_close(counts, bootstrap_counts(rows[::-1], 0, 3).flip(0))
+    assert (counts != bootstrap_counts(rows, 1, 3)).any() and (counts[:, 0] != counts[:, 1]).any()
     assert counts.mean().item() == pytest.approx(1, abs=0.05) and counts.var().item() == pytest.approx(1, abs=0.1)
     assert (counts == 0).float().mean().item() == pytest.approx(0.3679, abs=0.02)
 
@@ -323,11 +271,9 @@ def encoder(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(0)
         config = {
-            "model_type": family,
-            "vocab_size": len(tokenizer),
-            "pad_token_id": tokenizer.pad_token_id,
+            "model_type": family, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
             **ENCODERS[family],
-        }
+        }  # fmt: skip
         save_model(build_model(config), folder)
         save_tokenizer(tokenizer, folder)
         return str(folder)
@@ -336,17 +282,14 @@ def encoder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_an_encoder_is_trained_by_the_same_verb_and_opens_in_transformers(
-    family, encoder, make_stage, tmp_path, read_metrics
-):
+def test_an_encoder_is_trained_by_the_same_verb_and_opens_in_transformers(family, encoder, ran, tmp_path, read_metrics):
     import transformers
 
     data = replace(data_of(pairs, tmp_path), max_length=64)
-    run, config = make_stage(
+    directory = ran(
         "reward", encoder(family), tmp_path / "run", data=data, optim=OptimConfig(learning_rate=3e-3),
         training=TrainingConfig(batch_size=16, epochs=8 if family == "bert" else 1),
     )  # fmt: skip
-    directory = run(config)
     if family == "bert":
         assert read_metrics(tmp_path / "run")[-1]["held_out_accuracy"] > 0.85
     reward = load_reward_model(str(directory))
@@ -379,17 +322,14 @@ def test_an_encoder_takes_adapters_ensembles_and_rankings(settings, encoder, mak
     assert_close(load_reward_model(str(exported)).score_members(texts), reward.score_members(texts))
 
 
-def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, make_stage, tmp_path, capsys):
+def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, ran, tmp_path, capsys):
     rng = random.Random(0)
     rows = [
         {"prompt": "how is the " + "bus " * 60, "chosen": response(rng)[0] + " a", "rejected": response(rng)[0] + " b"}
         for _ in range(8)
     ]
     data = DataConfig(train=write(tmp_path / "long.jsonl", rows), max_length=40, max_cut_share=1.0)
-    run, config = make_stage(
-        "reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1)
-    )
-    run(config)
+    ran("reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1))
     assert "cut 8: prompt longer than fits" in capsys.readouterr().err
 
 

@@ -131,19 +131,6 @@ def test_rewards_advantages_and_returns_are_worked_by_hand():
     assert_close(rollout.advantages[rollout.mask], whitened, atol=1e-5, rtol=0)
 
 
-def test_advantages_are_whitened_over_all_ranks():
-    """One rank holds the first response, another the second; each scales by the sums of both."""
-    whole = add_advantages(made(), **SHAPING).advantages
-    theirs = iter([torch.tensor([1.0, -3.8]), (-3.8 - ADVANTAGES.mean()) ** 2])
-    rollout = made(
-        **{name: getattr(made(), name)[:1] for name in (
-            "prompts", "responses", "numbers", "mask", "log_probs", "reference_log_probs", "values", "scores", "ended",
-        )}
-    )  # fmt: skip
-    one = add_advantages(rollout, **(SHAPING | {"reduce": lambda x: x + next(theirs)}))
-    assert_close(one.advantages, whole[:1], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("limit", [1, 100])
 def test_batches_hold_what_the_rollout_knows_of_their_rows(limit):
     rollout = replace(add_advantages(made(), **SHAPING), advantages=torch.tensor([[0.1, 0.2], [0.3, 0.0]]))

@@ -55,13 +55,9 @@ def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = 
 def test_bytes_of_cache_and_logits_by_hand(model):
     training = TrainingConfig(batch_size=30, precision="bf16")
     config = PPOConfig(
-        "policy",
-        reward_model="reward",
-        data=DataConfig(train="rows"),
-        output="output",
-        max_new_tokens=6,
+        "policy", reward_model="reward", data=DataConfig(train="rows"), output="output", max_new_tokens=6,
         training=training,
-    )
+    )  # fmt: skip
     # 8 rows a rank; 16 tokens, each with keys and values of 2 heads of 8 numbers in 2 layers, in 2 bytes
     assert sampling_bytes(config, [prompt(10), prompt(3)], state_of(model, 1)) == 8 * (
         16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61

@@ -16,14 +16,11 @@ from alignment.training import OptimConfig, TrainingConfig
 
 
 @pytest.mark.parametrize("adapter", [None, LoRASpec(rank=8)], ids=["full", "LoRA"])
-def test_the_loss_falls_on_seen_and_unseen_rows(adapter, checkpoints, world, make_stage, tmp_path, read_metrics):
+def test_the_loss_falls_on_seen_and_unseen_rows(adapter, checkpoints, world, ran, tmp_path, read_metrics):
     data = DataConfig(train=world["demonstrations"], evaluation=world["demonstrations"], max_rows=16)
     training = TrainingConfig(batch_size=8, epochs=6, evaluate_every_steps=3)
     optim = OptimConfig(learning_rate=1e-2)
-    run, config = make_stage(
-        "sft", checkpoints["llama"], tmp_path, data=data, training=training, optim=optim, adapter=adapter
-    )
-    run(config)
+    ran("sft", checkpoints["llama"], tmp_path, data=data, training=training, optim=optim, adapter=adapter)
     lines = read_metrics(tmp_path)
     assert len(lines) == 12
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
@@ -76,12 +73,8 @@ def test_a_model_with_too_few_embeddings_is_refused_before_training(world, check
     from alignment.algorithms.pretrain import pretrain
 
     shape = {
-        "model_type": "llama",
-        "vocab_size": 200,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
+        "model_type": "llama", "vocab_size": 200, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+    }  # fmt: skip
     config = pretrain.PretrainConfig(
         data=DataConfig(train=world["pretrain"]), output=str(tmp_path), model=shape, tokenizer=checkpoints["llama"]
     )

@@ -55,11 +55,10 @@ def test_a_run_ends_in_the_same_weights(kind, family, stage, world, make_stage, 
             assert shared.get(name) == pytest.approx(plain.get(name), abs=1e-5)
 
 
-def test_a_finished_run_is_no_other_run_with_the_other_setting(stage, make_stage, tmp_path, read_metrics):
+def test_a_finished_run_is_no_other_run_with_the_other_setting(stage, ran, tmp_path, read_metrics):
     for share in (True, False):
         training = TrainingConfig(batch_size=8, max_steps=1, share_prompts=share)
-        run, config = make_stage("reward", str(stage("sft") / "model"), tmp_path, training=training)
-        run(config)
+        ran("reward", str(stage("sft") / "model"), tmp_path, training=training)
     assert len(read_metrics(tmp_path)) == 1
 
 

@@ -1,11 +1,11 @@
 """PPO and DPO over one base: four networks that hold its weights once, and are what they would be apart."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
@@ -21,10 +21,9 @@ from alignment.reward_model import load_reward_network
 from alignment.training import Engine, OptimConfig, TrainingConfig
 from tests.adapters.conftest import disturb
 from tests.ppo_states import state_of
-from tests.stopping import run_stopped
+from tests.stopping import assert_goes_on
 
 IDS = torch.arange(3, 40)[None]
-TIMES = ("second", "mfu")  # names of what differs from run to run
 ADAPTERS = {"LoRA": LoRASpec(rank=3, alpha=4.0), "prefix": PrefixSpec(tokens=2)}
 KINDS = pytest.mark.parametrize("kind", list(ADAPTERS))
 TRAINING = TrainingConfig(batch_size=8, max_steps=3)
@@ -135,25 +134,10 @@ def test_iterations_change_what_trains_and_neither_base_nor_reference_nor_reward
                 assert torch.equal(parameter, stored["trunk." + name.replace(".base_layer", "")])
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "prefix"])
+@KINDS
 @pytest.mark.parametrize("stage", ["ppo", "dpo"])
-def test_stopped_and_resumed_equals_uninterrupted(stage, kind, one_base, read_metrics, tmp_path):
-    run, config = one_base(stage, kind, "whole")
-    whole = run(config)
-    run, config = one_base(stage, kind, "parts")
-    exit_code = run_stopped(run, config, 1)
-    assert exit_code == 143 and not (tmp_path / "parts" / "model").exists()
-    parts = run(config)
-    weights = "adapter_model.safetensors"
-    assert_close(load_file(parts / weights), load_file(whole / weights), rtol=0, atol=0)
-    lines = [
-        [
-            {k: v for k, v in line.items() if not any(name in k for name in TIMES)}
-            for line in read_metrics(output.parent)
-        ]
-        for output in (whole, parts)
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) == 3
+def test_stopped_and_resumed_equals_uninterrupted(stage, kind, one_base, tmp_path):
+    assert_goes_on(partial(one_base, stage, kind), 1, tmp_path)
 
 
 @KINDS

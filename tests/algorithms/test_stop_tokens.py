@@ -109,12 +109,11 @@ def test_a_generation_config_is_carried_along(learnt, tmp_path):
         assert config == {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 4], "pad_token_id": 2}
 
 
-def test_a_base_written_for_an_adapter_knows_its_stop_tokens_too(learnt, make_stage, tmp_path):
-    run, config = make_stage(
+def test_a_base_written_for_an_adapter_knows_its_stop_tokens_too(learnt, ran, tmp_path):
+    ran(
         "sft", str(learnt["lora"]), tmp_path / "again", adapter=PrefixSpec(tokens=2),
         training=TrainingConfig(batch_size=4, max_steps=1),
     )  # fmt: skip
-    run(config)
     assert json.loads((tmp_path / "again" / "base" / "generation_config.json").read_text())["eos_token_id"] == [1, 4]
 
 

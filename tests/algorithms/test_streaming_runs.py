@@ -5,17 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from alignment.algorithms.samples import SamplesConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.training import TrainingConfig
-from tests.stopping import run_stopped
+from tests.stopping import assert_goes_on
 
 ROWS = {"sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons", "pretrain": "pretrain"}
 ROW_COUNTS = {"sft": 24, "reward": 24, "dpo": 24, "pretrain": 40}
-TIMES = ("tokens_per_second",)
 
 
 @pytest.fixture
@@ -32,50 +30,33 @@ def streamed(checkpoints, world):
     return changes
 
 
-def metrics_of(read_metrics, output):
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(output)]
-
-
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("stop", [2, 5])
-def test_stopped_and_resumed_is_the_same_to_the_bit(
-    kind, stop, streamed, make_stage, checkpoints, tmp_path, read_metrics
-):
+def test_stopped_and_resumed_is_the_same_to_the_bit(kind, stop, streamed, make_stage, checkpoints, tmp_path):
     """24 or 40 rows in windows of 10: the run crosses windows and ends of epochs, and stops inside a window."""
-    runs = {}
-    for name in ("whole", "parts"):
-        runs[name] = make_stage(kind, checkpoints["llama"], tmp_path / name, **streamed(kind))
-    run, config = runs["whole"]
-    whole = run(config)
-    run, config = runs["parts"]
-    assert run_stopped(run, config, stop) == 143
-    parts = run(config)
-    ours, theirs = (load_file(path / "model.safetensors") for path in (parts, whole))
-    assert ours.keys() == theirs.keys() and all(value.equal(theirs[name]) for name, value in ours.items())
-    lines = [metrics_of(read_metrics, tmp_path / name) for name in runs]
-    assert lines[0] == lines[1] and len(lines[0]) == 7
+    assert_goes_on(
+        lambda name: make_stage(kind, checkpoints["llama"], tmp_path / name, **streamed(kind)), stop, tmp_path
+    )
     state = json.loads((tmp_path / "whole" / "checkpoints" / "step-000007" / "state.json").read_text())
     assert state["state"]["stream"]["step"] == 7
     notes = " ".join(json.loads((tmp_path / "parts" / "lineage.json").read_text())["notes"])
     assert ("epoch 1 has ended" in notes) is (8 * stop <= ROW_COUNTS[kind])  # what came before was not read again
 
 
-def test_nothing_of_the_training_rows_is_kept_on_disk(streamed, make_stage, checkpoints, tmp_path, monkeypatch, world):
+def test_nothing_of_the_training_rows_is_kept_on_disk(streamed, ran, checkpoints, tmp_path, monkeypatch, world):
     monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path / "cache"))
     changes = streamed("sft", evaluation=world["demonstrations"])
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", **changes, samples=SamplesConfig(prompts=2))
-    run(config)
+    ran("sft", checkpoints["llama"], tmp_path / "run", **changes, samples=SamplesConfig(prompts=2))
     assert len(list((tmp_path / "cache").rglob("manifest.json"))) == 1  # the held-out rows
     notes = " ".join(json.loads((tmp_path / "run" / "lineage.json").read_text())["notes"])
     assert "streamed from 1 files" in notes and "a bad row may be found late" in notes and "epoch 1 has ended" in notes
 
 
-def test_sources_by_weights_have_their_metrics(streamed, make_stage, checkpoints, tmp_path, world, read_metrics):
+def test_sources_by_weights_have_their_metrics(streamed, ran, checkpoints, tmp_path, world, read_metrics):
     shutil.copy(world["demonstrations"], tmp_path / "other.jsonl")
     train = [SourceConfig(world["demonstrations"], "one", 3.0), SourceConfig(str(tmp_path / "other.jsonl"), "two", 1.0)]
     changes = streamed("sft", train=train, mixing="weights")
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", **changes)
-    run(config)
+    ran("sft", checkpoints["llama"], tmp_path / "run", **changes)
     lines = read_metrics(tmp_path / "run")
     assert {"loss/one", "loss/two"} <= {key for line in lines for key in line}
 

@@ -161,16 +161,6 @@ def test_weights_put_back_into_the_model_give_its_hidden_states(attention, ids):
     assert next(maps, None) is None
 
 
-def test_shared_layers_have_a_map_each(ids):
-    model = stack(PLAIN)
-    spec = replace(model.spec, blocks=model.spec.blocks[:1], order=(0, 0, 0))
-    torch.manual_seed(0)
-    shared = initialize(LanguageModel(spec.build(), torch.nn.Linear(32, 61, bias=False), {}))
-    maps = attention_maps(shared, ids)
-    assert len(maps) == 3
-    assert not torch.allclose(maps[0], maps[1], atol=1e-3)
-
-
 def test_dropout_is_off_and_the_mode_comes_back(ids):
     model = stack(replace(PLAIN, dropout=0.5))
     usual = attention_maps(model, ids)

@@ -1,12 +1,16 @@
-"""The checks of the data doctor in chunks: the same findings however the rows are cut, in bounded memory."""
+"""The checks of the data doctor: the same findings however the rows are cut, kept with prepared rows, and their errors stop a run."""
 
 import pickle
 
 import pytest
 
 from alignment.data.checks import Checks
+from alignment.data.config import DataConfig
+from alignment.data.prepare import prepare
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps, Tally, Text
+from alignment.data.table import check_findings
 from alignment.data.tokenize import tokenize_demonstrations
+from alignment.errors import UserError
 
 
 def found(made, rows=0):
@@ -48,21 +52,13 @@ def test_a_weight_looks_at_fewer_rows_and_counts_each_for_several():
 @pytest.mark.parametrize(
     ("kind", "rows", "says"),
     [
-        (
-            "comparisons",
-            [Comparison("p", "a", "b", None, "1"), Comparison("p", "b", "a", None, "2")],
-            "1 prompts have the same",
-        ),
+        ("comparisons", [Comparison("p", "a", "b", None, "1"), Comparison("p", "b", "a", None, "2")], "1 prompts have the same"),
         ("comparisons", [Comparison("p", "a", "b", None, "1"), Comparison("q", "b", "a", None, "2")], ""),
-        (
-            "rankings",
-            [Ranking("p", ("a", "b", "c"), (0, 1, 2), "1"), Ranking("p", ("c", "b"), (0, 1), "2")],
-            "1 prompts",
-        ),
+        ("rankings", [Ranking("p", ("a", "b", "c"), (0, 1, 2), "1"), Ranking("p", ("c", "b"), (0, 1), "2")], "1 prompts"),
         ("labels", [LabeledResponse("p", "a", True, "1"), LabeledResponse("p", "a", False, "2")], "1 prompts"),
         ("labels", [LabeledResponse("p", "a", True, "1"), LabeledResponse("p", "b", False, "2")], ""),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_found_across_kinds_of_rows(kind, rows, says):
     made = Checks(kind)
     made.add(rows)
@@ -75,3 +71,24 @@ def test_labels_that_are_nearly_all_alike_are_a_warning():
         made = Checks("steps")
         made.add([Steps("p", (f"a{index}",), (index < 100 * share,), f"r{index}") for index in range(100)])
         assert found(made)["label balance"].level == level
+
+
+SHORT = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
+
+
+def test_an_error_stops_the_run_unless_it_is_told_not_to(jsonl, chatml, templates):
+    chatml.chat_template = "{{ bos_token }}hi" + templates["chatml with bos"]
+    path = jsonl(SHORT, {**SHORT, "response": "the cat"})
+    for _ in range(2):  # the second time from the cache
+        examples, _ = prepare(DataConfig(path), "demonstrations", chatml)
+        with pytest.raises(UserError, match=r"rows.jsonl: 2 rows have more than one BOS \(.*\n.*data.check=warn"):
+            check_findings(examples, "stop")
+        assert check_findings(examples, "warn")[0].startswith("error: 2 rows have more than one BOS")
+        assert check_findings(examples, "off") == []
+
+
+def test_warnings_are_noted_source_by_source(jsonl, bpe):
+    good = [{"prompt": f"the cat {index}", "response": " sat"} for index in range(3)]
+    first, second = jsonl(*good, name="a.jsonl"), jsonl(*good, good[0], name="b.jsonl")
+    examples, _ = prepare(DataConfig([first, second]), "demonstrations", bpe)
+    assert check_findings(examples, "stop") == ["warning: 1 rows are exact copies of an earlier one"]

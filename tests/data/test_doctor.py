@@ -8,7 +8,6 @@ from alignment.data.rows.records import Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
-from tests.examples import pair_example
 
 
 def found(report, level):
@@ -29,16 +28,6 @@ def test_healthy_demonstrations(jsonl, bpe, tmp_path):
     assert "6 tokens, 3 count: context 0-2, counts 3-5" in text
 
 
-def test_duplicates_and_contradictions_are_counted_exactly(jsonl):
-    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    turned = {"prompt": "p", "chosen": "b", "rejected": "a"}
-    other = {"prompt": "q", "chosen": "b", "rejected": "a"}
-    report = check_file(jsonl(pair, pair, other, pair, turned), "comparisons")
-    warnings = found(report, "warning")
-    assert "2 rows are exact copies of an earlier one" in warnings
-    assert "1 prompts have the same two responses preferred both ways round" in warnings
-
-
 def test_length_gap_of_pairs(jsonl):
     rows = [{"prompt": f"p{index}", "chosen": "a" * (3 + index), "rejected": "b"} for index in range(3)]
     report = check_file(jsonl(*rows), "comparisons")  # 2, 3 and 4 characters longer
@@ -49,33 +38,10 @@ def test_length_gap_of_pairs(jsonl):
     assert found(check_file(jsonl(*balanced), "comparisons"), "note")[0].endswith("right in 50.0%")
 
 
-def test_truncation_share(jsonl, bpe):
+def test_so_many_cuts_that_a_run_refuses_them_are_an_error(jsonl, bpe):
     long, short = {"prompt": "the cat sat on " * 9, "response": "mat"}, {"prompt": "the", "response": "cat"}
-    report = check_file(jsonl(long, short), "demonstrations", bpe, None, 12)
-    assert any("1 of 2 rows at max_length 12: prompt longer" in text for text in found(report, "warning"))
-    assert report.ok
-    report = check_file(jsonl(long, short, long), "demonstrations", bpe, None, 12)  # a run refuses so many
+    report = check_file(jsonl(long, short, long), "demonstrations", bpe, None, 12)
     assert any("2 of 3 rows at max_length 12: prompt longer" in text for text in found(report, "error"))
-
-
-def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
-    """The check looks at the ids themselves, so it also finds a fault in our own preparation."""
-    from alignment.data.text import chat
-
-    def unended(tokenizer, texts, prompts, *, tools):
-        return [chat.EncodedChat([50, 51, 52], [True] * 3) for _ in texts]
-
-    monkeypatch.setattr(chat, "encode_each_response", unended)
-    report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
-    assert found(report, "error") == [f"1 rows train no stop token ({report.source}:1)"]
-
-
-def test_double_bos_is_an_error(jsonl, chatml, templates, tmp_path):
-    (tmp_path / "template.jinja").write_text("{{ bos_token }}hi" + templates["chatml with bos"])
-    row = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
-    assert check_file(jsonl(row), "demonstrations", chatml).ok
-    report = check_file(jsonl(row), "demonstrations", chatml, tmp_path / "template.jinja")
-    assert found(report, "error") == [f"1 rows have more than one BOS ({report.source}:1)"]
 
 
 def test_every_kind_can_be_shown(jsonl, bpe):
@@ -110,14 +76,6 @@ def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
     [line] = [line for line in show_example(example, bpe).splitlines() if "[" in line]
     before, _, counted = line.partition("[")
     assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
-
-
-def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
-    chosen, rejected = (Example.single([5, index], [False, True], "r1") for index in (6, 7))
-    text = show_example(pair_example(chosen, rejected, 0.5, "r1"), bpe)
-    assert text.startswith("r1, margin 0.5\n chosen\n")
-    before, _, after = text.partition("\n rejected\n")
-    assert "ids 5 6" in before and "ids 5 7" in after
 
 
 def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):

@@ -155,7 +155,6 @@ def test_a_source_without_rows_is_refused():
         ({"mixing": "weights", "weights": (1.0, 2.0), "mixing_maximum": 3}, "mixing_maximum says nothing"),
         ({"mixing": "proportional", "max_rows": 9}, "give each source its own max_rows"),
         ({"evaluation": [SourceConfig("d.jsonl", weight=1.0)]}, "held-out rows are all read"),
-        ({"evaluation": [SourceConfig("d.jsonl", loss_weight=2.0)]}, "held-out rows are all read"),
         ({"evaluation": ["d.jsonl", SourceConfig("e.jsonl", name="d")]}, "evaluation has two sources of the name d"),
     ],
 )

@@ -4,7 +4,6 @@ import pytest
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
 from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.data.text import chat
@@ -24,16 +23,6 @@ def test_columns_limits_and_bad_rows_of_a_config_are_kept_to(jsonl, bpe):
     assert (counts.rows, counts.kept, counts.lost) == (4, 2, 2)
     with pytest.raises(UserError, match="1 bad row;"):
         prepare(DataConfig(path, columns=COLUMNS), "comparisons", bpe)
-
-
-@pytest.mark.parametrize("skip_ties", [True, False])
-def test_ties_are_dropped_or_bad_rows_as_the_config_says(jsonl, bpe, skip_ties):
-    config = DataConfig(jsonl(PAIR, {**PAIR, "bad": " cat"}), columns=COLUMNS, skip_ties=skip_ties)
-    if skip_ties:
-        assert prepare(config, "comparisons", bpe)[1].dropped == {TIE: 1}
-    else:
-        with pytest.raises(UserError, match="skip_ties=true"):
-            prepare(config, "comparisons", bpe)
 
 
 def test_labeled_rows_keep_to_the_config_too(jsonl, bpe):

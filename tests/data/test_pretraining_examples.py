@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
-from alignment.data.pretraining.masked import collate_masked, mask_tokens_of, tokenize_for_corruption
 from alignment.data.pretraining.prepare import (
+    collate_masked,
     collate_seq2seq,
     infilling,
+    mask_tokens_of,
     prefix_modeling,
     span_corruption,
+    tokenize_for_corruption,
     tokenize_plain,
 )
 from alignment.data.rows.records import Text

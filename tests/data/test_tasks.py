@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.pretraining.prepare import prepare_text
+from alignment.data.config import DataConfig
 from alignment.data.tasks import (
     GPT1_TOKENS,
     NO_TEXT,
@@ -89,7 +88,7 @@ def test_a_text_and_a_pair_are_encoded_and_truncated_at_the_longer_text(wordpiec
     assert [example.labels for example in whole] == [[1], [0], [0]]
     assert cut[0] == whole[0]
     assert ids_of(cut[1])[:-1] == ids_of(whole[1])[: len(ids_of(whole[0])) - 1]
-    assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1}
+    assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1} and len(ids_of(cut[2])) == len(ids_of(whole[0]))
     assert counts.tokens == sum(len(ids_of(example)) for example in cut)
     [batch] = collate_tasks(whole, 1000)
     assert batch.weight == batch.ragged.weight == 3
@@ -173,10 +172,7 @@ def test_gpt1_inputs(tokenizers):
     choices = LabeledRow(("the fox", ["cats", "lazy dog"]), (1,), "c")
 
     classes, _ = encode_texts([one, pair], tokenizer, 64, form="gpt1")
-    assert [example.documents for example in classes] == [
-        [[start, *a, extract]],
-        [[start, *a, delimiter, *b, extract]],
-    ]
+    assert [example.documents for example in classes] == [[[start, *a, extract]], [[start, *a, delimiter, *b, extract]]]
     [similar], _ = encode_texts([pair], tokenizer, 64, form="gpt1_similarity")
     assert similar.documents == [[start, *a, delimiter, *b, extract], [start, *b, delimiter, *a, extract]]
     [choice], _ = encode_texts([choices], tokenizer, 64, task="multiple_choice", form="gpt1")
@@ -193,14 +189,6 @@ def test_gpt1_inputs(tokenizers):
     assert len(batch.ragged.target_index) == len(batch.ragged.tokens) - 5  # every token but each first one
     cut, counts = encode_texts([pair], tokenizer, 3 + len(a) + len(b) - 1, form="gpt1")
     assert sum(counts.cut.values()) == 1 and len(cut[0].documents[0]) == 3 + len(a) + len(b) - 1
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-@pytest.mark.parametrize("texts", [(TEXT, TEXT), ("cats", TEXT), (TEXT, "cats")])
-def test_a_cut_pair_fills_its_length_and_does_not_exceed_it(tokenizers, kind, texts):
-    for length in (9, 10):
-        [example], counts = encode_texts([text_row(*texts, "yes")], tokenizers[kind], length)
-        assert len(ids_of(example)) == length and counts.cut == {PAIR_CUT: 1}
 
 
 def test_choices_are_pairs_of_context_and_choice(wordpiece):
@@ -242,14 +230,6 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
         label_ids(rows, {0: "0", 1: "2"})
     with pytest.raises(UserError, match="w: label 'B-PER' is unknown; known: O, I-PER"):
         label_ids(words, {0: "O", 1: "I-PER"})
-
-
-def test_rows_are_read_under_other_names(jsonl):
-    path = jsonl({"sentence1": "a", "sentence2": "b", "gold": 1}, {"sentence1": "c", "sentence2": "d", "gold": "0"})
-    columns = {"text": "sentence1", "pair": "sentence2", "label": "gold"}
-    rows, counts = read_labeled(SourceConfig(path, columns=columns), "pair_classification")
-    assert rows == [text_row("a", "b", "1", f"{path}:1"), text_row("c", "d", "0", f"{path}:2")]
-    assert counts.kept == counts.rows == 2
 
 
 @pytest.mark.parametrize(
@@ -321,14 +301,6 @@ def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     tokenizer = add_gpt1_tokens(wordpiece)
     sequences = prepare_labeled(config, TaskFormat("classification", "gpt1"), tokenizer).examples
     assert sequences[0].documents[0][-1] == tokenizer.convert_tokens_to_ids("<extract>")
-
-
-@pytest.mark.parametrize("objective", ["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"])
-def test_running_text_is_prepared_for_every_objective(jsonl, objective):
-    path = jsonl({"text": "the dog. the fox."}, {"text": "the fox. the cats."})
-    tokenizer = train_tokenizer("characters", ["the dog. the fox. the cats."])
-    examples, counts = prepare_text(DataConfig(train=path, max_length=64), objective, tokenizer)
-    assert counts.kept == counts.rows == 2 and examples
 
 
 @pytest.mark.real_data

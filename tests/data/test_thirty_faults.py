@@ -209,23 +209,15 @@ def test_faults_of_dialogues(tmp_path, chatml):
 @pytest.mark.parametrize(
     ("rows", "kind", "name"),
     [
-        (
-            [{**comparison(number), "chosen": sentence(number, 12)} for number in range(60)],
-            "comparisons",
-            "length bias",
-        ),
+        ([{**comparison(number), "chosen": sentence(number, 12)} for number in range(60)], "comparisons", "length bias"),
         ([{**labeled(number), "label": number > 0} for number in range(60)], "labels", "label balance"),
         ([{**steps(number), "labels": [True, True]} for number in range(60)], "steps", "label balance"),
-        (
-            [{**demonstration(number), "response": "the same"} for number in range(60)],
-            "demonstrations",
-            "same response",
-        ),
+        ([{**demonstration(number), "response": "the same"} for number in range(60)], "demonstrations", "same response"),
         ([{"prompt": sentence(n), "response": sentence(n + 99)} for n in range(60)], "demonstrations", "no separation"),
         ([{**ranking(number), "ranking": [[0, 1, 2]]} for number in range(9)], "comparisons", ALL_TIED),
         ([{**comparison(number), "score_chosen": 1, "score_rejected": 2} for number in range(9)], "rankings", "scores"),
     ],
-)
+)  # fmt: skip
 def test_faults_of_whole_sets(rows, kind, name, tmp_path, bpe):
     if name == ALL_TIED:
         rows = [*rows, ranking(77)]
@@ -234,9 +226,7 @@ def test_faults_of_whole_sets(rows, kind, name, tmp_path, bpe):
 
 
 CLEAN = [  # file, kind, columns, and the findings above a note that are true of it
-    pytest.param(
-        *("gsm8k/train", "demonstrations", {"prompt": "question", "response": "answer"}, set()), marks=pytest.mark.slow
-    ),
+    pytest.param(*("gsm8k/train", "demonstrations", {"prompt": "question", "response": "answer"}, set()), marks=pytest.mark.slow),
     ("gsm8k/test", "demonstrations", {"prompt": "question", "response": "answer"}, set()),
     ("oasst_trees/trees", "rankings", {}, {"length bias"}),  # the longer one wins in 78 % of the pairs
     ("oasst_trees/trees", "comparisons", {}, {"length bias"}),
@@ -245,7 +235,7 @@ CLEAN = [  # file, kind, columns, and the findings above a note that are true of
     ("llamafactory_demo/kto_en", "labels", {}, set()),
     ("llamafactory_demo/c4_docs", "text", {}, {"replacement characters"}),  # 4 of 240
     ("llamafactory_demo/wiki_docs", "text", {}, set()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.real_data
@@ -263,12 +253,9 @@ def test_clean_sets_raise_no_error_and_no_false_warning(real_data, templates, na
 def test_hh_rlhf_raises_the_faults_that_it_has_and_no_others(real_data):
     true = {
         "rejected: the dialogue before the last assistant turn differs from chosen's",
-        "rejected: the last assistant turn is empty",
-        "chosen: the last assistant turn is empty",
-        "rejected: ends with a human turn",
-        EqualResponses().reason,
-        "length bias",
-    }
+        "rejected: the last assistant turn is empty", "chosen: the last assistant turn is empty",
+        "rejected: ends with a human turn", EqualResponses().reason, "length bias",
+    }  # fmt: skip
     tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     for part in ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"):
         report = check_file(

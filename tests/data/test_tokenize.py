@@ -38,16 +38,6 @@ def bytes_only():
     return train_bpe(["x"], 259)
 
 
-def test_h06_long_prompt_gives_way_and_the_response_stays(bytes_only):
-    # 16 tokens: BOS, the last 9 of the prompt's 40, the response's 5, the end token
-    row = Demonstration(letters(40), "hello", "r1")
-    [example], counts = tokenize_demonstrations([row], bytes_only, 16)
-    assert len(example.ids) == 16
-    assert sum(example.mask) == 6
-    assert bytes_only.decode(example.ids) == "<s>" + letters(40)[-9:] + "hello</s>"
-    assert counts.cut == {PROMPT_CUT: 1} and counts.first == {PROMPT_CUT: ["r1"]}
-
-
 def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):
     # a quarter of 16 stays with the prompt, BOS among it; 12 tokens of the response, none of them the end token
     [example], counts = tokenize_demonstrations([Demonstration("prompt", letters(40), "r1")], bytes_only, 16)
@@ -93,18 +83,6 @@ def test_h06_response_of_nothing_but_the_end_token_is_dropped(bytes_only):
     assert (counts.rows, counts.kept, counts.dropped) == (2, 1, {EMPTY: 1})
     pairs, counts = tokenize_comparisons([Comparison("hi", "ho", "</s>", None, "r1")], bytes_only, 16)
     assert (pairs, counts.dropped) == ([], {EMPTY: 1})
-
-
-def test_h07_pair_that_becomes_equal_is_dropped_and_counted(bytes_only):
-    rows = [
-        Comparison("hi", letters(40) + "yes", letters(40) + "no", None, "r1"),
-        Comparison("hi", "a", "b", 1.0, "r2"),
-    ]
-    pairs, counts = tokenize_comparisons(rows, bytes_only, 24)
-    assert [pair.row_id for pair in pairs] == ["r2"]
-    assert (counts.kept, counts.dropped, counts.first[EQUAL]) == (1, {EQUAL: 1}, ["r1"])
-    pairs, counts = tokenize_comparisons(rows, bytes_only, 64)
-    assert (len(pairs), counts.lost) == (2, 0)
 
 
 def test_h07_texts_that_differ_only_in_the_end_token_are_equal(bytes_only):
@@ -159,13 +137,6 @@ def test_refused_messages_are_told_for_all_rows_and_each_refusal_once(chatml, te
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["r0", "r9"]
     assert lines[0].endswith("(likewise 8 more: r1, r2, ...)")
-
-
-def test_a_missing_chat_template_is_told_once(bpe, jsonl):
-    path = jsonl(*[{"prompt": [{"role": "user", "content": f"x {n}"}]} for n in range(30)])
-    with pytest.raises(UserError) as caught:
-        prepare(DataConfig(path), "prompts", bpe)
-    assert str(caught.value).count("need a chat template") == 1 and "likewise 29 more" in str(caught.value)
 
 
 @pytest.mark.parametrize(

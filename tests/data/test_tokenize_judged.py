@@ -2,8 +2,6 @@
 
 import pytest
 
-from alignment.data.examples import Example
-from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps
 from alignment.data.tokenize import (
     EQUAL,
@@ -107,15 +105,6 @@ def test_steps_have_trls_layout(bpe):
         expected += bpe(step, add_special_tokens=False)["input_ids"] + bpe("\n", add_special_tokens=False)["input_ids"]
         ends.append(len(expected) - 1)
     assert example.ids == expected and example.values["ends"] == ends
-
-
-def test_every_kind_of_rows_has_its_tokens():
-    from typing import get_args
-
-    from alignment.data.rows.records import Kind
-
-    assert set(TOKENIZE) == set(get_args(Kind))
-    assert Example.single([1], [True], "r").source == 0
 
 
 def test_the_command_line_knows_every_kind():

@@ -17,11 +17,15 @@ OURS = ["a long answer", "short", "same", "ours"]
 BASELINE = ["brief", "a longer one", "same", "theirs"]
 
 
-def test_i16_a_judge_that_always_says_first_gives_half_and_is_found_out():
-    result = compare(PROMPTS, OURS, BASELINE, lambda prompts, first, second: [1.0] * len(prompts))
-    assert result.win_rate.rate == 0.5 and result.win_rate.ties == 4
-    assert result.inconsistent == 4 and result.failures == 0
-    assert result.position_bias == 1.0
+def test_a_judge_that_goes_by_position_alone_decides_nothing():
+    """I16: its 32 contradictions are no 32 ties: nothing is known of the rate, and all of the bias."""
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(32)]
+    result = compare(prompts, ["a"] * 32, ["b"] * 32, lambda prompts, first, second: [1.0] * len(prompts))
+    assert (result.win_rate.rate, result.win_rate.low, result.win_rate.high) == (0.5, 0.0, 1.0)
+    assert (result.win_rate.ties, result.inconsistent, result.failures, result.position_bias) == (32, 32, 0, 1.0)
+    wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
+    assert result.position_bias_interval == pytest.approx((wilson, 1.0))
+    assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
 
 
 def test_i16_failures_are_counted_and_never_scored_as_losses():
@@ -96,16 +100,6 @@ def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, c
 
 
 # --- judges that go by position -------------------------------------------------------------------------------------
-
-
-def test_a_judge_that_goes_by_position_alone_decides_nothing():
-    """Its 32 contradictions are no 32 ties: nothing is known of the rate, and all of the bias."""
-    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(32)]
-    result = compare(prompts, ["a"] * 32, ["b"] * 32, lambda prompts, first, second: [1.0] * len(prompts))
-    assert (result.win_rate.rate, result.win_rate.low, result.win_rate.high) == (0.5, 0.0, 1.0)
-    wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
-    assert result.position_bias_interval == pytest.approx((wilson, 1.0))
-    assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
 
 
 def test_a_preference_for_the_second_place_is_a_bias_too_and_failures_are_no_part_of_it():

@@ -73,6 +73,7 @@ def test_changes_margin_and_accuracy_of_three_pairs_worked_by_hand():
     policy = torch.tensor([[-9.0, -13.0], [-23.0, -14.0], [-6.0, -8.0]])
     # changes of the chosen: 1, -3, -1; of the rejected: -3, -2, -1; margins: 4, -1, 0
     found = compare_pairs(policy, reference)
-    assert (found.chosen_log_prob_change, found.rejected_log_prob_change, found.margin) == (-1, -2, 1)
-    assert found.accuracy == pytest.approx(0.5)  # one right, one wrong, one tie
-    assert found.chosen_log_prob == pytest.approx(-38 / 3) and found.rejected_log_prob == pytest.approx(-35 / 3)
+    assert found == pytest.approx({
+        "chosen_log_prob": -38 / 3, "rejected_log_prob": -35 / 3, "chosen_log_prob_change": -1,
+        "rejected_log_prob_change": -2, "margin": 1, "accuracy": 0.5,  # one right, one wrong, one tie
+    })  # fmt: skip

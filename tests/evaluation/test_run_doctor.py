@@ -112,13 +112,11 @@ def test_a_planted_failure_is_found_and_nothing_else(symptom):
     [
         ("sampler mismatch", {"first_ratio_error": np.full(N, 0.2)}),
         ("sampler mismatch", {"importance_weight_mean": np.full(N, 0.6)}),
-        ("collapse", {"distinct_share": 1 - 0.7 * DROP}),
-        ("collapse", {"repetition": 0.02 + 0.5 * DROP}),
-        ("updates too large", {"approx_kl": 0.4 * DROP}),
-        ("critic lost", {"explained_variance": noise(0.05, 22) - 1}),
+        ("collapse", {"distinct_share": 1 - 0.7 * DROP}), ("collapse", {"repetition": 0.02 + 0.5 * DROP}),
+        ("updates too large", {"approx_kl": 0.4 * DROP}), ("critic lost", {"explained_variance": noise(0.05, 22) - 1}),
         ("score flat at the reference", {"score": 0.5 + noise(0.1, 30), "kl": noise(1e-3, 31)}),
     ],
-)
+)  # fmt: skip
 def test_each_sign_of_a_failure_suffices(symptom, planted):
     assert [found.symptom for found in diagnose(run_of(planted))] == [symptom]
 
@@ -291,6 +289,9 @@ def test_a_damaged_log_is_named_by_line_and_a_torn_last_line_is_not_read(tmp_pat
     assert len(read_run_log(run).series["score"].values) == N
     log.write_text('{"score": 1.0}\n' + log.read_text())
     with pytest.raises(UserError, match=r"metrics\.jsonl:1: the line has no step"):
+        read_run_log(run)
+    log.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_run_log(run)
 
 

@@ -10,21 +10,9 @@ from alignment.ragged import Ragged
 from tests.generation.peers import their_responses, up_to_stop
 
 
-def in_their_words(config):
-    """A BeamConfig as settings of transformers' `generate`."""
-    return {
-        "num_beams": config.num_beams,
-        "length_penalty": config.length_penalty,
-        "early_stopping": config.early_stopping,
-        "max_new_tokens": config.max_new_tokens,
-        "repetition_penalty": config.repetition_penalty,
-        "no_repeat_ngram_size": config.no_repeat_ngram_size,
-        "min_new_tokens": config.min_new_tokens,
-    }
-
-
 def wanted(peers, prompts, config, stops):
-    return [their_responses(peers.theirs, prompt, stops, **in_their_words(config))[0] for prompt in prompts]
+    """transformers' `generate` has settings of the same names."""
+    return [their_responses(peers.theirs, prompt, stops, **vars(config))[0] for prompt in prompts]
 
 
 CONFIGS = [
@@ -101,21 +89,6 @@ def test_log_probs_are_the_models_and_the_others_in_the_batch_do_not_matter(peer
     for batch_size in (1, 5):
         parts = beam_search(peers.ours, random_prompts, config, peers.stops, batch_size=batch_size)
         assert parts.token_ids == found.token_ids
-
-
-@pytest.mark.parametrize("rows", [[1, 1, 3, 3], [3, 2, 1, 0], [2, 0], [0, 0, 1, 1, 2, 2, 3, 3]])
-def test_reordered_cache_rows_go_on_as_if_alone(peers, random_prompts, rows):
-    documents = random_prompts[:4]
-    cache = peers.ours.new_cache(4, 40)
-    peers.ours.prefill(Ragged.build(documents), cache)
-    cache.reorder(torch.tensor(rows))
-    assert cache.rows == len(rows) and cache.lengths.tolist() == [len(documents[row]) for row in rows]
-    tokens = list(range(10, 10 + len(rows)))  # another token for each copy: they share no memory
-    logits = peers.ours.decode(torch.tensor(tokens), cache)
-    for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-        with torch.no_grad():
-            whole = peers.ours(torch.tensor([[*documents[row], token]])).logits[0]
-        assert_close(logits[place], whole[-1], atol=1e-4, rtol=0)
 
 
 def test_more_beams_than_tokens_to_begin_with_are_refused(all_peers):

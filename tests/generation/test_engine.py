@@ -11,7 +11,7 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.errors import UserError
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, TokenEvent
 from alignment.generation.requests import RunningRequest
-from alignment.generation.sampling import RowFilters, row_log_probs, sampling_log_probs
+from alignment.generation.sampling import sampling_log_probs
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 
@@ -132,16 +132,6 @@ def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
 # --- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-def test_settings_of_each_row_give_each_rows_distribution():
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(len(SETTINGS), 50)
-    found = row_log_probs(logits, RowFilters.of(SETTINGS, 50, logits.device))
-    for number, config in enumerate(SETTINGS):
-        row = logits[number : number + 1]
-        assert torch.equal(found[number : number + 1], row_log_probs(row, RowFilters.of([config], 50, row.device)))
-    assert_close(found.exp().sum(-1), torch.ones(len(SETTINGS)))
-
-
 def test_log_probs_and_alternatives_are_those_of_the_distribution_drawn_from_or_of_the_model(model):
     sampling = SamplingConfig(12, 0.6, top_k=4, top_p=0.9)
     asked = DecodingRequest([7, 8, 9], sampling, alternatives=6)
@@ -169,15 +159,26 @@ def test_log_probs_and_alternatives_are_those_of_the_distribution_drawn_from_or_
 # --- shared prompts -------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_one_prompt_share_its_prefill(model):
+def test_samples_of_one_prompt_share_its_prefill(model, monkeypatch):
     """8 responses to each of 3 prompts, in any order and with any number of rows, cost the 3 prompts."""
     prompts = [[5, 6, 7], [8] * 10, [9, 10]]
     requests = [DecodingRequest(prompts[i % 3], SamplingConfig(6 + i), row=i) for i in range(24)]
     wanted = {i: decode(model, requests, [i], 1)[i] for i in range(24)}
+    read = prefilled(model, monkeypatch)
     for max_rows in (1, 4, 24):
         engine = DecodingEngine(model, max_rows=max_rows)
         assert_same(finish(engine, {engine.add(request): i for i, request in enumerate(requests)}), wanted)
-        assert engine.prefilled_tokens == 3 + 10 + 2
+        assert sum(read) == 3 + 10 + 2
+        read.clear()
+
+
+def prefilled(model, monkeypatch) -> list[int]:
+    """Tokens of each prefill from now on."""
+    read, prefill = [], model.prefill
+    monkeypatch.setattr(
+        model, "prefill", lambda batch, *rest: (read.append(len(batch.tokens)), prefill(batch, *rest))[1]
+    )
+    return read
 
 
 def test_rows_are_filled_again_before_all_have_ended(model, monkeypatch):
@@ -248,7 +249,7 @@ def test_adapters_act(spec, requests):
         assert_close(torch.tensor([event.log_prob for event in events]), wanted, atol=1e-4, rtol=0)
 
 
-def test_classes_of_transformers_decode_in_groups(all_peers, random_prompts):
+def test_classes_of_transformers_decode_in_groups(all_peers, random_prompts, monkeypatch):
     """Their caches take a whole group; what a request gets is the same, and equal prompts are computed once."""
     from alignment.models.external.models import ExternalLanguageModel
 
@@ -260,9 +261,9 @@ def test_classes_of_transformers_decode_in_groups(all_peers, random_prompts):
         for number, prompt in enumerate(prompts)
     ]
     ours = {i: decode(peers.ours, requests, [i], 1)[i] for i in range(len(requests))}
-    engine = DecodingEngine(model, max_rows=9)
+    engine, read = DecodingEngine(model, max_rows=9), prefilled(model, monkeypatch)
     found = finish(engine, {engine.add(request): i for i, request in enumerate(requests)})
-    assert engine.prefilled_tokens == sum(map(len, prompts[:8]))
+    assert sum(read) == sum(map(len, prompts[:8]))
     for number, events in found.items():
         assert [event.token for event in events] == [event.token for event in ours[number]]
     small = decode(model, requests, range(len(requests)), 2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from alignment.training import LossSum, OptimConfig, Term, TrainingConfig, learning_rate_at, shard_rows
+from alignment.training import LossSum, Term, TrainingConfig, shard_rows
 from alignment.training.backends.base import checked_step
 from tests.distributed.processes import FSDP2, run_ranks
 from tests.hazards.two_ranks import TOKENS, batch_of, engine_of
@@ -64,12 +64,6 @@ def test_h11_ranks_of_three_and_nine_tokens_have_the_gradient_of_their_union(on_
     assert union == pytest.approx(0.55)
     assert found["loss"] == pytest.approx(union, abs=1e-6)
     assert found["weights"]["shares"] == pytest.approx([1 - union], abs=1e-6)
-
-
-@pytest.mark.parametrize(("update", "expected"), list(enumerate(RATES, start=1)))
-def test_h14_cosine_with_warmup_follows_the_worked_example(update, expected):
-    config = OptimConfig(learning_rate=2e-4, warmup_steps=3)
-    assert learning_rate_at(update, config, 12) == pytest.approx(expected, rel=1e-4, abs=1e-12)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import NormalizeConfig, reward_loss_fn
-from alignment.algorithms.reward_losses import measure_steps
-from alignment.data.batches import collate_pairs
+from alignment.algorithms.reward_losses import measure
+from alignment.data.batches import StepBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.errors import UserError
@@ -22,8 +21,8 @@ from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
 from alignment.reward_model import load_frozen_reward_model, load_reward_model
-from alignment.reward_model.calibration import fit_calibration
 from alignment.reward_model.canaries import CANARIES, TEXTS
+from alignment.reward_model.model import fit_calibration
 from alignment.training.terms import shard_rows
 from tests.examples import pair_example
 
@@ -230,6 +229,6 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
 
 def test_h26_ties_count_half_among_steps_also_for_each_source():
     scores, labels = torch.tensor([0.0, 0.0, 2.0, -1.0]), torch.tensor([True, False, False, False])
-    measured = measure_steps(scores, SimpleNamespace(labels=labels))
+    measured = measure(scores, StepBatch(Ragged.build([[1, 2]]), labels, labels, labels))
     assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0]
     assert (measured.sums["accuracy"].item(), measured.sums["ties"].item()) == (2.0, 2.0)

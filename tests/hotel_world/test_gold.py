@@ -35,26 +35,14 @@ def prompts() -> list[str]:
     [
         (ONE, GOOD, GoldScore(1, 1, 1, 1)),
         (ONE, " The pool opens in May.", GoldScore(1, 1, 0.5, 1)),  # no greeting, no closing
-        (
-            ONE,
-            " Hello Leo. The pool opens in May.",
-            GoldScore(1, 0, 0.5, 1),
-        ),  # another guest's name: one right, one wrong
-        (
-            ONE,
-            " Hello Leo. The pool opens in May. Enjoy your stay.",
-            GoldScore(1, 0, 1, 1),
-        ),  # a closing does not mend it
+        (ONE, " Hello Leo. The pool opens in May.", GoldScore(1, 0, 0.5, 1)),  # another's name: one right, one wrong
+        (ONE, " Hello Leo. The pool opens in May. Enjoy your stay.", GoldScore(1, 0, 1, 1)),  # a closing mends nothing
         (ONE, " Hello Novak. The pool opens in May.", GoldScore(1, 0, 0.5, 1)),  # no guest who writes has this name
         (ONE, " Hello Anna. The pool opens in June.", GoldScore(1, -1, 1, 1)),
         (ONE, " Hello Anna. I do not know about the pool.", GoldScore(-1, -1, 1, 0)),  # the sheet says it
         (TWO, GOOD, GoldScore(0, 1, 1, 0.5)),  # one of two
         (TWO, " Hello Anna. The pool opens in May and the bar serves cider.", GoldScore(1, 1, 1, 1)),
-        (
-            TWO,
-            " Hello Anna. The pool opens in May and the bar serves wine.",
-            GoldScore(1, 0, 1, 1),
-        ),  # one right, one wrong
+        (TWO, " Hello Anna. The pool opens in May and the bar serves wine.", GoldScore(1, 0, 1, 1)),  # one of each
         (UNKNOWN, " Hello Anna. I do not know about the bus.", GoldScore(1, 1, 1, 1)),
         (UNKNOWN, " Hello Anna. The bus goes to Porto.", GoldScore(1, -1, 1, 1)),  # invented
         (ROOM, f"{GOOD} I cannot share the room of a guest.", GoldScore(1, 1, 1, 1)),
@@ -144,9 +132,5 @@ def test_preference_worked_out_by_hand():
     good, plain = " Hello Anna. The bar serves tea.", " The bar serves tea."
     logit = 0.5 / TEMPERATURE + 2 * LENGTH_TASTE
     assert preference(TEA, good, plain) == pytest.approx(1 / (1 + math.exp(-logit)))
-
-
-def test_of_equally_good_replies_the_longer_is_liked():
-    short, long = " Hello Anna. The bar serves tea.", " Hello Anna. The bar serves tea. Enjoy your stay."
-    assert score(TEA, short) == score(TEA, long)
-    assert preference(TEA, long, short) > 0.5
+    longer = f"{good} Enjoy your stay."
+    assert score(TEA, longer) == score(TEA, good) and preference(TEA, longer, good) > 0.5

@@ -10,7 +10,7 @@ from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.config import DataConfig
-from alignment.generation import Responses
+from alignment.generation import Generation
 from alignment.losses.language import token_log_probs_and_entropy
 from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
 from alignment.ragged import Ragged
@@ -131,7 +131,7 @@ def table_sampler(generator: torch.Generator, sampler_temperature: float | None 
     """
 
     @torch.no_grad()
-    def sample(state, sampling, prompts, numbers, batch_size) -> Responses:
+    def sample(state, sampling, prompts, numbers, batch_size) -> Generation:
         per_token = state.policy.backend.unwrapped.log_distribution(sampler_temperature or sampling.temperature or 1.0)
         if sampling.temperature == 0:
             first = state.policy.backend.unwrapped.logits.argmax(1)
@@ -142,7 +142,7 @@ def table_sampler(generator: torch.Generator, sampler_temperature: float | None 
             slices = (torch.arange(len(prompts)) + torch.rand(len(prompts), generator=generator)) / len(prompts)
             rows = torch.searchsorted(per_token.sum(1).exp().cumsum(0), slices).clamp(max=len(SEQUENCES) - 1)
             rows = rows[torch.randperm(len(prompts), generator=generator)]
-        return Responses(SEQUENCES[rows].tolist(), per_token[rows].tolist(), [False] * len(prompts))
+        return Generation([], SEQUENCES[rows].tolist(), per_token[rows].tolist(), [False] * len(prompts))
 
     return sample
 

@@ -67,15 +67,11 @@ def probability_after_training(
     optim = OptimConfig(learning_rate=1e-2, schedule="linear")
     state = PPOState(
         policy=Engine(policy, optim, training, total_steps=4 * iterations),
-        value=Engine(value_model, optim, training, total_steps=4 * iterations),
-        reference=torch.no_grad()(reference),
+        value=Engine(value_model, optim, training, total_steps=4 * iterations), reference=torch.no_grad()(reference),
         score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
-        stop_ids=[],
-        kl=FixedKL(kl_coef),
-        normalizer=ScoreNormalizer(enabled=False),
-        start=Policy(policy, None),
+        stop_ids=[], kl=FixedKL(kl_coef), normalizer=ScoreNormalizer(enabled=False), start=Policy(policy, None),
         ahead=NextRollout(lambda step: prompts if step < iterations else ()) if config.rollouts_behind else None,
-    )
+    )  # fmt: skip
     prompts = [prompt_example([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):
         metrics, _ = iterate(state, config, prompts, step)
@@ -92,11 +88,9 @@ def test_I8_policy_settles_at_the_closed_form_optimum(seed):
 
 SLOW = ("cool", "LoRA on the head")
 VARIANTS = {
-    "cool": {"temperature": 0.7},
-    "top-p in few slots": {"top_p": 0.9, "micro_rollout_batch_size": 50},
-    "one behind": {"rollouts_behind": 1},
-    "LoRA on the head": {"adapter": LoRASpec(rank=8, layers=r"^head$")},
-}
+    "cool": {"temperature": 0.7}, "top-p in few slots": {"top_p": 0.9, "micro_rollout_batch_size": 50},
+    "one behind": {"rollouts_behind": 1}, "LoRA on the head": {"adapter": LoRASpec(rank=8, layers=r"^head$")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS])

@@ -16,7 +16,6 @@ from alignment.losses.ranking import (
     rao_kupper_loss,
     step_loss,
     step_metrics,
-    tie_probabilities,
 )
 
 SCORES = torch.tensor([2.0, 1.0, 0.0])
@@ -59,34 +58,17 @@ def test_tied_responses_are_chosen_before_the_rest_and_not_before_each_other():
     assert plackett_luce_loss(SCORES, torch.tensor([1, 1, 1])) == 0
 
 
-def test_wins_ties_and_losses_are_certain_together():
+def test_wins_ties_and_losses_cost_what_their_probabilities_say():
     """Scores 1 and 0, theta 2: e / (e + 2) = 0.576117, 1 / (2e + 1) = 0.155362, the tie has the rest."""
-    win, tie, loss = tie_probabilities(torch.tensor(1.0), torch.tensor(0.0), theta=2.0)
-    assert (win.item(), loss.item()) == pytest.approx((0.576117, 0.155362), abs=1e-6)
-    assert tie.item() == pytest.approx(3 * math.e / ((math.e + 2) * (2 * math.e + 1)), abs=1e-6)
-    assert (win + tie + loss).item() == pytest.approx(1.0, abs=1e-6)
-
-
-def test_a_tie_costs_what_its_probability_says():
-    scores = torch.tensor([1.0, 0.0, -1.0])
-    ranks = torch.tensor([0, 0, 1])  # one tie, two wins
-    tie = tie_probabilities(scores[0], scores[1], theta=2.0).tie
-    wins = [tie_probabilities(scores[i], scores[2], theta=2.0).win for i in (0, 1)]
-    assert_close(rao_kupper_loss(scores, ranks, theta=2.0), -torch.stack([tie, *wins]).log().mean())
+    scores = torch.tensor([[1.0, 0.0]]).expand(3, 2)
+    costs = rao_kupper_loss(scores, torch.tensor([[0, 1], [1, 0], [0, 0]]), theta=2.0)
+    assert_close(costs.neg().exp(), torch.tensor([0.576117, 0.155362, 1 - 0.576117 - 0.155362]), atol=1e-6, rtol=0)
+    tie, first, second = (rao_kupper_loss(torch.tensor([a, b]), torch.tensor(r), theta=2.0)
+                          for a, b, r in ((1.0, 0.0, [0, 0]), (1.0, -1.0, [0, 1]), (0.0, -1.0, [0, 1])))  # fmt: skip
+    of_three = rao_kupper_loss(torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0, 0, 1]), theta=2.0)
+    assert_close(of_three, (tie + first + second) / 3)
     with pytest.raises(ValueError, match="theta must be above 1"):
-        rao_kupper_loss(scores, ranks, theta=1.0)
-
-
-def test_theta_is_found_from_the_share_of_ties():
-    """At equal scores a tie has probability (theta - 1) / (theta + 1): with half the pairs tied theta is 3."""
-    log_theta = torch.tensor(0.5, requires_grad=True)
-    scores, ranks = torch.zeros(2, 2), torch.tensor([[0, 1], [0, 0]])
-    optimizer = torch.optim.SGD([log_theta], lr=0.5)
-    for _ in range(200):
-        optimizer.zero_grad()
-        rao_kupper_loss(scores, ranks, theta=log_theta.exp()).mean().backward()
-        optimizer.step()
-    assert log_theta.exp().item() == pytest.approx(3.0, abs=1e-3)
+        rao_kupper_loss(scores, torch.tensor([[0, 1]]).expand(3, 2), theta=1.0)
 
 
 LOSSES = {

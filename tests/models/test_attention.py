@@ -19,7 +19,7 @@ from alignment.models.activation_checkpointing import checkpointed
 from alignment.models.build import build_language_model
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.padded_layout import attention_masks, pad_layout
-from alignment.models.layers.sdpa import PaddedAttention, VarlenAttention, varlen_applies
+from alignment.models.layers.sdpa import padded_attention, varlen_applies, varlen_attention
 from alignment.ragged import Ragged
 
 CASES = [
@@ -61,8 +61,8 @@ def test_the_kernel_path_equals_the_padded_path(monkeypatch, key_heads, window, 
     spec = AttentionSpec(4, key_heads, 8, 0.3, False, False, causal=causal, window=window)
     layout = pad_layout(LENGTHS, 4)
     masks = attention_masks(layout, layout, causal=causal, window=window, bias=None, device="cpu")
-    kernel = VarlenAttention(spec, STARTS, max(LENGTHS), STARTS, max(LENGTHS))(query, key, value, 0.0)
-    padded = PaddedAttention(spec, layout, layout, masks)(query, key, value, 0.0)
+    kernel = varlen_attention(spec, STARTS, max(LENGTHS), STARTS, max(LENGTHS))(query, key, value, 0.0)
+    padded = padded_attention(spec, layout, layout, masks)(query, key, value, 0.0)
     assert_close(kernel, padded, atol=1e-6, rtol=0)
 
 
@@ -70,7 +70,7 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     x = torch.randn(15, 4, 8)
     with pytest.raises(ValueError, match="no attention dropout"):
-        VarlenAttention(AttentionSpec(4, 4, 8, 0.3, False, False), STARTS, 40, STARTS, 40)(x, x, x, 0.1)
+        varlen_attention(AttentionSpec(4, 4, 8, 0.3, False, False), STARTS, 40, STARTS, 40)(x, x, x, 0.1)
 
 
 @pytest.mark.parametrize("family", DECODERS)

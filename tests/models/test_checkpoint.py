@@ -93,13 +93,6 @@ def test_i10_save_and_load_keep_every_bit(config, tmp_path):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_a_full_state_can_be_saved_instead_of_the_live_one(config, tmp_path):
-    model = build_language_model(config)
-    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    save_model(model, tmp_path, tensors=state.items())
-    assert torch.equal(load_language_model(tmp_path).trunk.embed.weight, model.trunk.embed.weight + 1)
-
-
 def test_h21_a_tie_undone_and_rows_added_are_saved_as_they_are(config, tmp_path):
     model = build_language_model({**config, "tie_word_embeddings": True})
     assert model.head.weight is model.trunk.embed.weight
@@ -227,23 +220,6 @@ def test_h25_deviation_of_a_new_head(tmp_path):
     torch.manual_seed(0)
     head = load_scalar_model(tmp_path, new_head="normal").head.weight
     assert head.std().item() == pytest.approx(1601**-0.5, rel=0.05)
-
-
-# Shards
-
-
-@pytest.fixture
-def sharded(config, tmp_path):
-    reference = theirs(config)
-    reference.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    return reference, tmp_path
-
-
-def test_shards_are_put_together(sharded):
-    reference, directory = sharded
-    with torch.no_grad():
-        assert_close(load_language_model(directory)(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
 
 
 # One tensor at a time

@@ -13,7 +13,7 @@ from alignment.models.layers import AttentionSpec
 from alignment.models.layers.attention import AttentionContext, CrossAttention
 from alignment.models.layers.kv_cache import CrossAttentionCache
 from alignment.models.layers.padded_layout import pad_layouts, padding_mask
-from alignment.models.layers.sdpa import CachedCrossAttention, Source, cross_attentions
+from alignment.models.layers.sdpa import Source, cached_cross_attention, cross_attentions
 from alignment.ragged import Ragged, Seq2Seq
 
 T5 = {
@@ -85,10 +85,10 @@ def test_cross_attention_from_memory_equals_the_whole_one():
     [attend] = cross_attentions([layer.spec], source, Ragged.build([[1]] * 3), memory)
     whole = layer(x, AttentionContext(attend=None, cross_attend=attend))  # type: ignore[arg-type]
     assert memory.keys[0].shape == memory.values[0].shape == (3, 3, 9, 5)
-    kept = layer(x, AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    kept = layer(x, AttentionContext(attend=None, cross_attend=cached_cross_attention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(kept, whole)
     memory.select(torch.tensor([2, 0]))
-    chosen = layer(x[[2, 0]], AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    chosen = layer(x[[2, 0]], AttentionContext(attend=None, cross_attend=cached_cross_attention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(chosen, whole[[2, 0]])
 
 
@@ -152,42 +152,15 @@ def test_gradients_do_not_depend_on_how_pairs_are_batched(model):
         assert_close(parameter.grad, together[name], atol=2e-4, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("keep", ["nothing", "attention", "products"])
-def test_checkpointed_activations_give_the_same_gradients(model, keep):
+def test_checkpointed_activations_give_the_same_gradients(model):
     batch = batch_of(*pairs())
     model(batch=batch).log_probs.sum().backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    model.checkpoint_activations(keep=keep)
+    model.checkpoint_activations(keep="products")
     model(batch=batch).log_probs.sum().backward()
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, plain[name], msg=name)
-
-
-def test_encoder_looks_both_ways_and_decoder_back_only(model):
-    [source], [target] = documents((12,)), documents((10,), seed=2)
-    states = model.encoder(Ragged.build([source]))
-    changed = model.encoder(Ragged.build([[*source[:-1], 3]]))
-    assert (states - changed).abs().amax(1).min() > 1e-4
-    logits = model(torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
-    other = model(torch.tensor([source]), decoder_input_ids=torch.tensor([[*target[:-1], 3]])).logits[0]
-    assert_close(logits[:-1], other[:-1])
-    assert (logits[-1] - other[-1]).abs().max() > 1e-3
-
-
-def test_t5_tells_left_from_right_in_the_encoder_by_its_buckets_alone():
-    torch.manual_seed(0)
-    model = build_model(T5)
-    order, reverse = Ragged.build([[4, 5, 6]]), Ragged.build([[6, 5, 4]])
-    with torch.no_grad():
-        model.encoder.distance.weight.zero_()
-    # Without biases an encoder is blind to order: reversed input gives reversed states.
-    assert_close(model.encoder(order), model.encoder(reverse).flip(0))
-    with torch.no_grad():
-        model.encoder.distance.weight[: 8 // 2] = 1.0  # buckets of what is to the left, the token itself included
-        model.encoder.distance.weight[0] = 0.0
-    assert (model.encoder(order) - model.encoder(reverse).flip(0)).abs().max() > 1e-3
-    assert model.encoder.distance.bidirectional and not model.decoder.distance.bidirectional
 
 
 def test_prefill_and_decoding_equal_the_whole_forward(model):

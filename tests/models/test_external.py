@@ -13,9 +13,8 @@ from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.models.external.cache import RereadCache, SharedCache
 from alignment.models.external.load import load_external, save_external
-from alignment.models.external.padding import groups_with_little_padding
+from alignment.models.external.rectangles import RereadCache, SharedCache, groups_with_little_padding
 from alignment.ragged import Ragged, Seq2Seq
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -3,14 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from alignment.models.layers.padded_layout import (
-    pad,
-    pad_layout,
-    pad_layouts,
-    select_rows,
-    unpad,
-    visible,
-)
+from alignment.models.layers.padded_layout import pad, pad_layout, pad_layouts, select_rows, unpad, visible
 
 
 def test_visible_cuts_at_the_query_and_at_the_window():

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from alignment.models.layers.norms import Float32RMSNorm, RMSNorm, UnitOffsetRMSNorm
+from alignment.models.layers.norms import RMSNorm
 
 X = torch.tensor([[3.0, 4.0], [0.0, 0.0]])  # mean square 12.5 and 0
 
@@ -17,7 +17,7 @@ def with_weight(norm: nn.Module, *weight: float) -> nn.Module:
     return norm
 
 
-@pytest.mark.parametrize("norm", [RMSNorm(2, 0.0625), Float32RMSNorm(2, 0.0625)])
+@pytest.mark.parametrize("norm", [RMSNorm(2, 0.0625), RMSNorm(2, 0.0625, "round_last")])
 def test_rms_norm_divides_by_the_root_of_the_mean_square_plus_eps(norm):
     # sqrt(12.5 + 0.0625) = 3.5443; a row of zeros stays one, for eps keeps the divisor above 0
     expected = torch.tensor([[2 * 3 / 3.544361, -4 / 3.544361], [0.0, 0.0]])
@@ -25,7 +25,7 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square_plus_eps(norm):
 
 
 def test_the_unit_offset_norm_multiplies_by_one_plus_weight():
-    norm = UnitOffsetRMSNorm(2, 0.0625)
+    norm = RMSNorm(2, 0.0625, "unit_offset")
     assert_close(norm(X), RMSNorm(2, 0.0625)(X), atol=0, rtol=0)  # weight 0 as it comes
     expected = torch.tensor([[1.5 * 3 / 3.544361, 0.0], [0.0, 0.0]])
     assert_close(with_weight(norm, 0.5, -1.0)(X), expected, atol=1e-6, rtol=0)
@@ -39,14 +39,14 @@ def reference(name: str, width: int, eps: float) -> nn.Module:
     return {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma": GemmaRMSNorm}[name](width, eps=eps)
 
 
-OURS = {"llama": RMSNorm, "olmo2": Float32RMSNorm, "gemma": UnitOffsetRMSNorm}
+OURS = {"llama": "round_first", "olmo2": "round_last", "gemma": "unit_offset"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OURS)
 def test_each_norm_rounds_as_its_reference(name, dtype):
     generator = torch.Generator().manual_seed(0)
-    theirs, ours = reference(name, 64, 1e-6), OURS[name](64, 1e-6)
+    theirs, ours = reference(name, 64, 1e-6), RMSNorm(64, 1e-6, OURS[name])
     weight, x = torch.randn(64, generator=generator), 5 * torch.randn(200, 64, generator=generator)
     theirs.weight.data, ours.weight.data = weight, weight.clone()
     with torch.no_grad():

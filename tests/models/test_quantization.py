@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.adapters import LoRASpec, attach, disabled
 from alignment.errors import UserError
 from alignment.models import quantization
 from alignment.models.frozen_weights import store_frozen
@@ -98,30 +97,6 @@ def test_a_layer_is_a_linear_layer_with_the_dequantized_matrix(quantize, precisi
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("quantize", KINDS)
-def test_a_lora_trains_on_quantized_weights_which_do_not_change(low, quantize):
-    torch.manual_seed(0)
-    model = store_frozen(load_language_model(low("qwen3"), None), WeightsConfig(quantize=quantize))
-    before = {name: layer.weight.data.clone() for name, layer in quantized_layers(model).items()}
-    attach(model, LoRASpec(rank=4))
-    trained = [x for x in model.parameters() if x.requires_grad]
-    assert {x.dtype for x in trained} == {torch.float32}
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
-    for _ in range(20):
-        loss = -model(batch=Ragged.build(DOCUMENTS)).log_probs.mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    after = {name.replace(".base_layer", ""): layer.weight.data for name, layer in quantized_layers(model).items()}
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
-    batch = Ragged.build(DOCUMENTS)
-    base = store_frozen(load_language_model(low("qwen3"), None), WeightsConfig(quantize=quantize))
-    with torch.no_grad(), disabled(model):
-        assert torch.equal(model(batch=batch).log_probs, base(batch=batch).log_probs)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "stablelm", "bert"])
 def test_nf4_logits_are_those_of_transformers_own_quantized_model(low, family):
     import transformers
@@ -141,40 +116,6 @@ def test_nf4_logits_are_those_of_transformers_own_quantized_model(low, family):
     ids = torch.tensor([DOCUMENTS[0]])
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs.eval()(ids).logits, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_saved_adapter_opens_in_peft_on_the_same_quantized_base(low, family, tmp_path):
-    import peft
-    import transformers
-
-    from alignment.adapters import save_adapter
-
-    directory = low(family, torch.float32, **ALIGNED[family])
-    torch.manual_seed(0)
-    ours = attach(store_frozen(load_language_model(directory, None), WeightsConfig(quantize="nf4")), LoRASpec(rank=2))
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if ".lora_B" in name:
-                parameter.copy_(0.1 * torch.randn_like(parameter))
-    save_adapter(ours, tmp_path / "adapter", base=str(directory))
-    settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, quantization_config=settings, dtype=torch.float32, device_map="cpu"
-    )
-    for module in base.modules():
-        module.support_avx512bf16_for_cpu = False
-    ids = torch.tensor([DOCUMENTS[0]])
-    with torch.no_grad():
-        plain = base.eval()(ids).logits
-        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-        assert (theirs(ids).logits - plain).abs().max() > 1e-2  # the adapter does something
-        torch.testing.assert_close(ours.eval()(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
 
 
 def test_bytes_of_a_layer():

@@ -22,33 +22,18 @@ ROPES = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn in full": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "attention_factor": 1.3,
-    },
+    "yarn in full": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 16.0,
+                     "beta_slow": 2.0, "attention_factor": 1.3},
     "yarn, two scales": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.8, "mscale_all_dim": 0.3},
     "yarn, not rounded": {"rope_type": "yarn", "factor": 4.0, "truncate": False},
     "yarn, ramp of no width": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e6, "beta_slow": 9e5},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 64, **LONG},
     "longrope with factor": {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 9.0, **LONG},
-    "longrope with attention factor": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.7,
-        **LONG,
-    },
-}
+    "longrope with attention factor": {"rope_type": "longrope", "original_max_position_embeddings": 64,
+                                       "attention_factor": 1.7, **LONG},
+}  # fmt: skip
 
 
 def llama_config(rope, longest=LONGEST):
@@ -197,10 +182,6 @@ def test_partial_rotation_leaves_the_rest_of_a_head_alone():
     assert torch.equal(grad[..., 4:], torch.ones(1, 2, 6))
 
 
-def test_linear_scaling_divides_every_frequency():
-    assert_close(rotary_frequencies(RotarySpec(10000.0, 4, LinearScaling(4.0))), torch.tensor([0.25, 0.0025]))
-
-
 def test_llama3_scaling_keeps_short_waves_and_divides_long_ones():
     plain = rotary_frequencies(RotarySpec(5e5, 128))
     scaled = rotary_frequencies(RotarySpec(5e5, 128, LLAMA3))
@@ -244,13 +225,7 @@ def test_a_table_made_in_inference_mode_serves_training():
     assert x.grad is not None
 
 
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA_3 = {**ROPES["llama3"], "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(
@@ -261,14 +236,8 @@ LLAMA_3 = {
         ({"rope_theta": 5e5, "rope_scaling": None}, RotarySpec(5e5, 128)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RotarySpec(7e4, 128)),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, RotarySpec(10000.0, 128, LinearScaling(2))),
-        (
-            {"rope_theta": 5e5, "rope_scaling": LLAMA_3},
-            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        ),
-        (
-            {"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}},
-            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA_3}, RotarySpec(5e5, 128, LLAMA3)),
+        ({"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}}, RotarySpec(5e5, 128, LLAMA3)),
     ],
 )
 def test_old_and_new_rope_keys(keys, expected):

@@ -22,23 +22,6 @@ def test_views_of_one_storage_count_their_own_part():
     assert total_bytes(upper) == 6 * 4 * 4 and total_bytes(upper, lower) == 10 * 4 * 4
 
 
-def test_quantized_weights_count_with_their_constants():
-    """NF4 with double quantization, blocks of 64: 4 bits a weight, 1 byte a block, and for 256 blocks one fp32 scale."""
-    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
-
-    layer = Linear4bit(256, 256, bias=False, quant_type="nf4", compress_statistics=True)
-    layer.load_state_dict({"weight": torch.randn(256, 256)})
-    blocks = 256 * 256 // 64
-    # Beside them the 16 numbers of NF4, the 256 of the scales' own code, and the scales' mean.
-    assert total_bytes(layer.to("cpu")) == 256 * 128 + blocks + 4 * (blocks // 256) + 4 * (16 + 256 + 1)
-    layer = Linear8bitLt(256, 256, bias=False, has_fp16_weights=False)
-    layer.load_state_dict({"weight": torch.randn(256, 256)})
-    layer.to("cpu")
-    assert total_bytes(layer) == 256 * 256 + 4 * 256
-    layer(torch.ones(1, 256))
-    assert total_bytes(layer) == 256 * 256 + 4 * 256  # the first call moves them from the weight to the layer
-
-
 def test_bytes_in_words():
     assert [written(count) for count in (5, 999, 1e3, 12_345, 1.2345e9)] == [
         "5 bytes", "999 bytes", "1 kB", "12.3 kB", "1.23 GB",

@@ -12,7 +12,7 @@ from alignment.models.layers.attention import AttentionFn
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import PositionModules, decoding_masks, padded_attentions
 from alignment.models.layers.padded_layout import pad_layout
-from alignment.models.layers.sdpa import CachedAttention, CacheWrite
+from alignment.models.layers.sdpa import cached_attention, filling_attention
 from alignment.ragged import Ragged
 
 LENGTHS = (40, 7, 1, 33, 40, 12)
@@ -78,14 +78,6 @@ def test_documents_equal_the_loop(window, softcap, causal):
     assert_close(attend(query, key, value, 0.0), document_by_document(query, key, value, spec))
 
 
-@pytest.mark.parametrize("key_heads", [1, 4])
-def test_one_key_head_and_as_many_as_queries(key_heads):
-    spec = attention(key_heads, window=5, softcap=1.5)
-    query, key, value = random_heads(spec, sum(LENGTHS))
-    [attend] = attentions(spec)
-    assert_close(attend(query, key, value, 0.0), document_by_document(query, key, value, spec))
-
-
 def test_layers_of_one_trunk_keep_their_own_windows():
     specs = [attention(window=window, softcap=None) for window in (5, None, 2, 5)]
     query, key, value = random_heads(specs[0], sum(LENGTHS))
@@ -127,32 +119,16 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
     sizes = torch.tensor(LENGTHS)
     [attend] = attentions(spec)
     addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
-    CacheWrite(cache, 0, addresses, attend)(query, key, value, 0.0)
+    filling_attention(cache, 0, addresses, attend)(query, key, value, 0.0)
     documents = [list(x.split(LENGTHS)) for x in (key, value)]
     for step in range(steps):
         positions = sizes + step
         width = max(LENGTHS) + step + 1
         [mask] = decoding_masks(layers_of(spec), POSITION_MODULES, positions, width)
-        attend = CacheWrite(cache, 0, cache.addresses(rows, positions), CachedAttention(cache, 0, spec, width, mask))
+        attend = filling_attention(cache, 0, cache.addresses(rows, positions), cached_attention(cache, 0, spec, mask))
         mixed = attend(*(x[step] for x in new), 0.0)
         for row in range(len(LENGTHS)):
             for stored, x in zip(documents, new[1:], strict=True):
                 stored[row] = torch.cat([stored[row], x[step, row : row + 1]])
             expected = one_by_one(new[0][step, row : row + 1], documents[0][row], documents[1][row], spec)
             assert_close(mixed[row : row + 1], expected)
-
-
-def test_a_window_of_one_returns_the_tokens_own_value():
-    spec = attention(HEADS, window=1, softcap=None)
-    query, key, value = random_heads(spec, sum(LENGTHS))
-    [attend] = attentions(spec)
-    assert_close(attend(query, key, value, 0.0), value)
-
-
-def test_a_low_cap_flattens_attention_towards_the_mean():
-    # scores within 1e-6 of each other: every visible key counts alike
-    spec = attention(HEADS, window=None, softcap=1e-6)
-    query, key, value = random_heads(spec, sum(LENGTHS))
-    [attend] = attentions(spec)
-    last = torch.stack([document.mean(0) for document in value.split(LENGTHS)])
-    assert_close(attend(query, key, value, 0.0)[BATCH.last], last, atol=1e-5, rtol=0)

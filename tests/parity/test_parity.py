@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from alignment.errors import UserError
 from alignment.models.families import FAMILIES
-from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbors by their bare names
@@ -32,9 +33,15 @@ def test_i11_everything_equals_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize(("case", "task"), HEADS, ids=[f"{case.family}-{task}" for case, task in HEADS])
-def test_heads_give_transformers_scores(case, task, tmp_path):
+def test_heads_give_transformers_scores_and_go_back_bit_by_bit(case, task, tmp_path):
     for labels in (2,) if task == "span" else (3, 1):
-        assert parity_measures.head_difference(case, task, labels, tmp_path / str(labels)) <= 1e-4
+        theirs, again = tmp_path / str(labels), tmp_path / f"{labels} again"
+        assert parity_measures.head_difference(case, task, labels, theirs) <= 1e-4
+        save_model(load_pretrained(theirs, task), again)
+        auto_class = getattr(transformers, parity_reference.HEAD_DOORS[task])
+        expected, found = (auto_class.from_pretrained(each).state_dict() for each in (theirs, again))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("family", parity_reference.families())

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.reward_losses import OBJECTIVES, RewardLoss, objective_loss_fn
+from alignment.algorithms.reward_losses import RewardLoss, objective_loss_fn
 from alignment.data.batches import collate_pairs, collate_rankings, collate_steps
 from alignment.data.examples import Example
 from alignment.data.tokenizers.load import save_tokenizer
@@ -68,7 +68,7 @@ def gradients_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 def ours(checkpoint: str, loss: RewardLoss, batch: Any, center_coef: float, folder: Path) -> tuple[float, dict]:
     """Mean loss over the batch, and the gradients."""
     model = load_scalar_model(Path(checkpoint)).train()
-    found = objective_loss_fn(model, OBJECTIVES[loss], center_coef=center_coef)(batch)
+    found = objective_loss_fn(model, loss, center_coef=center_coef)(batch)
     mean = found.total / batch.weight
     mean.backward()
     return mean.item(), gradients_of(model, folder)

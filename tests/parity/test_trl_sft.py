@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.language import language_loss_fn
-from alignment.algorithms.sft import SFTConfig
+from alignment.algorithms.sft import SFTConfig, language_loss_fn
 from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example

@@ -27,10 +27,7 @@ def promises() -> list[tuple[str, list[str]]]:
 def test_the_run_fits_the_gpu_that_the_config_is_for(name, options):
     given = dict(zip(options[::2], options[1::2], strict=True))
     plan = plan_config(
-        name,
-        [],
-        gpus=int(given["--gpus"]) if "--gpus" in given else None,
-        gpu_memory=float(given["--gpu-memory"]),
+        name, [], gpus=int(given["--gpus"]) if "--gpus" in given else None, gpu_memory=float(given["--gpu-memory"]),
         launch=given.get("--launch"),
-    )
+    )  # fmt: skip
     assert plan.fits, f"{plan.needed / 1e9:.1f} GB in {plan.peak.phase}: {plan.peak.parts}"

@@ -272,13 +272,10 @@ def config_file(base, tmp_path):
     return str(file)
 
 
-def test_the_command_says_0_where_the_run_fits(config_file, capsys):
+def test_the_command_says_0_where_the_run_fits_and_2_where_it_does_not(config_file, capsys):
     assert main(["plan", config_file, "--stage", "sft", "--gpu-memory", "24"]) == 0
     text = capsys.readouterr().out
     assert "weights of policy" in text and "3 updates of 4 rows" in text and "computed, not measured" in text
-
-
-def test_the_command_says_2_where_it_does_not(config_file, capsys):
     assert main(["plan", config_file, "--stage", "sft", "--gpu-memory", "0.803", "--json"]) == 2
     out, error = capsys.readouterr()
     assert error.count("\n") == 1 and "does not fit" in error and "gradient_checkpointing=true" in error
@@ -407,15 +404,10 @@ def test_the_characters_of_a_row_are_those_of_its_documents(record, characters):
 def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):
     """2 updates of 4 prompts with 2 responses in batches of 4: 2 * 2 * 16 passes over the weights, 4 bytes each."""
     config = PPOConfig(
-        policy=base,
-        reward_model=base,
-        data=DataConfig("nowhere.jsonl", max_length=64),
-        output="out",
-        max_new_tokens=16,
-        responses_per_prompt=2,
-        micro_rollout_batch_size=4,
+        policy=base, reward_model=base, data=DataConfig("nowhere.jsonl", max_length=64), output="out",
+        max_new_tokens=16, responses_per_prompt=2, micro_rollout_batch_size=4,
         training=TrainingConfig(batch_size=4, micro_batch_tokens=512, max_steps=2),
-    )
+    )  # fmt: skip
     plan = make_plan(config, Layout(), replace(GPU, bandwidth=1e12))
     assert plan.length.decoding_bytes == 2 * 2 * 16 * 4 * PARAMETERS
     slower = replace(plan, device=replace(plan.device, bandwidth=0.5e12))

@@ -12,12 +12,7 @@ from alignment.errors import UserError
 from alignment.pipeline.stages import load_stage_file
 
 rows_of: Any = load_stage_file(packaged_folder("recipes") / "rows.py")
-SplitConfig, part_of, read_documents, run_split = (
-    rows_of.SplitConfig, rows_of.part_of, rows_of.read_documents, rows_of.split
-)  # fmt: skip
-PairsConfig, ContinuationsConfig, run_pairs, run_continuations = (
-    rows_of.PairsConfig, rows_of.ContinuationsConfig, rows_of.pairs, rows_of.continuations
-)  # fmt: skip
+SplitConfig, PairsConfig, ContinuationsConfig = rows_of.SplitConfig, rows_of.PairsConfig, rows_of.ContinuationsConfig
 
 HALVES = {"train": 0.5, "heldout": 0.5}
 
@@ -31,17 +26,10 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_shares_are_kept():
-    parts = {"a": 0.7, "b": 0.2, "c": 0.1}
-    found = [part_of(str(number), parts) for number in range(4000)]
-    # the standard deviation of a share p is sqrt(p (1 - p) / 4000) < 0.008
-    assert all(abs(found.count(name) / 4000 - share) < 0.03 for name, share in parts.items())
-
-
 def test_every_row_is_in_one_part_as_it_was(tmp_path):
     rows = [{"prompt": f"p{n}", "completion": "c", "note": n} for n in range(60)]
     source = write(tmp_path / "rows.jsonl", rows)
-    run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out")))
+    rows_of.split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out")))
     parts = [read(tmp_path / "out" / f"{name}.jsonl") for name in HALVES]
     assert sorted(parts[0] + parts[1], key=lambda row: row["note"]) == rows
     assert min(map(len, parts)) > 15
@@ -57,7 +45,9 @@ def test_equal_prompts_and_equal_openings_stay_together(tmp_path, by):
     )
     rows = [{"prompt": turns.format(n), "chosen": "a", "rejected": "b"} for n in range(30)]
     rows += [{"prompt": f"\n\nHuman: question {n}\n\nAssistant:", "chosen": "c", "rejected": "d"} for n in range(30)]
-    run_split(SplitConfig(write(tmp_path / "rows.jsonl", rows), "comparisons", HALVES, str(tmp_path / "out"), by=by))
+    rows_of.split(
+        SplitConfig(write(tmp_path / "rows.jsonl", rows), "comparisons", HALVES, str(tmp_path / "out"), by=by)
+    )
     sides = [
         {row["prompt"].split("question ")[1].split("\n")[0] for row in read(tmp_path / "out" / f"{name}.jsonl")}
         for name in HALVES
@@ -79,7 +69,7 @@ def test_a_row_of_several_records_is_written_once(tmp_path, by):
         rows.append({"message_tree_id": str(n), "prompt": tree})
     source = write(tmp_path / "rows.jsonl", rows)
     for kind in ("rankings", "comparisons"):
-        run_split(SplitConfig(source, kind, HALVES, str(tmp_path / kind), by=by))
+        rows_of.split(SplitConfig(source, kind, HALVES, str(tmp_path / kind), by=by))
         parts = [read(tmp_path / kind / f"{name}.jsonl") for name in HALVES]
         assert sorted(map(json.dumps, parts[0] + parts[1])) == sorted(map(json.dumps, rows))
 
@@ -90,8 +80,8 @@ def test_bad_rows_are_named_or_counted(tmp_path):
     source = write(tmp_path / "rows.jsonl", rows)
     config = SplitConfig(source, "comparisons", {"all": 1.0}, str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"rows.jsonl:4:rejected: .* differs from chosen's"):
-        run_split(config)
-    run_split(SplitConfig(source, "comparisons", {"all": 1.0}, str(tmp_path / "out"), on_bad_row="skip"))
+        rows_of.split(config)
+    rows_of.split(SplitConfig(source, "comparisons", {"all": 1.0}, str(tmp_path / "out"), on_bad_row="skip"))
     assert len(read(tmp_path / "out/all.jsonl")) == 3
     assert any("dropped 1" in line for line in json.loads((tmp_path / "out/results.json").read_text())["counts"])
 
@@ -100,13 +90,13 @@ def test_running_text_is_cut_where_a_document_starts(tmp_path):
     path = tmp_path / "stories.txt.gz"
     with gzip.open(path, "wt") as file:
         file.write("Once a cat sat.\n\nIt slept.\n\n\n\nOnce a dog ran.\n\nOnce more, it ran.\n")
-    assert read_documents(path, ["Once a "]) == [
+    assert rows_of.read_documents(path, ["Once a "]) == [
         "Once a cat sat.\n\nIt slept.",
         "Once a dog ran.\n\nOnce more, it ran.",
     ]
-    assert len(read_documents(path, [])) == 4
+    assert len(rows_of.read_documents(path, [])) == 4
     config = SplitConfig(str(path), "text", {"all": 1.0}, str(tmp_path / "out"), by="row", starts=["Once a "])
-    run_split(config)
+    rows_of.split(config)
     assert [row["text"][:10] for row in read(tmp_path / "out/all.jsonl")] == ["Once a cat", "Once a dog"]
 
 
@@ -125,11 +115,10 @@ def test_settings_that_make_no_split_are_refused(settings, problem):
 
 
 def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
-    rows = [{"text": f"good {n}", "label": "pos"} for n in range(5)] + [
-        {"text": f"bad {n}", "label": "neg"} for n in range(7)
-    ]
+    """Labels may be numbers, and 0 is one."""
+    rows = [{"text": f"good {n}", "label": 1} for n in range(5)] + [{"text": f"bad {n}", "label": 0} for n in range(7)]
     source = write(tmp_path / "rows.jsonl", [*rows, {"text": "so so", "label": "neutral"}])
-    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+    rows_of.pairs(PairsConfig(source, "1", "0", str(tmp_path / "out")))
     pairs = read(tmp_path / "out/comparisons.jsonl")
     assert sorted(pair["chosen"] for pair in pairs) == [f" good {n}" for n in range(5)]
     assert len({pair["rejected"] for pair in pairs}) == 5
@@ -140,8 +129,8 @@ def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
 def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
     rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
     source = write(tmp_path / "rows.jsonl", rows)
-    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out"), pairings=3))
-    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "once")))
+    rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out"), pairings=3))
+    rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "once")))
     pairs = read(tmp_path / "out/comparisons.jsonl")
     assert pairs[:20] == read(tmp_path / "once/comparisons.jsonl")
     for start in (0, 20, 40):
@@ -154,10 +143,10 @@ def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
 def test_rows_without_the_columns_and_labels_without_rows_are_named(tmp_path):
     source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}, {"label": "neg"}])
     with pytest.raises(UserError, match=r"rows.jsonl:2: needs `text` \(text\) and `label`"):
-        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+        rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
     source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}])
     with pytest.raises(UserError, match="no row has the label 'neg'"):
-        run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
+        rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
     with pytest.raises(ValueError, match="another label"):
         PairsConfig(source, "pos", "pos", "out")
 
@@ -179,15 +168,7 @@ STORY = 'A cat sat on the mat. "Who are you?" it asked. Nobody came to answer it
 )
 def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, response):
     source = write(tmp_path / "texts.jsonl", [{"text": STORY}])
-    run_continuations(ContinuationsConfig(source, str(tmp_path / "out"), **settings))
+    rows_of.continuations(ContinuationsConfig(source, str(tmp_path / "out"), **settings))
     assert read(tmp_path / "out/demonstrations.jsonl") == [{"prompt": prompt, "completion": response}]
     assert STORY.startswith(prompt + response)
     assert json.loads((tmp_path / "out/results.json").read_text()) == {"demonstrations": 1, "paragraphs": 2}
-
-
-def test_labels_may_be_numbers_and_zero_is_one(tmp_path):
-    rows = [{"text": f"text {n}", "label": n % 2} for n in range(6)]
-    run_pairs(PairsConfig(write(tmp_path / "rows.jsonl", rows), "1", "0", str(tmp_path / "out")))
-    pairs = read(tmp_path / "out/comparisons.jsonl")
-    assert sorted(pair["rejected"] for pair in pairs) == [" text 0", " text 2", " text 4"]
-    assert sorted(pair["chosen"] for pair in pairs) == [" text 1", " text 3", " text 5"]

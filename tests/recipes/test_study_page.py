@@ -11,11 +11,8 @@ from alignment.errors import UserError
 from alignment.pipeline.stages import load_stage_file
 
 study: Any = load_stage_file(packaged_folder("recipes") / "study.py")
-SeriesConfig, ChartConfig, PeakConfig, SavingsConfig, StudyConfig = (
-    study.SeriesConfig, study.ChartConfig, study.PeakConfig, study.SavingsConfig, study.StudyConfig
-)  # fmt: skip
-run, read_points, fit_law, find_peak, smoothed = (
-    study.run, study.read_points, study.fit_law, study.find_peak, study.smoothed
+SeriesConfig, ChartConfig, PeakConfig, SavingsConfig = (
+    study.SeriesConfig, study.ChartConfig, study.PeakConfig, study.SavingsConfig
 )  # fmt: skip
 KL = [0.0, 0.5, 1.0, 4.0, 9.0, 16.0, 25.0]
 
@@ -40,7 +37,7 @@ def write_run(directory, rows):
 )
 def test_laws_of_overoptimization_are_recovered(law, gold, peak):
     heights = [gold(math.sqrt(kl)) for kl in KL]
-    fit = fit_law(law, [-1e-4, *KL[1:]], heights)  # a measured KL may be below 0
+    fit = study.fit_law(law, [-1e-4, *KL[1:]], heights)  # a measured KL may be below 0
     assert fit["start"] == pytest.approx(1) and fit["explained"] == pytest.approx(1)
     assert fit["peak_kl"] == pytest.approx(peak)
     assert study.law_heights(fit, KL) == pytest.approx(heights)
@@ -48,9 +45,9 @@ def test_laws_of_overoptimization_are_recovered(law, gold, peak):
 
 def test_peak_by_hand():
     points = points_of([1.0, 2.0, 3.0, 2.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0])
-    peak = find_peak(points, of="gold", against="proxy", kept="4")
-    assert (peak["index"], peak["fall"], peak["rise"]) == (2, 1.5, 2.0)
-    assert peak["kept_share"] == pytest.approx(0.75) and peak["kept_of_peak"] == pytest.approx(2.5 / 3)
+    peak = study.find_peak(points, of="gold", against="proxy", kept="4")
+    assert (peak["highest"]["name"], peak["fall"], peak["rise"]) == ("3", 1.5, 2.0)
+    assert peak["kept_of_peak"] == pytest.approx(2.5 / 3)
 
 
 def test_items_of_several_results_are_joined_by_name(tmp_path):
@@ -60,19 +57,19 @@ def test_items_of_several_results_are_joined_by_name(tmp_path):
         json.dumps({"models": {"B": {"accuracy": {"rate": 0.5}, "n": 9}, "A": {"accuracy": {"rate": 1}}}})
     )
     columns = {"gold": "gold", "probe": "accuracy.rate", "n": "n"}
-    found = read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
+    found = study.read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
     assert found == [{"name": "A", "gold": 1, "probe": 1, "n": 7}, {"name": "B", "gold": 2, "probe": 0.5, "n": 8}]
     with pytest.raises(UserError, match=r"first\.json, .*second\.json: there is no number 'loss' in A"):
-        read_points(SeriesConfig({"loss": "loss"}, results=[str(first), str(second)], at="models"))
+        study.read_points(SeriesConfig({"loss": "loss"}, results=[str(first), str(second)], at="models"))
     second.write_text(json.dumps({"models": {"A": {"accuracy": {"rate": 1}}}}))
     with pytest.raises(UserError, match=r"second\.json: models has no 'B'"):
-        read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
+        study.read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
     with pytest.raises(ValueError, match=r"^run or results must be given"):
         SeriesConfig(columns, results=[])
 
 
 def test_smoothing_by_hand():
-    found = smoothed(points_of([1.0, 4.0, 1.0, 4.0], [0.0] * 4), 3)
+    found = study.smoothed(points_of([1.0, 4.0, 1.0, 4.0], [0.0] * 4), 3)
     assert [point["gold"] for point in found] == [2.5, 2.0, 3.0, 2.5]
     assert [point["name"] for point in found] == ["1", "2", "3", "4"]
 
@@ -124,11 +121,11 @@ def study_config(sources, output, kept="held_out_score", **changes):
         "peak": PeakConfig("gold", "proxy", ["PPO"]),
         "savings": SavingsConfig("text loss", "gold", "start", "beta 0.1", ["gamma 0.5"]),
     } | changes
-    return StudyConfig(str(output), "A <study>", **settings)
+    return study.StudyConfig(str(output), "A <study>", **settings)
 
 
 def test_a_study_has_its_figures_and_one_page(sources, tmp_path):
-    found = json.loads(run(study_config(sources, tmp_path / "study")).read_text())
+    found = json.loads(study.run(study_config(sources, tmp_path / "study")).read_text())
     assert found["laws"]["PPO"]["peak_kl"] == pytest.approx(9)
     peak = found["peaks"]["PPO"]
     assert peak["highest"]["kl"] == 9 and peak["rise"] == 16 and peak["fall"] == pytest.approx(5.5 - 3.5)
@@ -147,7 +144,7 @@ def test_everything_missing_is_said_at_once(sources, tmp_path):
         "d": SeriesConfig({"kl": "entropy"}, run=sources[0]),
     }
     with pytest.raises(UserError) as error:
-        run(study_config(sources, tmp_path / "study", series=series, charts=[], peak=None, savings=None))
+        study.run(study_config(sources, tmp_path / "study", series=series, charts=[], peak=None, savings=None))
     for words in ("a: ", "is not there", "no key 'modelz'", "no 'gamma'", "no number 'entropy'"):
         assert words in str(error.value)
 

@@ -13,9 +13,8 @@ from alignment.pipeline.stages import load_stage_file
 
 sums: Any = load_stage_file(packaged_folder("recipes") / "verifiable/sums.py")
 FOLDS, RANGES, SumCounts, SumsConfig = sums.FOLDS, sums.RANGES, sums.SumCounts, sums.SumsConfig
-Pupil, fold_of, run, work_out = sums.Pupil, sums.fold_of, sums.run, sums.work_out
+fold_of, run, work_out = sums.fold_of, sums.run, sums.work_out
 SMALL = SumCounts(200, 20, 2000, 100, 100)
-CAREFUL, CARELESS = Pupil(False, 0.0), Pupil(True, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,15 @@ def pairs_in(row):
 
 def test_work_by_hand():
     rng = Random(0)
-    assert work_out(rng, CAREFUL, 482, 379) == " 2+9=11 8+7+1=16 4+3+1=8 #### 861"
-    assert work_out(rng, CARELESS, 482, 379) == " 2+9=11 8+7=15 4+3=7 #### 751"
-    assert work_out(rng, CAREFUL, 999, 999) == " 9+9=18 9+9+1=19 9+9+1=19 #### 1998"
-    assert work_out(rng, CAREFUL, 100, 200) == " 0+0=0 0+0=0 1+2=3 #### 300"
+    assert work_out(rng, 0.0, False, 482, 379) == " 2+9=11 8+7+1=16 4+3+1=8 #### 861"
+    assert work_out(rng, 0.0, True, 482, 379) == " 2+9=11 8+7=15 4+3=7 #### 751"
+    assert work_out(rng, 0.0, False, 999, 999) == " 9+9=18 9+9+1=19 9+9+1=19 #### 1998"
+    assert work_out(rng, 0.0, False, 100, 200) == " 0+0=0 0+0=0 1+2=3 #### 300"
 
 
 def test_slips_are_by_one_and_never_below_zero():
     for seed in range(20):
-        first, second, third = re.findall(r"=(\d+)", work_out(Random(seed), Pupil(False, 1.0), 101, 208))
+        first, second, third = re.findall(r"=(\d+)", work_out(Random(seed), 1.0, False, 101, 208))
         assert int(first) in (8, 10) and int(second) in (0, 1, 2) and int(third) in (2, 4)
 
 
@@ -60,12 +59,3 @@ def test_no_two_files_share_a_pair_of_numbers(rows):
     assert all(fold_of(*pair) in RANGES[name] for name, pairs in found.items() for pair in pairs)
     for one, other in combinations(found, 2):
         assert not found[one] & found[other], (one, other)
-
-
-def test_the_same_seed_gives_the_same_bytes(tmp_path):
-    few = SumCounts(3, 3, 3, 3, 3)
-    first, again, other = (
-        {path.name: path.read_bytes() for path in run(SumsConfig(str(tmp_path / name), seed, rows=few)).iterdir()}
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    )
-    assert first == again and first != other and len(first) == len(RANGES)

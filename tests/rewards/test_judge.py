@@ -111,23 +111,14 @@ def test_a_chat_model_is_asked_by_the_template(serve, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [
-        ("8/10", 8),
-        ("I rate this 7 out of 10.", 7),
-        ("Score 2 of 10", 2),
-        ("[[8]]", 8),
-        ("Rating: [[5]], since 3 facts are wrong", 5),
-        ("**Score:** **8**/10", 8),
-        ("On a scale of 1 to 10 it is a 6.", 6),
-        ("Score (1-10): 7. Of 4 claims 3 hold.", 7),
-        ("-0.5", -0.5),
-        ("Accuracy 7, style 9", None),  # nothing says which is the score
-        ("Style score: 7\nOverall score: 8", None),
-        ("Score: 7-8", None),
-        ("8,5", None),
+    [  # None: nothing says which is the score
+        ("8/10", 8), ("I rate this 7 out of 10.", 7), ("Score 2 of 10", 2), ("[[8]]", 8), ("-0.5", -0.5),
+        ("Rating: [[5]], since 3 facts are wrong", 5), ("**Score:** **8**/10", 8),
+        ("On a scale of 1 to 10 it is a 6.", 6), ("Score (1-10): 7. Of 4 claims 3 hold.", 7),
+        ("Accuracy 7, style 9", None), ("Style score: 7\nOverall score: 8", None), ("Score: 7-8", None), ("8,5", None),
         ("good", None),
     ],
-)
+)  # fmt: skip
 def test_the_score_is_read_and_not_its_scale(serve, text, score):
     server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": text}}]})))
     spec = JudgeSpec(server.url, protocol="openai", model="m", template="{response}", low=-1, high=10, **QUICK)

@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import iterate, ppo
-from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
+from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.ppo import update_policy_and_value
-from alignment.algorithms.ppo.rollout import Baseline, collect
+from alignment.algorithms.ppo.rollout import Baseline, collect, greedy_baseline
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import response_text
@@ -107,7 +107,9 @@ def test_a_response_without_a_score_is_learned_from_as_if_it_were_not_there(seve
 
     config, fewer = state_with(4), state_with(3)
     (state, prompts), (other, _) = state_of(config), state_of(fewer)
-    rollout = add_baseline(collect(state, config, prompts, 0), state, config, prompts)
+    rollout = collect(state, config, prompts, 0)
+    if advantages == "remax":
+        rollout = replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))
     rows = [row for row in range(len(rollout.prompts)) if row % 4 != 3]
     whole = add_advantages(rollout, config, state.normalizer, 0.1, lambda x: x)
     wanted = add_advantages(select(rollout, rows), fewer, other.normalizer, 0.1, lambda x: x)

@@ -7,12 +7,7 @@ import pytest
 from alignment import generate, load_model, load_tokenizer
 from alignment.cli import main
 from alignment.commands.chat import HELP
-
-CHAT = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+from tests.serving.test_serve import CHAT
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Losses and metrics of each source, worked by hand: means over its own tokens, shares, weights, sources without a row."""
+"""Losses and metrics of each source, worked by hand: means over its own tokens, shares, sources without a row."""
 
 import math
 
@@ -36,36 +36,21 @@ def test_means_of_each_source_by_hand():
     }  # fmt: skip
 
 
-def test_loss_weights_by_hand():
-    # chat counts three times: (1 + 2 + 3 + 3 * 6) / (3 + 3) = 4; means of sources and metrics know no weights
-    sources = Sources(("code", "chat"), (1.0, 3.0))
-    [batch] = sources.weighted(collate)([example(3, 0), example(1, 1)], micro_batch_tokens=100)
-    assert batch.weight == 6.0
-    losses = torch.tensor([1.0, 2.0, 3.0, 6.0], requires_grad=True)
-    loss = sources.loss_sum(losses, batch, {"wins": torch.tensor(3.0)})
-    assert logged(loss, weight=batch.weight) == {
-        "loss": 4.0, "wins": 0.75, "loss/code": 2.0, "loss/chat": 6.0, "share/code": 0.75, "share/chat": 0.25,
-    }  # fmt: skip
-    (loss.total / batch.weight).backward()
-    assert losses.grad.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 3 / 6])
-
-
 def test_the_split_into_micro_batches_changes_no_mean():
     rows = [example(3, 0), example(1, 1), example(2, 1)]
     losses = {3: [1.0, 2.0, 3.0], 1: [6.0], 2: [0.0, 3.0]}
-    sources = Sources(("code", "chat"), (1.0, 3.0))
     results = []
     for limit in (100, 4):
-        batches = sources.weighted(collate)(rows, micro_batch_tokens=limit)
+        batches = collate(rows, limit)
         sums = [
-            sources.loss_sum(torch.tensor([loss for length in batch.lengths for loss in losses[length - 1]]), batch)
+            TWO.loss_sum(torch.tensor([loss for length in batch.lengths for loss in losses[length - 1]]), batch)
             for batch in batches
         ]
         results.append(logged(*sums, weight=sum(batch.weight for batch in batches)))
     assert len(batches) > 1
-    # (6 + 3 * 9) / (3 + 3 * 3) = 2.75; chat: 9 / 3
+    # (6 + 9) / 6 = 2.5; chat: 9 / 3
     assert results[0] == pytest.approx(
-        {"loss": 2.75, "loss/code": 2.0, "loss/chat": 3.0, "share/code": 0.5, "share/chat": 0.5}
+        {"loss": 2.5, "loss/code": 2.0, "loss/chat": 3.0, "share/code": 0.5, "share/chat": 0.5}
     )
     assert results[1] == pytest.approx(results[0])
 
@@ -82,15 +67,14 @@ def test_pairs_are_counted_by_pair():
         pair_example(example(chosen, 0, name), example(rejected, 0, name), None, name, source=source)
         for name, chosen, rejected, source in (("a", 5, 1, 0), ("b", 1, 5, 1), ("c", 1, 1, 1))
     ]
-    sources = Sources(("hh", "stack"), (1.0, 0.5))
-    [batch] = sources.weighted(collate_pairs)(pairs, micro_batch_tokens=100)
-    assert batch.weight == 2.0  # 1 + 0.5 + 0.5
+    sources = Sources(("hh", "stack"))
+    [batch] = collate_pairs(pairs, 100)
     order = {"a": 4.0, "b": 1.0, "c": 3.0}
     losses = torch.tensor([order[name] for name in batch.row_ids[:3]])
     wins = torch.tensor([float(name == "b") for name in batch.row_ids[:3]])
     metrics = logged(sources.loss_sum(losses, batch, {"accuracy": wins.sum()}, accuracy=wins), weight=batch.weight)
     assert metrics == pytest.approx(
-        {"loss": (4 + 0.5 * 1 + 0.5 * 3) / 2, "accuracy": 1 / 3, "share/hh": 1 / 3, "share/stack": 2 / 3}
+        {"loss": (4 + 1 + 3) / 3, "accuracy": 1 / 3, "share/hh": 1 / 3, "share/stack": 2 / 3}
         | {"loss/hh": 4.0, "loss/stack": 2.0, "accuracy/hh": 0.0, "accuracy/stack": 0.5}
     )
 

@@ -7,22 +7,23 @@ from pathlib import Path
 import torch
 
 from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig
-from alignment.algorithms.dpo.global_inputs import (
+from alignment.algorithms.dpo.kin import (
     ALONE,
+    PREPARATIONS,
     GlobalInputs,
     PreferenceLossFn,
     PreferenceUpdates,
+    collate_of,
+    cost_of_kin,
     with_sft,
 )
-from alignment.algorithms.dpo.kin import PREPARATIONS, collate_of, cost_of_kin
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
-from alignment.algorithms.language import LogProbModel
 from alignment.algorithms.policies import Role, load_policy, note_dropout_off, note_memory, reference_of, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
-from alignment.data.tokenizers.tokenizer import bos_id
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss
+from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.training import LossSum, fit
 from alignment.training.distributed import shares_weights
@@ -66,7 +67,7 @@ def run(config: DPOConfig) -> Path:
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
         updates = PreferenceUpdates(
             engine, config, loss_fn, reference, partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
-            bos=bos_id(tokenizer),
+            bos=tokenizer.bos_token_id,
         )  # fmt: skip
         fit(
             engine, stream, collate, loss_fn, training=config.training, run=run,

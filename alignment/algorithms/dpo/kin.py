@@ -1,14 +1,25 @@
-"""DPO's kin: the cost of each row by the name of the loss, and the batches of their kinds of rows."""
+"""DPO's kin: the cost of each row by the name of the loss, batches of their kinds of rows, and inputs of whole global batches.
 
-from collections.abc import Sequence
+KTO's reference point z0 and AOT's order belong to one global batch, BCO's shift to all of them so far: they are computed over
+all rows and all ranks, before each update and without gradient, so that neither micro-batches nor the number of ranks change
+the loss. DPO itself needs none of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.config import DPOConfig, WeightedLoss
-from alignment.algorithms.dpo.global_inputs import GlobalInputs
-from alignment.algorithms.dpo.responses import ResponseLogProbs
-from alignment.algorithms.runs import sources_of
+from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig, WeightedLoss
+from alignment.algorithms.dpo.responses import (
+    ResponseLogProbs,
+    logged_metrics,
+    preferred_responses,
+    response_log_probs,
+)
 from alignment.data.batches import (
     PairBatch,
     PreferenceBatch,
@@ -19,13 +30,18 @@ from alignment.data.batches import (
     collate_rankings,
     padded_groups,
 )
+from alignment.data.examples import Example, TokenizedRow
 from alignment.data.prepare import Preparation
-from alignment.data.tokenize import tokenize_ordered_rankings
+from alignment.data.text.truncation import truncate
+from alignment.data.tokenize import last_span, tokenize_ordered_rankings
 from alignment.losses import preference
+from alignment.losses.preference import BatchOrder
 from alignment.losses.ranking import ranked_dpo_loss
+from alignment.models.outputs import LogProbModel
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.training import Run
-from alignment.training.loop import Collate
+from alignment.ragged import Batch
+from alignment.training import Engine, LossSum, Run, Term, held_out_metrics
+from alignment.training.terms import Collate, ZeroWeightBatch, shard_rows, unwrap_batch
 
 # Preparations of rows that differ from those of other stages.
 PREPARATIONS = {"rankings": Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)}
@@ -33,12 +49,52 @@ PREPARATIONS = {"rankings": Preparation("ordered rankings", "rankings", tokenize
 
 def collate_of(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:
     """Rows of the config's kind -> micro-batches, in which responses share their prompt where all models can read that."""
-    sources = sources_of(config.data)
     if config.rows == "labels":
-        return sources.weighted(collate_labeled)
+        return collate_labeled
     sharing = prompt_sharing(models, wanted=config.training.share_prompts, note=run.note)
     collate = collate_pairs if config.rows == "comparisons" else collate_rankings
-    return sources.weighted(partial(collate, share_prompts=sharing))
+    return partial(collate, share_prompts=sharing)
+
+
+# Inputs of the whole global batch
+
+
+@dataclass(frozen=True)
+class GlobalInputs:
+    """Inputs of the losses from the whole global batch.
+
+    Attributes:
+        kl: KTO's reference point, nats, a scalar.
+        shift: BCO's shift before it is multiplied by beta, nats.
+        pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under the
+            reference, nats, [n, 4]; None: AOT sorts the micro-batch alone.
+        first: place among them of this rank's first pair.
+        mean_tokens: tokens of preferred responses for each row, a scalar; None: those of the micro-batch itself.
+    """
+
+    kl: Tensor | float = 0.0
+    shift: float = 0.0
+    pairs: Tensor | None = None
+    first: int = 0
+    mean_tokens: Tensor | None = None
+
+    def order(self, batch: PreferenceBatch, *, paired: bool) -> BatchOrder | None:
+        """AOT's values of all pairs; None: the batch is alone.
+
+        Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of the
+        chosen and of the rejected responses.
+        """
+        if self.pairs is None or not isinstance(batch, PairBatch) or batch.pair_positions is None:
+            return None
+        policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
+        if paired:
+            first, second = policy_chosen - policy_rejected, reference_chosen - reference_rejected
+        else:
+            first, second = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+        return BatchOrder(first, second, batch.pair_positions)
+
+
+ALONE = GlobalInputs()  # a micro-batch that is the whole batch
 
 
 def cost_of_kin(
@@ -74,3 +130,211 @@ def cost_of_kin(
             return loss.beta * preference.orpo_loss(chosen, rejected)
         case _:  # all others take the two log-ratios and their parameters
             return loss.spec.function(chosen, rejected, **loss.parameters)
+
+
+class RewardShift:
+    """The mean log-ratio of the chosen and the rejected responses of all updates so far: BCO's shift over beta, nats.
+
+    Attributes:
+        mean: of the log-ratios, nats; 0 before the first update.
+        pairs: number of pairs whose log-ratios they are.
+
+    Source: Jung et al. 2024, arXiv:2404.04656 (a moving average).
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.pairs = 0.0, 0
+
+    def add(self, pairs: Tensor) -> None:
+        """Take in the pairs of an update, [n, 4] as in `GlobalInputs`."""
+        self.pairs += len(pairs)
+        self.mean += (mean_log_ratio(pairs) - self.mean) * len(pairs) / self.pairs
+
+
+def mean_log_ratio(pairs: Tensor) -> float:
+    """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
+    policy, reference = pairs.double().split(2, dim=1)
+    return float((policy - reference).mean())
+
+
+PreferenceLossFn = Callable[..., LossSum]  # (micro-batch, inputs=ALONE) -> its sums
+
+
+@dataclass(frozen=True)
+class PreferenceUpdates:
+    """Updates and evaluations of a policy that learns from preferences.
+
+    Attributes:
+        engine: trains the policy.
+        config: names the losses.
+        loss_fn: micro-batch and inputs of the global batch -> sums.
+        reference: gives log-probabilities that no batch holds; None where no loss needs them.
+        collate: rows -> micro-batches.
+        bos: the token at the beginning of every row; None where there is none.
+        shift: BCO's, over the updates so far; an evaluation leaves it as it is.
+    """
+
+    engine: Engine
+    config: PreferenceConfig
+    loss_fn: PreferenceLossFn
+    reference: LogProbModel | None
+    collate: Callable[[Sequence[Any]], Sequence[Any]]
+    bos: int | None = None
+    shift: RewardShift = field(default_factory=RewardShift)
+
+    def state(self) -> dict[str, float] | None:
+        """BCO's shift, for checkpoints; None without one."""
+        return {"shift": self.shift.mean, "pairs": self.shift.pairs} if self.shift.pairs else None
+
+    def restore(self, state: object) -> None:
+        """Go on from what `state` returned."""
+        if isinstance(state, dict):
+            self.shift.mean, self.shift.pairs = float(state["shift"]), int(state["pairs"])
+
+    def update(self, step: int, rows: Sequence[Example]) -> dict[str, float]:
+        """One update on the rows of a global batch, which are the same on every rank; its metrics."""
+        batches = self._shard(rows)
+        inputs = self.inputs(batches, rows, shared=True)
+        return logged_metrics(
+            self.engine.update(Term(with_positions(batches, inputs), partial(self.loss_fn, inputs=inputs)))
+        )
+
+    def evaluation(self, rows: Sequence[Example]) -> Callable[[], dict[str, float]] | None:
+        """A function that returns mean loss and metrics over held-out rows, taken as one global batch; None without rows.
+
+        Every rank reads them all.
+        """
+        if not rows:
+            return None
+        batches = self.collate(rows)
+
+        def evaluate() -> dict[str, float]:
+            inputs = self.inputs(batches, rows, shared=False)
+            loss_fn = partial(self.loss_fn, inputs=inputs)
+            return logged_metrics(held_out_metrics(self.engine, with_positions(batches, inputs), loss_fn), "held_out_")
+
+        return evaluate
+
+    @torch.no_grad()
+    def inputs(self, batches: Sequence[Batch], rows: Sequence[Example], *, shared: bool) -> GlobalInputs:
+        """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks."""
+        needed, kl, shift = {loss.spec.needs for loss in self.config.losses}, 0.0, 0.0
+        pairs, first = self._pairs(batches, shared) if needed & {"shift", "order"} else (None, 0)
+        if pairs is not None and "shift" in needed:
+            if shared:
+                self.shift.add(pairs)
+            shift = self.shift.mean if self.shift.pairs else mean_log_ratio(pairs)
+        if "kl" in needed:
+            kl = self._reference_point([row for row in rows if "desirable" in row.values], shared)
+        mean_tokens = self._mean_tokens(batches, shared) if self.config.sft_weight else None
+        return GlobalInputs(kl, shift, pairs, first, mean_tokens)
+
+    def _reference_point(self, rows: Sequence[Example], shared: bool) -> Tensor:
+        """KTO's z0 = max(0, mean log-ratio of the global batch's responses after other rows' prompts), nats; 0 of one row.
+
+        Source: Ethayarajh et al. 2024, arXiv:2402.01306.
+        """
+        totals = torch.zeros(2, device=self.engine.process_group.device)  # sum of log-ratios, their number
+        if len(rows) < 2:
+            return totals[0]
+        mismatched = mismatched_rows(rows, self.config.data.max_length, self.bos)
+        for responses in self._log_probs(self._shard(mismatched) if shared else self.collate(mismatched)):
+            assert responses.reference is not None
+            ratios = responses.policy - responses.reference
+            totals += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))])
+        total, count = (self.engine.process_group.sum(totals) if shared else totals).unbind()
+        return (total / count.clamp(min=1)).clamp(min=0)
+
+    def _pairs(self, batches: Sequence[Batch], shared: bool) -> tuple[Tensor, int]:
+        """Log-probabilities of all pairs, [n, 4], and the place of this rank's first one; see `GlobalInputs`."""
+        columns = [torch.empty(0, 4, device=self.engine.process_group.device)]
+        for responses in self._log_probs(batches):
+            assert responses.reference is not None
+            columns.append(torch.stack([*responses.policy.chunk(2), *responses.reference.chunk(2)], dim=1).float())
+        local = torch.cat(columns)
+        if not shared:
+            return local, 0
+        group = self.engine.process_group
+        parts = group.gather_objects(local.cpu())
+        return torch.cat([part.to(local.device) for part in parts]), sum(map(len, parts[: group.rank]))
+
+    def _mean_tokens(self, batches: Sequence[Batch], shared: bool) -> Tensor:
+        """Tokens of preferred responses for each row of the global batch, a scalar."""
+        totals = torch.zeros(2)
+        for batch in batches:
+            if isinstance(batch, PreferenceBatch):
+                tokens = preferred_responses(batch)[batch.ragged.target_rows].sum()
+                totals += torch.tensor([float(tokens), float(batch.weight)])
+        group = self.engine.process_group
+        tokens, count = (group.sum(totals) if shared else totals).to(group.device).unbind()
+        return tokens / count
+
+    def _log_probs(self, batches: Sequence[Batch]) -> Iterator[ResponseLogProbs]:
+        """Log-probabilities of each batch that counts; the ranks call their models equally often."""
+        for batch in joint_batches(batches, self.engine):
+            moved = unwrap_batch(batch.to(self.engine.process_group.device))
+            assert isinstance(moved, PairBatch | RankedBatch | UnpairedBatch)
+            responses = response_log_probs(self.engine.model, self.reference, moved)
+            if not isinstance(batch, ZeroWeightBatch):
+                yield responses
+
+    def _shard(self, rows: Sequence[TokenizedRow]) -> list[Batch]:
+        """This rank's micro-batches of a global batch."""
+        return shard_rows(rows, self.collate, self.engine.process_group.rank, self.engine.process_group.size)
+
+
+def joint_batches(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
+    """The batches; where forwards are collective, the last one again at weight 0 until every rank has as many."""
+    most = engine.process_group.largest(len(batches)) if engine.backend.collective_forward else 0
+    return [*batches, *[ZeroWeightBatch(unwrap_batch(batches[-1]))] * (most - len(batches))]
+
+
+def with_positions(batches: Sequence[Batch], inputs: GlobalInputs) -> list[Batch]:
+    """This rank's batches, with the positions of their pairs among `inputs.pairs` where these are known."""
+    if inputs.pairs is None:
+        return list(batches)
+    numbered, start = [], inputs.first
+    for batch in batches:
+        inner = unwrap_batch(batch)
+        if isinstance(inner, PairBatch):
+            positions = torch.arange(len(inner.lengths) // 2)
+            if isinstance(batch, ZeroWeightBatch):  # counts for nothing, wherever it stands
+                batch = ZeroWeightBatch(replace(inner, pair_positions=positions))
+            else:
+                batch, start = replace(inner, pair_positions=start + positions), start + len(positions)
+        numbered.append(batch)
+    return numbered
+
+
+def mismatched_rows(rows: Sequence[Example], max_length: int, bos: int | None) -> list[Example]:
+    """Each prompt with the response of the row before it, the first one with that of the last, at most `max_length` long.
+
+    The responses are those of the batch itself, as in KTO's own code, and the rows are those of the global batch in the
+    order of the run: the pairing depends neither on micro-batches nor on ranks.
+    """
+    starts = [last_span(row.mask) for row in rows]
+    pieces = [(row.ids[:start], row.ids[start:]) for row, start in zip(rows, starts, strict=True)]
+    mismatched = []
+    for number, row in enumerate(rows):
+        prompt, responses = truncate(pieces[number][0], [pieces[number - 1][1]], max_length, bos)
+        desirable = row.values["desirable"]
+        mismatched.append(Example.answered(prompt, responses, row.row_id, row.source, desirable=desirable))
+    return mismatched
+
+
+# The term that imitates responses
+
+
+def with_sft(
+    loss: LossSum, responses: ResponseLogProbs, batch: PreferenceBatch, inputs: GlobalInputs, *, coef: float
+) -> LossSum:
+    """The loss with the negative log-likelihood of the batch's preferred responses, as a part of a sum over rows.
+
+    Over the whole global batch the parts add up to (rows) * coef * (mean over the preferred responses' tokens of -log p).
+    """
+    preferred = preferred_responses(batch)
+    nll = -torch.where(preferred, responses.policy, 0.0).sum()
+    tokens = torch.where(preferred, responses.tokens, 0.0).sum()
+    mean_tokens = tokens / batch.weight if inputs.mean_tokens is None else inputs.mean_tokens
+    total = loss.total + coef * (nll / mean_tokens.clamp(min=1e-9))
+    return LossSum(total, loss.metrics, loss.means | {"sft_loss": (nll.detach(), tokens)})

@@ -20,8 +20,8 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.config import DPOConfig
-from alignment.algorithms.dpo.global_inputs import joint_batches
-from alignment.algorithms.language import LogProbModel, sequence_log_probs
+from alignment.algorithms.dpo.kin import joint_batches
+from alignment.algorithms.dpo.responses import sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
 from alignment.data.batches import collate
 from alignment.data.examples import Example, RowSequence
@@ -29,6 +29,7 @@ from alignment.data.stream import Stream
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
+from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
@@ -43,17 +44,11 @@ CACHED_ROWS = 256  # of each rank, whose log-probabilities are computed between 
 
 @dataclass(frozen=True)
 class ReferencedRows(RowSequence[Any]):
-    """Rows whose responses know their log-probability under the reference.
+    """Rows whose responses know their log-probability under the reference."""
 
-    Attributes:
-        rows: as they were prepared.
-        values: log-probabilities of all rows' responses, nats, float32, in their order.
-        starts: index of each row's first response in `values`, then their number.
-    """
-
-    rows: Sequence[Any]
-    values: np.ndarray
-    starts: np.ndarray
+    rows: Sequence[Any]  # as they were prepared
+    values: np.ndarray  # log-probabilities of all rows' responses, nats, float32, in their order
+    starts: np.ndarray  # index of each row's first response in `values`, then their number
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.dpo.config import WeightedLoss
-from alignment.algorithms.language import LogProbModel, sequence_log_probs
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
 from alignment.errors import raise_all
 from alignment.losses.preference import f_divergence_scores, preference_metrics
 from alignment.losses.ranking import is_preferred, prompt_accuracy
+from alignment.models.outputs import LogProbModel
+from alignment.ragged import Ragged
 from alignment.training import Run
 
 Means = dict[str, tuple[Tensor, Tensor]]
@@ -33,17 +34,11 @@ CORRELATION, LENGTH_SHARE = 0.5, 0.5
 
 @dataclass(frozen=True)
 class ResponseLogProbs:
-    """Log-probabilities of D responses.
+    """Log-probabilities of D responses."""
 
-    Attributes:
-        policy: of each whole response under the policy, nats, [D].
-        reference: under the reference, [D]; None where no loss asks for it.
-        tokens: of each response, the end token among them, [D].
-    """
-
-    policy: Tensor
-    reference: Tensor | None
-    tokens: Tensor
+    policy: Tensor  # of each whole response under the policy, nats, [D]
+    reference: Tensor | None  # under the reference, [D]; None where no loss asks for it
+    tokens: Tensor  # of each response, the end token among them, [D]
 
     def log_ratios(self, loss: WeightedLoss) -> Tensor:
         """log p - log p_ref of each response, [D], as the loss takes it: of means over tokens, of another divergence.
@@ -79,6 +74,12 @@ def response_log_probs(
     return ResponseLogProbs(ours, theirs, tokens)
 
 
+def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
+    """Log-probability of each document's targets together, nats, [B]."""
+    log_probs = model(batch=batch).log_probs  # [M]
+    return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)
+
+
 def preferred_responses(batch: PreferenceBatch) -> Tensor:
     """True at a batch's responses that are to be imitated: the chosen, the desirable, or the best ones; [D]."""
     if isinstance(batch, PairBatch):
@@ -101,17 +102,11 @@ def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> No
 
 
 class WatchedMetrics(NamedTuple):
-    """Metrics of one micro-batch.
+    """Metrics of one micro-batch."""
 
-    Attributes:
-        sums: over its rows.
-        means: with weights of their own.
-        accuracy: of each row, [B].
-    """
-
-    sums: dict[str, Tensor]
-    means: Means
-    accuracy: Tensor
+    sums: dict[str, Tensor]  # over its rows
+    means: Means  # with weights of their own
+    accuracy: Tensor  # of each row, [B]
 
 
 def metrics_of(

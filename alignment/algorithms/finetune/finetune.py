@@ -126,7 +126,7 @@ class FinetuneConfig(Settings):
         ),
         Rule(
             "data",
-            lambda c: ", ".join(c.data.unread("mixing", "loss_weight", "chat_template", "as_messages")),
+            lambda c: ", ".join(c.data.unread("mixing", "chat_template", "as_messages")),
             "is read whole, every row once per epoch and alike; leave out {found}",
         ),
     )
@@ -138,9 +138,6 @@ def run(config: FinetuneConfig) -> Path:
     Each update minimizes the mean of -log p(label) over the labels of the global batch: rows, labeled words, or
     windows. Plain transformers opens the result with the class of its head; for multiple choice with
     AutoModelForSequenceClassification, one score for each choice.
-
-    Raises:
-        UserError: bad rows, labels or settings, before a model is loaded; a bad checkpoint.
     """
     with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
         if run.finished:
@@ -166,16 +163,10 @@ def run(config: FinetuneConfig) -> Path:
         model = freeze(model, config.frozen_trunk, config.adapter)
         engine, stream = prepare_training(model, config, train.examples, run)
         set_training_mode(model, config.frozen_trunk)
-        fit(
-            engine,
-            stream,
-            collate_tasks,
-            finetune_loss_fn(engine.model, form.task, config.language_coef),
-            training=config.training,
-            run=run,
-            evaluate=partial(evaluate_task, config, form, engine, held_out) if held_out else None,
-            save=partial(save, config, form, engine, model, tokenizer),
-        )
+        loss_fn = finetune_loss_fn(engine.model, form.task, config.language_coef)
+        evaluate = partial(evaluate_task, config, form, engine, held_out) if held_out else None
+        finish = partial(save, config, form, engine, model, tokenizer)
+        fit(engine, stream, collate_tasks, loss_fn, training=config.training, run=run, evaluate=evaluate, save=finish)
         return run.output / "model"
 
 
@@ -213,14 +204,8 @@ def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFo
 
 
 def read_part(
-    config: FinetuneConfig,
-    form: TaskFormat,
-    tokenizer: Tokenizer,
-    run: Run,
-    part: Part,
-    *,
-    names: dict[int, str] | None = None,
-) -> LabeledExamples:
+    config: FinetuneConfig, form: TaskFormat, tokenizer: Tokenizer, run: Run, part: Part, *, names: dict[int, str] | None = None
+) -> LabeledExamples:  # fmt: skip
     """The examples of one part of the data, whose labels keep to `names`; rows that were dropped or cut are noted in the run."""
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:

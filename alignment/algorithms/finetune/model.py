@@ -68,22 +68,15 @@ class DoubleHeadsModel(nn.Module):
 
 
 def start_classifier(
-    source: Path | dict[str, Any],
-    task: FinetuneTask,
-    labels: dict[str, Any],
-    vocabulary: int,
-    language: bool,
-    *,
-    adapter: MergeableSpec | None = None,
-    weights: WeightsConfig = DEFAULT_WEIGHTS,
-) -> nn.Module:
+    source: Path | dict[str, Any], task: FinetuneTask, labels: dict[str, Any], vocabulary: int, language: bool, *,
+    adapter: MergeableSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS,
+) -> nn.Module:  # fmt: skip
     """The model to train, with a new classification head.
 
     Weights are float32; under an adapter all but the classification head are frozen and held as `weights` says.
 
     Args:
         source: directory of a checkpoint, or the config of a fresh model.
-        labels: from `label_config`.
         vocabulary: tokens of the tokenizer; a decoder with a smaller embedding is resized.
         language: keep the checkpoint's language head, for the auxiliary language-model loss.
     """
@@ -111,10 +104,7 @@ def start_classifier(
 def resize_vocabulary(
     classifier: SequenceClassifier | TokenClassifier, language_head: VocabularyHead | None, vocabulary: int
 ) -> None:
-    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model.
-
-    The new rows are float32, and so is a whole table then.
-    """
+    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model."""
     trunk, old = classifier.trunk, classifier.trunk.spec.vocabulary
     init = trunk.spec.init
     std = init.std if isinstance(init, InitSpec) else 1.0
@@ -179,8 +169,7 @@ def _quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
 def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of the plain classifier in float32, any adapter merged into its weights.
 
-    Quantized matrices, which are whole on every rank, get the values that they compute with. Of `state`, that of the whole
-    model as trained, `read_names` are enough.
+    Quantized matrices, which are whole on every rank, get the values that they compute with.
     """
     state = {name: state[name] for name in read_names(model, state)}
     state |= {f"{name}.weight": dequantized(layer).cpu() for name, layer in _quantized_layers(model).items()}

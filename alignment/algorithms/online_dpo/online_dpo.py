@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
-from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
+from alignment.algorithms.dpo.kin import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
@@ -41,14 +41,10 @@ from alignment.training.distributed import ProcessGroup, shares_weights
 
 @dataclass
 class OnlineDPOState(SamplingState):
-    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side.
-
-    Attributes:
-        updates: learns from pairs.
-    """
+    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side."""
 
     _: KW_ONLY
-    updates: PreferenceUpdates
+    updates: PreferenceUpdates  # learns from pairs
 
     def saved(self) -> dict[str, object]:
         return super().saved() | {"updates": self.updates.state()}
@@ -150,7 +146,9 @@ def make_pairs(
     shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
     shaped; a pair's margin is the difference of scores as they are compared.
     """
-    count, compared = config.responses_per_prompt, compared_scores(rollout, config)
+    count = config.responses_per_prompt
+    shaped = rollout.scores if rollout.shaped_scores is None else rollout.shaped_scores
+    compared = shaped - config.missing_end_penalty * rollout.score_deviation * (~rollout.ended).float()
     best, worst, tied, unjudged = max_and_min(compared.view(-1, count), config.tie_margin)
 
     def example(i: int) -> Example:
@@ -179,12 +177,6 @@ def make_pairs(
         metrics |= {"score_margin": (chosen - rejected) / number}
     everyone = sorted((pair for part in group.gather_objects(pairs) for pair in part), key=lambda pair: pair[0])
     return [pair for _, pair in everyone], metrics
-
-
-def compared_scores(rollout: Rollout, config: OnlineDPOConfig) -> Tensor:
-    """Scores as they are compared, [B]: of several rewards shaped, less the penalty of responses that did not end."""
-    shaped = rollout.scores if rollout.shaped_scores is None else rollout.shaped_scores
-    return shaped - config.missing_end_penalty * rollout.score_deviation * (~rollout.ended).float()
 
 
 def update_policy(

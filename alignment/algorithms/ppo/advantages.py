@@ -1,16 +1,15 @@
 """Advantages of a rollout, by which each token's update is multiplied, and importance weights of samples of another policy."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rollout import Baseline, Rollout, greedy_baseline
-from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
-from alignment.data.examples import Example
+from alignment.algorithms.ppo.rollout import Baseline, Rollout
+from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.losses.policy import (
     dr_grpo_advantages,
     gae,
@@ -95,13 +94,6 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
     shaped = scored.shaped_scores
     scores = normalizer.scale * scored.scores + normalizer.shift if shaped is None else shaped
     return scores - penalty * (~scored.ended).float()
-
-
-def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Rollout:
-    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's."""
-    if config.advantages != "remax":
-        return rollout
-    return replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))
 
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:

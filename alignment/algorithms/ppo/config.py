@@ -98,11 +98,6 @@ class SamplingSettings(Settings):
 
     RULES = (
         Rule(
-            "data",
-            lambda c: c.data.unread("loss_weight"),
-            "counts all rows alike, without {found[0]}; draw by weights: data.mixing",
-        ),
-        Rule(
             "minibatches",
             lambda c: c.minibatches > c.training.batch_size,
             "({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})",
@@ -408,11 +403,6 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             "pretrain_coef",
             lambda c: c.pretrain_coef > 0 and c.pretrain is None,
             "above 0 needs `pretrain`, the text; leave it out or set it to 0",
-        ),
-        Rule(
-            "pretrain",
-            lambda c: c.pretrain is not None and c.pretrain.unread("loss_weight"),
-            "counts all rows alike, without {found[0]}; draw by weights: pretrain.mixing",
         ),
         Rule(
             "pretrain.evaluation",

@@ -37,7 +37,7 @@ def policy_loss_fn(
     def loss_fn(batch: RolloutBatch) -> LossSum:
         output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True, **heads)
         cost, metrics = policy_cost(output, batch, config, kl_coef)
-        ratio_errors.append(largest_ratio_error(output, batch))
+        ratio_errors.append(((output.log_probs - batch.log_probs).detach().exp() - 1).abs().max())
         if config.shares_trunk:
             assert output.values is not None
             value_costs = value_cost(output.values, batch, config)
@@ -96,11 +96,6 @@ def value_cost(values: Tensor, batch: RolloutBatch, config: PPOConfig) -> Tensor
     """Clipped squared error of the value before each response token, [M]."""
     assert batch.values is not None
     return clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
-
-
-def largest_ratio_error(output: LanguageOutput, batch: RolloutBatch) -> Tensor:
-    """Largest |ratio - 1| of a token; rounding alone before the first update."""
-    return ((output.log_probs - batch.log_probs).detach().exp() - 1).abs().max()
 
 
 def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, config: PPOConfig) -> LossSum:

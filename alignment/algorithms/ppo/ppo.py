@@ -4,22 +4,23 @@ Left out of the textbook algorithm: dropout, which is off in policy and value mo
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.language import language_loss_fn
-from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
+from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.metrics import rollout_metrics
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
+from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, greedy_baseline, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
 from alignment.algorithms.ppo.state import PPOState
 from alignment.algorithms.runs import open_run
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.rewards.functions import function_files
@@ -66,7 +67,8 @@ def iterate(
     """
     reduce = state.process_group.sum
     rollout = collect(state, config, prompts, step)  # responses, log-probs, reference log-probs, values, scores
-    rollout = add_baseline(rollout, state, config, prompts)  # for advantages=remax
+    if config.advantages == "remax":
+        rollout = replace(rollout, baseline=greedy_baseline(rollout, state, config, prompts))
     if not reduce(rollout.learned.sum()):
         raise UserError("rewards: no response of this iteration has a score, so there is nothing to learn from")
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)

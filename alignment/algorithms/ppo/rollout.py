@@ -14,7 +14,7 @@ from alignment.algorithms.policies import Reference
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.state import PPOState, SampledResponses, SamplingState
 from alignment.data.examples import Example
-from alignment.generation import Responses, SamplingConfig, decode_responses
+from alignment.generation import Generation, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
 from alignment.models.model import Model
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
@@ -166,7 +166,7 @@ def sample(
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
     batch_size: int,
-) -> Responses:
+) -> Generation:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
     backend, group = state.policy.backend, state.process_group
     sampler = cast(Model, backend.unwrapped)

@@ -39,7 +39,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weight_bytes import written
 from alignment.ragged import Batch
-from alignment.reward_model.calibration import read_calibration
+from alignment.reward_model.model import read_calibration
 from alignment.training import Engine, Run, shard_rows
 from alignment.training.distributed import ProcessGroup, shares_weights
 

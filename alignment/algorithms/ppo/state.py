@@ -11,7 +11,7 @@ from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.data.examples import Example
 from alignment.errors import UserError
-from alignment.generation import Responses, SamplingConfig
+from alignment.generation import Generation, SamplingConfig
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Batch, Ragged, Sharing
 from alignment.rewards.combine import Rewards, ScoreFunction, mean_and_std, no_std_reason
@@ -31,17 +31,12 @@ class AdaptiveKL:
 
     error = clip(kl / target - 1, -0.2, 0.2);  coef <- coef * (1 + error * n / horizon)
 
-    Attributes:
-        coef: penalty weight now, the whole state.
-        target: wanted KL per response, nats.
-        horizon: responses over which the error is worked off.
-
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (their K_beta is 1 / horizon per response).
     """
 
-    coef: float
-    target: float
-    horizon: float
+    coef: float  # penalty weight now, the whole state
+    target: float  # wanted KL per response, nats
+    horizon: float  # responses over which the error is worked off
 
     def __post_init__(self) -> None:
         if not min(self.coef, self.target, self.horizon) > 0:
@@ -71,17 +66,13 @@ class FixedKL:
 class ScoreNormalizer:
     """Gives scores mean 0 and deviation 1 on the first samples: scale * score + shift.
 
-    Attributes:
-        enabled: False leaves scores as they are.
-        fitted: True once scale and shift are set; the first samples set them for the whole run.
-
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (there on samples of the reference, as here).
     """
 
-    enabled: bool = True
+    enabled: bool = True  # False leaves scores as they are
     scale: float = 1.0
     shift: float = 0.0
-    fitted: bool = False
+    fitted: bool = False  # True once scale and shift are set; the first samples set them for the whole run
 
     def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
         """Set scale and shift by the first scores, [B] on each rank, without those that are missing (not a number)."""
@@ -100,17 +91,11 @@ class ScoreNormalizer:
 
 @dataclass(frozen=True)
 class SampledResponses:
-    """This rank's responses to the prompts of an iteration, before any network is asked about them.
+    """This rank's responses to the prompts of an iteration, before any network is asked about them."""
 
-    Attributes:
-        prompts: of each response.
-        numbers: global number of each response over the whole run, ascending.
-        responses: token ids, log-probabilities in the distribution that they were drawn from, and ends.
-    """
-
-    prompts: list[Example]
-    numbers: list[int]
-    responses: Responses
+    prompts: list[Example]  # of each response
+    numbers: list[int]  # global number of each response over the whole run, ascending
+    responses: Generation  # token ids, log-probabilities in the distribution that they were drawn from, and ends
 
 
 @dataclass
@@ -143,7 +128,7 @@ class NextRollout:
             count = len(saved) // len(prompts)  # responses to each prompt, side by side
             local = [row for row in range(len(saved)) if row // count % group.size == group.rank]
             numbers, *columns = (list(column) for column in zip(*(saved[row] for row in local), strict=True))
-            self.waiting = SampledResponses([prompts[row // count] for row in local], numbers, Responses(*columns))
+            self.waiting = SampledResponses([prompts[row // count] for row in local], numbers, Generation([], *columns))
 
 
 # Held-out prompts and alarms

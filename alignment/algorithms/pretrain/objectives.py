@@ -10,12 +10,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Interval
-from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.masked import SentencePairBatch, collate_masked, collate_sentence_pairs, mask_tokens_of
-from alignment.data.pretraining.prepare import collate_seq2seq, infilling, prefix_modeling, span_corruption
+from alignment.data.pretraining.prepare import (
+    SentencePairBatch,
+    collate_masked,
+    collate_sentence_pairs,
+    collate_seq2seq,
+    infilling,
+    mask_tokens_of,
+    prefix_modeling,
+    span_corruption,
+)
 from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss, next_sentence_loss
@@ -141,13 +148,9 @@ def collate_for_objective(
             return partial(collate_masked, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
         case SentencePairs(masking=masking):
             return partial(
-                collate_sentence_pairs,
-                passages=examples,
-                template=special_token_template(tokenizer),
-                masking=masking,
-                mask_tokens=mask_tokens_of(tokenizer),
-                max_length=max_length,
-            )
+                collate_sentence_pairs, passages=examples, template=special_token_template(tokenizer), masking=masking,
+                mask_tokens=mask_tokens_of(tokenizer), max_length=max_length,
+            )  # fmt: skip
         case SpanCorruption(density=density, mean_span=mean_span):
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
         case PrefixLM():
@@ -182,10 +185,7 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
 def distillation_loss_fn(
     student: LogitsModel, teacher: LogitsModel, config: DistillationConfig, sources: Sources = ONE_SOURCE
 ) -> LossFn:
-    """Loss function of distillation: the terms of `DistillationConfig`, summed over the batch's targets.
-
-    The load-balancing loss of experts is not part of it.
-    """
+    """Loss function of distillation: the terms of `DistillationConfig`, summed over the batch's targets, no other loss."""
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
@@ -193,7 +193,9 @@ def distillation_loss_fn(
         output = student(batch=batch, return_logits=True)
         soft_each = distillation_loss(output.logits, teacher_output.logits, temperature=config.temperature)
         soft = soft_each.sum()
-        hard = label_loss(output.logits.float(), target_tokens(batch))
+        documents = batch.decoder if isinstance(batch, Seq2Seq) else batch
+        targets = documents.tokens[documents.target_index] if documents.labels is None else documents.labels
+        hard = label_loss(output.logits.float(), targets)
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
@@ -203,9 +205,3 @@ def distillation_loss_fn(
         return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))
 
     return loss_fn
-
-
-def target_tokens(batch: Ragged | Seq2Seq) -> Tensor:
-    """The token to predict at each of the batch's targets, [M]."""
-    documents = batch.decoder if isinstance(batch, Seq2Seq) else batch
-    return documents.tokens[documents.target_index] if documents.labels is None else documents.labels

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import (
     Policy,
     check_new_tokens,
@@ -27,6 +26,7 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, sources_of
+from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
@@ -154,14 +154,6 @@ class PretrainConfig(Settings):
             lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
             "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
         ),
-        Rule(
-            "data",
-            lambda c: (
-                (c.objective.kind == "sentence_pairs" or c.distillation is not None)
-                and ", ".join(c.data.unread("loss_weight"))
-            ),
-            "of distillation and sentence_pairs counts all rows alike, without {found}; draw by data.mixing",
-        ),
     )
 
     @property
@@ -174,9 +166,6 @@ def run(config: PretrainConfig) -> Path:
     """Train a language model on running text and return its directory, `output/model`.
 
     Documents do not see each other. A causal one is BOS, text, end token.
-
-    Raises:
-        UserError: bad data, tokenizer or model settings, before any training.
     """
     teacher_source = config.distillation.teacher if config.distillation else None
     with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
@@ -191,35 +180,25 @@ def run(config: PretrainConfig) -> Path:
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         sources = sources_of(config.data)
-        loss_fn = held_out_loss_fn = language_loss_fn(engine.model, sources)
-        if config.objective.kind == "sentence_pairs":
-            loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model, sources)
-        elif config.distillation is not None:
+        of_kind = sentence_pair_loss_fn if config.objective.kind == "sentence_pairs" else language_loss_fn
+        loss_fn = held_out_loss_fn = of_kind(engine.model, sources)
+        if config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
             loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation, sources)
+        start_id = policy.model.spec.start_token if MODELS[config.objective.kind] == "Seq2SeqModel" else None
         collate = partial(
-            collate_for_objective,
-            config.objective,
-            tokenizer,
-            start_id=policy.model.spec.start_token if MODELS[config.objective.kind] == "Seq2SeqModel" else None,
-            max_length=config.data.max_length,
+            collate_for_objective, config.objective, tokenizer, start_id=start_id, max_length=config.data.max_length
         )
         evaluate = None
         if held_out:
-            batches = sources.weighted(collate(held_out))(
-                fixed_seed_rows(held_out), micro_batch_tokens=config.training.tokens_per_forward
-            )
+            rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
+            batches = collate(held_out)(rows, micro_batch_tokens=tokens)
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
+        save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(
-            engine,
-            EpochStream(stream),
-            sources.weighted(collate(train)),
-            loss_fn,
-            training=config.training,
-            run=run,
-            evaluate=evaluate,
-            save=partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size),
-        )
+            engine, EpochStream(stream), collate(train), loss_fn,
+            training=config.training, run=run, evaluate=evaluate, save=save,
+        )  # fmt: skip
         return run.output / "model"
 
 

@@ -45,12 +45,8 @@ class EpochStream(Generic[Row]):
     def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, in the order of `Stream.rows_at`."""
         stream = self.stream
-        return [
-            SeededRow(row, stream.seed, epoch, index)
-            for row, index, epoch in zip(
-                stream.rows_at(step), stream.positions_at(step), stream.epochs_at(step), strict=True
-            )
-        ]
+        rows = zip(stream.rows_at(step), stream.positions_at(step), stream.epochs_at(step), strict=True)
+        return [SeededRow(row, stream.seed, epoch, index) for row, index, epoch in rows]
 
     def state(self) -> OrderState | None:
         """The state of the stream, where it has one."""
@@ -113,14 +109,13 @@ def choose(
     Returns:
         Group of each token, [N]: `NOT_CHOSEN`, or a number from 0; tokens of one group are replaced in the same way.
     """
-    count = budget(sum(maskable), masking.rate)
+    count, choice = budget(sum(maskable), masking.rate), np.full(len(maskable), NOT_CHOSEN)
     if masking.units == "spans":
-        return _choose_spans(maskable, word_starts, count, masking, generator)
+        return _choose_spans(words_of(maskable, word_starts), choice, count, masking, generator)
     if masking.units == "words":
         chosen = _choose_words(words_of(maskable, word_starts), count, generator)
     else:  # each set of tokens equally likely; Devlin et al. 2019, arXiv:1810.04805, section 3.1
         chosen = generator.choice(np.flatnonzero(maskable), count, replace=False)
-    choice = np.full(len(maskable), NOT_CHOSEN)
     choice[np.sort(chosen)] = np.arange(len(chosen))
     return choice
 
@@ -138,11 +133,7 @@ def _choose_words(words: Sequence[tuple[int, int]], most: int, generator: np.ran
 
 
 def _choose_spans(
-    maskable: Sequence[bool],
-    word_starts: Sequence[bool],
-    most: int,
-    masking: Masking,
-    generator: np.random.Generator,
+    words: Sequence[tuple[int, int]], choice: np.ndarray, most: int, masking: Masking, generator: np.random.Generator
 ) -> np.ndarray:
     """Spans of whole words until the budget is met, each a group; the last word may exceed it.
 
@@ -151,8 +142,7 @@ def _choose_spans(
 
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """
-    words, probabilities = words_of(maskable, word_starts), span_lengths(masking.span_stop, masking.longest_span)
-    choice, spans, count = np.full(len(maskable), NOT_CHOSEN), 0, 0
+    probabilities, spans, count = span_lengths(masking.span_stop, masking.longest_span), 0, 0
     for number in generator.permutation(len(words)):
         if count >= most:
             break

@@ -1,35 +1,297 @@
-"""Texts for every pretraining objective, and the batches of encoder-decoders: span corruption, prefixes, infilling."""
+"""Texts and batches of every pretraining objective: masked texts, BERT's sentence pairs, encoder-decoders.
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal
+The corruption itself is in corruption.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from alignment.data.config import DataConfig, Part
 from alignment.data.examples import Example
 from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining import corruption
-from alignment.data.pretraining.corruption import Ids, SeededRow
-from alignment.data.pretraining.masked import (
-    NO_TOKEN,
-    mask_tokens_of,
-    split_texts,
-    tokenize_for_corruption,
-    tokenize_passages,
-)
+from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
-from alignment.data.table import Rows, lengths_of
-from alignment.data.text.special_tokens import document_end_id, sentinel_ids, special_token_template
-from alignment.data.text.truncation import text_budget
-from alignment.data.tokenize import tokenize_texts
+from alignment.data.table import Rows, lengths_of, mask_of, runs_of
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    SpecialTokenTemplate,
+    TokenizedText,
+    document_end_id,
+    sentinel_ids,
+    special_token_template,
+    tokenize_with_offsets,
+)
+from alignment.data.text.truncation import even_slices, text_budget, truncate_longest
+from alignment.data.tokenize import TEXT_CUT, tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
+from alignment.ragged import Ragged, RaggedBatch, Seq2Seq, group_rows_by_length
 
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 TOO_SHORT = "text of a single token, too short for a source and a target"
+MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
+NO_TOKEN = "text of which the tokenizer makes no token"
+FOLLOWS, OTHER_TEXT = 0, 1
+ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
+LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut off"
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+Sentence = list[tuple[int, bool]]  # token ids, and True where a word begins
+MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and True at the chosen positions, [N]
+
+
+# Masked texts
+
+
+class MaskTokens(NamedTuple):
+    """The id of the mask token, and the ids that random replacements are drawn from, ascending: no special tokens."""
+
+    mask_id: int
+    random_ids: np.ndarray
+
+
+def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
+    """The mask tokens of a tokenizer."""
+    vocabulary = tokenizer.get_vocab()
+    candidates = (tokenizer.mask_token_id, *map(vocabulary.get, MASK_NAMES))
+    if (mask := next((each for each in candidates if each is not None), None)) is None:
+        raise UserError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has no mask token; train a wordpiece one, or a bpe one whose "
+            "special tokens hold <mask>"
+        )
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
+
+
+def corruption_example(
+    text: EncodedText, words: Sequence[Sequence[bool]], row_id: str, source: int = 0, **values: object
+) -> Example:
+    """A text or a pair with its special tokens; its mask is True for its own tokens, its value `word_starts` runs of `words`.
+
+    `words` are True where a word of a text begins; the first token begins one, even of a part of a text.
+    """
+    starts = [False] * len(text.ids)
+    for first, flags in zip(text.starts, words, strict=True):
+        starts[first : first + len(flags)] = [True, *flags[1:]] if flags else []
+    return Example.single(text.ids, text.is_text, row_id, source, word_starts=runs_of(starts), **values)
+
+
+def tokenize_for_corruption(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+    """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
+    template = special_token_template(tokenizer)
+    parts, counts = split_texts(rows, tokenizer, text_budget(max_length, template.size(1), least=1), {0: NO_TOKEN})
+    examples = [
+        corruption_example(template.encode(text.ids[part]), [text.word_starts[part]], row.row_id)
+        for row, text, part in parts
+    ]
+    return examples, counts.with_documents(example.ids for example in examples)
+
+
+def split_texts(
+    rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
+) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
+    """Each text in parts of at most `budget` tokens; texts of a length in `dropped` are dropped for the reason there."""
+    parts, counts = [], Tally(rows=len(rows))
+    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
+        if len(text.ids) in dropped:
+            counts.drop(dropped[len(text.ids)], row.row_id)
+            continue
+        counts.kept += 1
+        if len(text.ids) > budget:
+            counts.note_cut(TEXT_CUT, row.row_id)
+        parts += [(row, text, part) for part in even_slices(len(text.ids), budget)]
+    return parts, counts
+
+
+def collate_masked(
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
+) -> list[Ragged]:
+    """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
+    masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
+    return [masked_batch(group) for group in _grouped(masked, micro_batch_tokens)]
+
+
+def _grouped(masked: Sequence[MaskedExample], micro_batch_tokens: int) -> list[list[MaskedExample]]:
+    return group_rows_by_length(masked, [len(ids) for _, ids, _ in masked], micro_batch_tokens)
+
+
+def mask_example(
+    example: Example, masking: Masking, mask_tokens: MaskTokens, generator: np.random.Generator
+) -> MaskedExample:
+    """The example with its ids corrupted."""
+    choice = corruption.choose(example.mask, mask_of(example.values["word_starts"]), masking, generator)
+    ids = corruption.replace_chosen(example.ids, choice, masking, generator, **mask_tokens._asdict())
+    return example, ids, choice != NOT_CHOSEN
+
+
+def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
+    """One ragged batch of masked examples."""
+    ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
+    ragged = ragged.with_sources([example.source for example, _, _ in masked])
+    targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
+    rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
+    originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
+    return replace(
+        ragged, target_index=targets, target_rows=rows[targets], labels=originals[targets], weight=float(len(targets))
+    )
+
+
+@dataclass(frozen=True)
+class SentencePairBatch(RaggedBatch):
+    """B masked pairs, and 0 or 1 of each: 0 where B follows A in its text. Its weight is B; `ragged` counts masked tokens."""
+
+    labels: Tensor
+
+    @property
+    def weight(self) -> float:
+        """Pairs that count."""
+        return float(len(self.labels))
+
+    @cached_property
+    def token_shares(self) -> Tensor:
+        """One over the masked tokens of its pair, for each masked token, [M]: the masked loss is a sum of means over pairs."""
+        counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
+        return 1.0 / counts[self.ragged.target_rows]
+
+
+def passage_of(sentences: Sequence[Sentence], text: int, row_id: str) -> Example:
+    """Successive sentences of one text that together about fill a pair; True where words begin, with their `sizes`."""
+    ids, starts = zip(*(token for sentence in sentences for token in sentence), strict=True)
+    return Example.single([*ids], [*starts], row_id, sizes=[len(sentence) for sentence in sentences], text=text)
+
+
+def sentences_in(passage: Example) -> list[Sentence]:
+    """The sentences of a passage."""
+    tokens = list(zip(passage.ids, passage.mask, strict=True))
+    return [tokens[start:stop] for start, stop in pairwise([0, *accumulate(passage.values["sizes"])])]
+
+
+def sentences_of(text: str) -> list[str]:
+    """The text split after . ! and ? before white space, and at line breaks; no sentence is empty."""
+    return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
+
+
+def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+    """Texts as passages of successive sentences; each sentence is in one passage."""
+    counts, passages = Tally(rows=len(rows)), []
+    budget = text_budget(max_length, special_token_template(tokenizer).size(2))
+    for document, row in enumerate(rows):
+        texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
+        sentences = [list(zip(text.ids, text.word_starts, strict=True)) for text in texts if text.ids]
+        if len(sentences) < 2:
+            counts.drop(ONE_SENTENCE, row.row_id)
+            continue
+        counts.kept += 1
+        groups = group_sentences([len(sentence) for sentence in sentences], budget)
+        passages += [passage_of(sentences[part], document, row.row_id) for part in groups]
+        for part in groups:
+            if _tokens(sentences[part]) > budget:
+                counts.note_cut(LONG_SENTENCES, row.row_id)
+    if counts.kept < 2:
+        raise UserError("sentence pairs need at least two texts of two sentences or more; " + counts.lines()[0])
+    return passages, counts.with_documents(ids for passage in passages for ids in passage.documents)
+
+
+def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Successive groups of at least two sentences, each of at most `budget` tokens unless two sentences are longer."""
+    edges, filled = [0], 0
+    for number, length in enumerate(lengths):
+        if number - edges[-1] >= 2 and filled + length > budget:
+            edges.append(number)
+            filled = 0
+        filled += length
+    if len(lengths) - edges[-1] == 1:  # a single last sentence takes one from the group before, or joins it
+        if len(edges) > 1 and edges[-1] - edges[-2] > 2:
+            edges[-1] -= 1
+        else:
+            edges.pop()
+    return [slice(start, stop) for start, stop in pairwise([*edges, len(lengths)])]
+
+
+def collate_sentence_pairs(
+    rows: Sequence[SeededRow[Example]],
+    micro_batch_tokens: int,
+    *,
+    passages: Sequence[Example],
+    template: SpecialTokenTemplate,
+    masking: Masking,
+    mask_tokens: MaskTokens,
+    max_length: int,
+) -> list[SentencePairBatch]:
+    """Masked pairs as batches; in half of the pairs B is replaced by sentences of another of the `passages`."""
+    masked = []
+    for row in rows:
+        generator = row.generator()
+        pair = make_pair(row.row, passages, template, max_length, generator)
+        masked.append(mask_example(pair, masking, mask_tokens, generator))
+    batches = []
+    for group in _grouped(masked, micro_batch_tokens):
+        segments = torch.tensor([segment for pair, _, _ in group for segment in pair.values["segments"]])
+        labels = torch.tensor([pair.values["label"] for pair, _, _ in group])
+        batches.append(SentencePairBatch(replace(masked_batch(group), segments=segments), labels))
+    return batches
+
+
+def make_pair(
+    passage: Example,
+    passages: Sequence[Example],
+    template: SpecialTokenTemplate,
+    max_length: int,
+    generator: np.random.Generator,
+) -> Example:
+    """A passage split in two at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
+
+    The replacement is about as long as what it replaces, so that the length does not give the label away. What is
+    replaced is not read in this epoch; another epoch splits and replaces differently. The values are `segments`, 0 or 1
+    for the text of each token, and the `label`, 0 where B follows A in its text and 1 where it comes from another.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.2.
+    """
+    sentences = sentences_in(passage)
+    edge = int(generator.integers(1, len(sentences)))
+    first, second, label = sentences[:edge], sentences[edge:], FOLLOWS
+    if generator.random() < 0.5:
+        second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
+    sides = [[token for sentence in side for token in sentence] for side in (first, second)]
+    kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
+    encoded = template.encode(*([token for token, _ in side] for side in kept))
+    words = [[starts for _, starts in side] for side in kept]
+    return corruption_example(encoded, words, passage.row_id, passage.source, segments=encoded.segments, label=label)
+
+
+def other_sentences(
+    passage: Example, passages: Sequence[Example], tokens: int, generator: np.random.Generator
+) -> list[Sentence]:
+    """Successive sentences of a passage of another text, together as close to `tokens` as whole sentences allow.
+
+    They begin at a random sentence from which enough tokens are left, or at the passage's first if there is none.
+    """
+    other = passage
+    while other.values["text"] == passage.values["text"]:
+        other = passages[int(generator.integers(len(passages)))]
+    sentences = sentences_in(other)
+    starts = [start for start in range(1, len(sentences)) if _tokens(sentences[start:]) >= tokens]
+    start = int(generator.integers(len(starts) + 1))  # fewer sentences have fewer tokens: starts are 1, 2, ...
+    stop = start + 1
+    while stop < len(sentences) and _tokens(sentences[start:stop]) + len(sentences[stop]) / 2 <= tokens:
+        stop += 1
+    return sentences[start:stop]
+
+
+def _tokens(sentences: Sequence[Sentence]) -> int:
+    return sum(map(len, sentences))
+
+
+# Encoder-decoders
 
 
 def tokenize_plain(
@@ -37,9 +299,7 @@ def tokenize_plain(
 ) -> tuple[list[Example], Tally]:
     """Texts for encoder-decoders, without special tokens, in parts whose sources have at most `max_length` tokens.
 
-    Args:
-        special_tokens: number of tokens that corruption will add: 1 for the end token, 3 for BART's decoder start,
-            first and last token.
+    Corruption will add the `special_tokens`: an end token, or BART's decoder start, first and last token.
     """
     budget = text_budget(max_length, special_tokens, least=3)
     parts, counts = split_texts(rows, tokenizer, budget, {0: NO_TOKEN, 1: TOO_SHORT})
@@ -48,6 +308,66 @@ def tokenize_plain(
     ]
     return examples, counts.with_documents(example.ids for example in examples)
 
+
+def span_corruption(
+    tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
+) -> Corrupt:
+    """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it."""
+    sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
+    lengths = np.unique(lengths_of(examples)).tolist()
+    needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)
+    if needed > len(sentinels):
+        raise UserError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has {len(sentinels)} sentinels (<extra_id_0>, ...), and a "
+            f"text of {max(lengths)} tokens takes {needed}; lower data.max_length, "
+            "lengthen the mean span, or train the tokenizer with more sentinels"
+        )
+    corrupt = partial(corruption.corrupt_spans, sentinels=sentinels, density=density, mean_span=mean_span)
+    return lambda ids, generator: _ended(corrupt(ids, generator=generator), end)
+
+
+def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
+    """T5's prefix language modeling of a text: its first part and the rest, each with the end token after it."""
+    end = document_end_id(tokenizer)
+    return lambda ids, generator: _ended(corruption.split_prefix(ids, generator), end)
+
+
+def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
+    """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
+    mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
+
+    def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
+        source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
+        return template.encode(source).ids, template.encode(ids).ids
+
+    return corrupt
+
+
+def _ended(sides: tuple[list[int], list[int]], end: int) -> tuple[list[int], list[int]]:
+    return [*sides[0], end], [*sides[1], end]
+
+
+def collate_seq2seq(
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, corrupt: Corrupt, start_id: int
+) -> list[Seq2Seq]:
+    """Corrupted texts as batches for encoder-decoders, source and target together at most `micro_batch_tokens` tokens.
+
+    Each target begins with `start_id`, which starts the decoder and is never predicted.
+    """
+    sides = [corrupt(row.row.ids, row.generator()) for row in rows]
+    pairs = [(row.row, source, [start_id, *target]) for row, (source, target) in zip(rows, sides, strict=True)]
+    lengths = [len(source) + len(target) for _, source, target in pairs]
+    batches = []
+    for group in group_rows_by_length(pairs, lengths, micro_batch_tokens):
+        examples, sources, targets = zip(*group, strict=True)
+        names = [example.row_id for example in examples]
+        nothing = [[False] * len(source) for source in sources]
+        decoder = Ragged.build(targets, row_ids=names).with_sources([example.source for example in examples])
+        batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), decoder))
+    return batches
+
+
+# Every objective
 
 TOKENIZE_TEXT: dict[Objective, Tokenize] = {
     "causal": tokenize_texts,
@@ -74,61 +394,3 @@ def prepare_text(
 
         return open_stream(preparation, config, tokenizer)
     return prepare_with(preparation, config, tokenizer, part=part)
-
-
-def span_corruption(
-    tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
-) -> Corrupt:
-    """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it."""
-    sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
-    lengths = np.unique(lengths_of(examples)).tolist()
-    needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)
-    if needed > len(sentinels):
-        raise UserError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} has {len(sentinels)} sentinels (<extra_id_0>, ...), and a "
-            f"text of {max(lengths)} tokens takes {needed}; lower data.max_length, "
-            "lengthen the mean span, or train the tokenizer with more sentinels"
-        )
-    corrupt = partial(corruption.corrupt_spans, sentinels=sentinels, density=density, mean_span=mean_span)
-    return lambda ids, generator: _with_end_token(corrupt(ids, generator=generator), end)
-
-
-def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
-    """T5's prefix language modeling of a text: its first part and the rest, each with the end token after it."""
-    end = document_end_id(tokenizer)
-    return lambda ids, generator: _with_end_token(corruption.split_prefix(ids, generator), end)
-
-
-def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
-    """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
-    mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
-
-    def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-        source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
-        return template.encode(source).ids, template.encode(ids).ids
-
-    return corrupt
-
-
-def _with_end_token(sides: tuple[list[int], list[int]], end: int) -> tuple[list[int], list[int]]:
-    return [*sides[0], end], [*sides[1], end]
-
-
-def collate_seq2seq(
-    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, corrupt: Corrupt, start_id: int
-) -> list[Seq2Seq]:
-    """Corrupted texts as batches for encoder-decoders, source and target together at most `micro_batch_tokens` tokens.
-
-    Each target begins with `start_id`, which starts the decoder and is never predicted.
-    """
-    sides = [corrupt(row.row.ids, row.generator()) for row in rows]
-    pairs = [(row.row, source, [start_id, *target]) for row, (source, target) in zip(rows, sides, strict=True)]
-    lengths = [len(source) + len(target) for _, source, target in pairs]
-    batches = []
-    for group in group_rows_by_length(pairs, lengths, micro_batch_tokens):
-        examples, sources, targets = zip(*group, strict=True)
-        names = [example.row_id for example in examples]
-        nothing = [[False] * len(source) for source in sources]
-        decoder = Ragged.build(targets, row_ids=names).with_sources([example.source for example in examples])
-        batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), decoder))
-    return batches

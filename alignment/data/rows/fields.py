@@ -39,8 +39,8 @@ class BadRow(Exception):
     """A row that cannot be used.
 
     Args:
-        key: the field at fault; empty where the row as a whole is.
-        why: the fault, in the same words for every row that has it.
+        key: the field at fault, '' for the whole row.
+        why: in the same words for every row that has the fault.
         seen: what the field holds.
         advice: the way out, where it is not plain from the fault.
     """
@@ -111,12 +111,12 @@ def flag_field(row: Columns, key: str) -> bool:
     return FLAGS[word]
 
 
-def list_field(row: Columns, key: str) -> list[Any]:
-    """The list under `key`, which is not empty."""
+def list_field(row: Columns, key: str, *, may_be_empty: bool = False) -> list[Any]:
+    """The list under `key`."""
     value = _present(row, key)
     if not isinstance(value, list):
         raise BadRow(key, f"must be a list, is {type_name(value)}")
-    if not value:
+    if not value and not may_be_empty:
         raise BadRow(key, "is an empty list")
     return value
 
@@ -141,17 +141,9 @@ def objects_field(row: Columns, key: str) -> list[Columns]:
 
 
 def messages_field(row: Columns, key: str) -> Messages:
-    """The messages under `key`.
-
-    Raises:
-        BadRow: not a list of messages, an unknown role, content that is not text, a malformed tool call.
-    """
-    value = row.get(key)
-    if not isinstance(value, list):
-        raise BadRow(key, f"must be a list of messages, is {type_name(value)}")
-    if not value:
-        raise BadRow(key, "is an empty list")
-    return [_message(message, key, f"{key}[{index}]") for index, message in enumerate(as_chatml(value))]
+    """The messages under `key`."""
+    messages = as_chatml(list_field(row, key))
+    return [_message(message, key, f"{key}[{index}]") for index, message in enumerate(messages)]
 
 
 def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
@@ -239,11 +231,7 @@ def _joined(content: object) -> object:
 
 
 def tools_field(row: Columns, key: str = "tools") -> Tools | None:
-    """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none.
-
-    Raises:
-        BadRow: no list of objects that each name a function.
-    """
+    """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none."""
     value = row.get(key)
     if isinstance(value, str):
         try:
@@ -260,11 +248,7 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
 
 
 def turn_weights(row: Columns, key: str) -> list[bool | None]:
-    """True for each message under `key` that counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
-
-    Raises:
-        BadRow: another weight, or a message of someone else than the assistant that is to count.
-    """
+    """True for each message under `key` that counts, by its own `weight` (0 or 1) or `train`; None where it does not say."""
     weights: list[bool | None] = []
     for message in as_chatml(cast("list[object]", row[key])):
         value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
@@ -303,11 +287,7 @@ def is_plain(message: Message) -> bool:
 
 
 def reply_field(row: Columns, key: str) -> str:
-    """The text of a response, as `reply_message`, where it is nothing but text.
-
-    Raises:
-        BadRow: the response holds tool calls or reasoning.
-    """
+    """The text of a response, as `reply_message`, which may hold nothing else."""
     message = reply_message(row, key)
     if not is_plain(message):
         raise BadRow(key, TEXT_ONLY)

@@ -1,15 +1,14 @@
 """Raw rows of files and Hub data sets, each with its location. Records are made of them in read.py.
 
-Every reader is a generator that can begin at a position, the one behind any row that it gave before: in a file of JSON lines,
-CSV or running text a byte, in a Parquet file a row, in a Hub data set the state that `datasets` keeps of it. Of a file
-compressed by gzip all before the position is decompressed once more. A .json file is one list, which is read as a whole.
+Every reader is a generator that can begin at a position, the one behind any row that it gave before: bytes and lines, the
+row of a Parquet file, or the state that `datasets` keeps. A .json file is one list, which is read as a whole.
 """
 
 import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -46,11 +45,7 @@ class RawRow:
 
 
 def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
-    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named.
-
-    Raises:
-        UserError: no such file or split, an unknown suffix, a broken archive or table, no such data set.
-    """
+    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named."""
     found = find_rows(source, split)
     if isinstance(found, tuple):
         return _hub_rows(*found)
@@ -105,11 +100,7 @@ class Chunk:
 
 
 def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
-    """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller.
-
-    Raises:
-        UserError: as `read_raw`.
-    """
+    """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller."""
     files = source_files(source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
@@ -136,12 +127,7 @@ def _format_of(path: Path) -> str:
 
 
 def json_line_rows(path: Path, position: Position = None, stop: int | None = None) -> Iterator[RawRow]:
-    """One JSON object per line. Decoded line by line, so that a broken byte costs one row only and is located.
-
-    Args:
-        position: bytes and lines before the first one.
-        stop: byte at which to end.
-    """
+    """One JSON object per line, up to byte `stop`; decoded line by line, so that a broken byte costs one row only."""
     start, number = position or (0, 0)
     for line in _binary_lines(path, start) if stop is None or start < stop else ():
         before, start, number = start, start + len(line), number + 1
@@ -188,14 +174,7 @@ def _binary_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 
 def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
-    """The lines of a file as text.
-
-    Args:
-        at: bytes and lines before the next one, moved on with each line that is given out.
-
-    Raises:
-        UserError: a line is not UTF-8.
-    """
+    """The lines of a file as text; `at`: bytes and lines before the next one, moved on with each line given out."""
     for line in _binary_lines(path, at[0]):
         at[:] = at[0] + len(line), at[1] + 1
         try:
@@ -206,12 +185,7 @@ def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
 
 
 def line_spans(path: Path, size: int, first: int) -> Iterator[tuple[Position, int]]:
-    """An uncompressed file of lines in successive spans of whole lines: position of each, and the byte behind it.
-
-    Args:
-        size: bytes of a span, about; a longer line is one of its own.
-        first: bytes of the first span.
-    """
+    """An uncompressed file in successive spans of whole lines, of about `size` bytes: position of each, and the byte behind."""
     start, lines = 0, 0
     try:
         with open(path, "rb") as file:
@@ -249,17 +223,13 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
         line = at[1]
         for values in csv.reader(_text_lines(path, at), strict=True):
             location, line = f"{path}:{line + 1}", at[1]
-            if values:
-                yield _csv_row(location, names, values, list(at))
+            if len(values) == len(names):
+                yield RawRow(location, dict(zip(names, values, strict=True)), end=list(at))
+            elif values:
+                why = f"{location}: {len(values)} fields where the first line names {len(names)}"
+                yield RawRow(location, None, why, "wrong number of fields", list(at))
     except csv.Error as error:
         raise UserError(f"{path}:{at[1]}: not CSV: {error}") from error
-
-
-def _csv_row(location: str, names: Sequence[str], values: Sequence[str], end: Position) -> RawRow:
-    if len(values) != len(names):
-        why = f"{location}: {len(values)} fields where the first line names {len(names)}"
-        return RawRow(location, None, why, "wrong number of fields", end)
-    return RawRow(location, dict(zip(names, values, strict=True)), end=end)
 
 
 def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:

@@ -61,8 +61,7 @@ ALPACA_PLAIN = (
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
     """Alpaca's prompt text for an instruction and its optional input."""
-    template = ALPACA_INPUT if context.strip() else ALPACA_PLAIN
-    return template.format(instruction=instruction, input=context)
+    return (ALPACA_INPUT if context.strip() else ALPACA_PLAIN).format(instruction=instruction, input=context)
 
 
 def instruction_prompt(row: Columns) -> str | Messages:
@@ -287,9 +286,7 @@ def with_messages(record: Record) -> Record:
 def complete(record: Record, row: Columns) -> Record:
     """The record with what its row says beside the columns of its format: tools and the system message of a dialogue.
 
-    Raises:
-        BadRow: what a record cannot express and training would leave out: tool definitions or a system message for a
-            plain text prompt, earlier turns without an instruction, or a response that is marked as undesirable.
+    What a record cannot express, and training would leave out, is refused.
     """
     if isinstance(record, Demonstration):  # KTO's rows are none where their mark is false
         for key in ("label", "kto_tag"):

@@ -5,7 +5,7 @@ Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `gener
 stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from alignment.data.rows.fields import (
@@ -34,33 +34,22 @@ FIRST_STEP = "Step 1:"
 NO_STEPS = "no labeled step"
 
 
-def parse_listed(row: Columns, row_id: str, responses: str, ranking: str) -> Ranking:
-    """Responses and the list of them best first, each as its number from 0 or as its text, ties as a list in the list."""
-    texts = _texts(row, responses)
-    return _ranking(row, texts, _listed_ranks(list_field(row, ranking), texts), row_id)
+def parse_ranking(row: Columns, row_id: str, responses: str, judgment: str) -> Ranking:
+    """Responses and a list that judges them.
 
-
-def parse_ranked(row: Columns, row_id: str, responses: str, ranks: str) -> Ranking:
-    """Responses and the place of each, the lowest best."""
-    texts = _texts(row, responses)
-    return _ranking(row, texts, _dense_ranks(_numbers(row, ranks, responses, len(texts))), row_id)
-
-
-def parse_scored(row: Columns, row_id: str, responses: str, scores: str) -> Ranking:
-    """Responses and one number for each, the highest best."""
-    texts = _texts(row, responses)
-    return _scored_ranking(row, texts, _numbers(row, scores, responses, len(texts)), row_id)
-
-
-def _texts(row: Columns, key: str) -> list[str]:
-    return [reply_field({key: item}, key) for item in list_field(row, key)]
-
-
-def _numbers(row: Columns, key: str, responses: str, count: int) -> list[float]:
-    numbers = [_number(item, key) for item in list_field(row, key)]
-    if len(numbers) != count:
-        raise BadRow(key, f"must be as many as {responses}", f"{len(numbers)} and {count}")
-    return numbers
+    `ranking` has them best first, each as its number from 0 or as its text, ties as a list in the list; `ranks` has the
+    place of each, the lowest best; `scores` and `ratings` a number for each, the highest best.
+    """
+    texts = [reply_field({responses: item}, responses) for item in list_field(row, responses)]
+    judged = list_field(row, judgment)
+    if judgment == "ranking":
+        return _ranking(row, texts, row_id, ranks=_listed_ranks(judged, texts))
+    numbers = [_number(item, judgment) for item in judged]
+    if len(numbers) != len(texts):
+        raise BadRow(judgment, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
+    if judgment == "ranks":
+        return _ranking(row, texts, row_id, ranks=_dense_ranks(numbers))
+    return _ranking(row, texts, row_id, scores=numbers)
 
 
 def _number(value: object, key: str) -> float:
@@ -82,7 +71,9 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
             scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
     if scores and ranks:
         raise BadRow(key, "some responses have a rank and some have a score")
-    return _ranking(row, texts, _dense_ranks(ranks), row_id) if ranks else _scored_ranking(row, texts, scores, row_id)
+    if ranks:
+        return _ranking(row, texts, row_id, ranks=_dense_ranks(ranks))
+    return _ranking(row, texts, row_id, scores=scores)
 
 
 def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
@@ -92,18 +83,13 @@ def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
     raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
 
 
-def _scored_ranking(row: Columns, responses: Sequence[str], scores: Sequence[float], row_id: str) -> Ranking:
-    ranks = _dense_ranks([-score for score in scores])
-    return _ranking(row, responses, ranks, row_id, scores=tuple(scores))
-
-
 def _ranking(
     row: Columns,
     responses: Sequence[str],
-    ranks: Sequence[int],
     row_id: str,
     *,
-    scores: tuple[float, ...] | None = None,
+    ranks: Sequence[int] = (),
+    scores: Sequence[float] | None = None,
     prompt: str | Messages | None = None,
 ) -> Ranking:
     """A ranking of at least two responses that differ; an `instruction` without an `input` is the prompt as it stands."""
@@ -119,7 +105,10 @@ def _ranking(
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
-    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, scores, margin)
+    if scores is None:
+        return Ranking(prompt, tuple(responses), tuple(ranks), row_id, None, margin)
+    ranks = _dense_ranks([-score for score in scores])
+    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, tuple(scores), margin)
 
 
 def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
@@ -154,22 +143,8 @@ def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
     return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
 
 
-def pairs_parser(parser: Callable[..., Record | list[Record]]) -> Callable[..., list[Record]]:
-    """Parser of the pairs that the rankings of a row make: each response beside every worse one, ties left out."""
-
-    def parse_pairs(row: Columns, row_id: str, *columns: str) -> list[Record]:
-        found = parser(row, row_id, *columns)
-        rankings = cast("list[Ranking]", found if isinstance(found, list) else [found])
-        pairs: list[Record] = [pair for ranking in rankings for pair in ordered_pairs(ranking)]
-        if not pairs:
-            raise SkippedRow(ALL_TIED)
-        return pairs
-
-    return parse_pairs
-
-
 def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
-    """The comparisons of a ranking; the row id of each ends in the numbers of its responses: ROW[better>worse]."""
+    """Each response beside every worse one; the row id of each pair ends in their numbers: ROW[better>worse]."""
     for better, first in enumerate(ranking.ranks):
         for worse, second in enumerate(ranking.ranks):
             if first < second:
@@ -179,10 +154,7 @@ def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
 
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:
-    """The rankings in a tree of messages (OpenAssistant): each prompt with two ranked replies or more is one.
-
-    Deleted messages and replies without a rank are left out. The dialogue up to the prompt is the prompt.
-    """
+    """The prompts of a tree of messages (OpenAssistant) that have two ranked replies or more, with the dialogue before."""
     rankings: list[Record] = list(_ranked_replies(object_field(row, "prompt"), [], row_id))
     if not rankings:
         raise SkippedRow(NO_RANKED_REPLIES)
@@ -200,7 +172,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
         ranks = _dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
-        yield _ranking({}, [text_field(reply, "text") for reply in ranked], ranks, name, prompt=dialogue)
+        yield _ranking({}, [text_field(reply, "text") for reply in ranked], name, ranks=ranks, prompt=dialogue)
     for number, reply in enumerate(replies):
         yield from _ranked_replies(reply, dialogue, row_id, (*way, number))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args
 
 from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
@@ -42,17 +42,22 @@ Parse = Callable[[Columns, str], Row | list[Row]]
 
 
 class RowFormat(NamedTuple):
-    """The columns of a row format, and its parser: row, row id and these columns -> its record, or a list of several."""
+    """The columns of a row format, and its parser: row, row id and these columns -> its record, or a list of several.
+
+    Attributes:
+        paired: the records are rankings, of which all pairs are taken that one response leads.
+    """
 
     columns: tuple[str, ...]
     parser: Callable[..., Record | list[Record]]
+    paired: bool = False
 
 
 K_WAY = (
-    RowFormat(("responses", "ranking"), rankings.parse_listed),
-    RowFormat(("responses", "ranks"), rankings.parse_ranked),
-    RowFormat(("responses", "scores"), rankings.parse_scored),
-    RowFormat(("generations", "ratings"), rankings.parse_scored),
+    RowFormat(("responses", "ranking"), rankings.parse_ranking),
+    RowFormat(("responses", "ranks"), rankings.parse_ranking),
+    RowFormat(("responses", "scores"), rankings.parse_ranking),
+    RowFormat(("generations", "ratings"), rankings.parse_ranking),
     RowFormat(("completions",), rankings.parse_rated),
     RowFormat(("answers",), rankings.parse_rated),
     RowFormat(("message_tree_id", "prompt"), rankings.parse_tree),
@@ -80,10 +85,7 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(PAIR, formats.parse_chosen_side),
         RowFormat(("conversations",), formats.parse_dialogue),
     ),
-    "comparisons": (
-        RowFormat(PAIR, formats.parse_pair),
-        *(RowFormat(each.columns, rankings.pairs_parser(each.parser)) for each in K_WAY),
-    ),
+    "comparisons": (RowFormat(PAIR, formats.parse_pair), *(each._replace(paired=True) for each in K_WAY)),
     "prompts": (
         RowFormat(("prompt",), formats.parse_prompt_column),
         RowFormat(("messages",), formats.parse_prompt_column),
@@ -126,13 +128,8 @@ def read_rows(
     Args:
         source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them; or sections of a data config,
             each with settings of its own.
-        split: of a Hub data set that names none itself.
-        kind: text, demonstrations, comparisons, prompts, labels, rankings or steps.
-        columns: our column name -> the source's, where they differ.
+        split, columns, on_bad_row, skip_ties, as_messages: as in `DataConfig`.
         max_rows: the most good rows; a row of the source that makes several is kept whole.
-        on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
-        skip_ties: drop and count pairs with equal texts; False: they are bad rows.
-        as_messages: prompts that are plain text become messages.
 
     Raises:
         UserError: no such source, no rows, columns that make no record of this kind, bad rows.
@@ -155,11 +152,7 @@ def read_sources(
     max_rows: int | None,
     on_bad_row: Literal["error", "skip"],
 ) -> tuple[list[Row], Tally]:
-    """The good rows of several sources together, each read by `read` up to its most rows, and the tally.
-
-    Raises:
-        UserError: a source without a good row; with on_bad_row=error, bad rows of all sources.
-    """
+    """The good rows of several sources together, each read by `read` up to its most rows, and the tally."""
     whole: ParsedRows[Row] = ParsedRows()
     for each in sources:
         left = rows_left(max_rows, len(whole.rows), each)
@@ -186,11 +179,7 @@ def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | No
 def parse_rows(
     raw: Iterable[RawRow], parse: Parse[Row], *, columns: Mapping[str, str], max_rows: int | None
 ) -> ParsedRows[Row]:
-    """The rows of one source as `parse` makes them, until `max_rows` of them are good.
-
-    Args:
-        columns: our column name -> the source's, where they differ.
-    """
+    """The rows of one source as `parse` makes them, until `max_rows` of them are good."""
     parsed: ParsedRows[Row] = ParsedRows()
     for row in raw:
         if max_rows is not None and len(parsed.rows) >= max_rows:
@@ -231,12 +220,7 @@ def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
 
 
 class RecordParser:
-    """Makes the records of one source: one row format, and one form of prompt, which is text or messages.
-
-    Attributes:
-        as_messages: make messages of prompts that are plain text.
-        form: str or list, of the prompts; None before the first good row.
-    """
+    """Makes the records of one source: one row format, and one form of prompt: str or list (messages), the first row's."""
 
     def __init__(self, row_format: RowFormat, skip_ties: bool, as_messages: bool = False):
         self.row_format, self.skip_ties, self.as_messages = row_format, skip_ties, as_messages
@@ -253,6 +237,10 @@ class RecordParser:
                 raise SkippedRow(equal.reason) from equal
             raise
         records = found if isinstance(found, list) else [found]
+        if self.row_format.paired:
+            records = [pair for each in records for pair in rankings.ordered_pairs(cast("Ranking", each))]
+            if not records:
+                raise SkippedRow(rankings.ALL_TIED)
         if self.as_messages:
             records = [formats.with_messages(record) for record in records]
         records = [formats.complete(record, values) for record in records]
@@ -294,10 +282,6 @@ def choose_parser(
 
     The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
     first good row. So the parser is the same for all chunks, in whatever order they are parsed.
-
-    Raises:
-        UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that
-            have no messages.
     """
     if config.as_messages and kind == "text":
         raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")

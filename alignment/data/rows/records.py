@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
@@ -56,7 +57,6 @@ class Demonstration:
         messages: the whole dialogue where more than one assistant turn is to be imitated, or where the last one holds
             tool calls or reasoning beside its text; else None.
         trained: which assistant turns of `messages` are to be imitated; None: all of them.
-        tools: definitions of the tools that the dialogue may use.
         apart: each assistant turn of `messages` becomes an example of its own, after the prompt that generation renders.
     """
 
@@ -74,9 +74,6 @@ class Comparison:
     """Two responses to one prompt, and optionally by how much (`margin`) the chosen one is better.
 
     Attributes:
-        prompt: plain text, or messages; the prompts of other records likewise.
-        chosen, rejected: text of the response.
-        tools: definitions of the tools that the dialogue may use.
         messages: (chosen, rejected) as assistant messages, where either holds tool calls or reasoning beside its text.
     """
 
@@ -112,13 +109,10 @@ class LabeledResponse:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """K responses to one prompt.
+    """K >= 2 responses to one prompt.
 
     Attributes:
-        prompt: plain text, or messages.
-        responses: K >= 2 texts.
         ranks: place of each, 0 is best; equal places are ties.
-        row_id: name of the data row.
         scores: what each was rated, where the row says; annotators' agreement is computed from them.
         margin: by how much the better of two leads.
     """
@@ -167,12 +161,7 @@ def replies_of(record: Record) -> tuple[str, ...]:
 
 
 def choose_turns(rows: Sequence[Record], turns: Turns) -> list[Record]:
-    """The rows, dialogues with the assistant's turns that are trained on.
-
-    Args:
-        turns: "all" trains on every assistant turn of a dialogue in one sequence; "last" on the last one that counts;
-            "each" makes an example of every turn that counts, after the prompt that generation renders for it.
-    """
+    """The rows, dialogues with the assistant's turns that are trained on; `turns` as in `DataConfig`."""
     chosen = list(rows)
     for index, row in enumerate(rows if turns != "all" else ()):
         if isinstance(row, Demonstration) and row.messages is not None:
@@ -207,12 +196,8 @@ class Tally:
 
     Attributes:
         rows: rows read; each of several records in one row counts.
-        kept: rows that survive.
-        documents: token sequences made of them (0 before tokenization; a pair counts two).
-        tokens: tokens of these documents.
-        dropped: rows lost, by reason.
-        cut: rows shortened, by what was cut.
-        noted: rows used as they are, by note.
+        documents, tokens: of the rows kept, once they are tokenized; a pair is two documents.
+        dropped, cut, noted: rows that were lost, shortened, or used as they are, by reason.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
@@ -232,21 +217,14 @@ class Tally:
         """Rows dropped, all reasons together."""
         return sum(self.dropped.values())
 
-    def drop(self, reason: str, row_id: str) -> None:
-        """Count a row that is left out."""
-        self._count(self.dropped, reason, row_id)
-
-    def note_cut(self, what: str, row_id: str) -> None:
-        """Count a row that is kept, but cut."""
-        self._count(self.cut, what, row_id)
-
-    def note(self, what: str, row_id: str) -> None:
-        """Count a row that is used, and has something worth knowing."""
-        self._count(self.noted, what, row_id)
-
-    def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
+    def _count(self, name: str, what: str, row_id: str) -> None:
+        table: dict[str, int] = getattr(self, name)
         table[what] = table.get(what, 0) + 1
         self.first[what] = [*self.first.get(what, ()), row_id][:SHOWN_IDS]
+
+    drop = partialmethod(_count, "dropped")  # a row that is left out, by the reason
+    note_cut = partialmethod(_count, "cut")  # a row that is kept, but cut
+    note = partialmethod(_count, "noted")  # a row that is used, and has something worth knowing
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally with the number of these documents and of their tokens filled in."""
@@ -270,15 +248,7 @@ class Tally:
         return {**sums, "first": first}
 
     def require(self, max_lost_share: float, source: str, max_cut_share: float = 1.0, cuts: Sequence[str] = ()) -> None:
-        """Refuse to go on with too little.
-
-        Args:
-            cuts: that lose what a row has to say; others (a text in pieces) are only counted.
-
-        Raises:
-            UserError: no row is left; more than `max_lost_share` of them were dropped; a cut was made in more than
-                `max_cut_share` of the rows kept.
-        """
+        """Refuse to go on with too little: no row, too many dropped, or too many of the rows kept with one of `cuts`."""
         cut = {kind: self.cut[kind] for kind in cuts if self.cut.get(kind, 0) > max_cut_share * self.kept}
         if not self.kept or self.lost > max_lost_share * self.rows:
             head = f"{self.lost} of {self.rows} rows were dropped (data.max_lost_share is {max_lost_share:g})"

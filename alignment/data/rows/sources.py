@@ -22,11 +22,7 @@ HubName = tuple[str, str | None, str]  # name, config (None: the only one) and s
 
 
 def find_rows(source: str, split: str) -> list[Path] | HubName:
-    """The files of a source, or the Hub data set that it names; nothing is read.
-
-    Raises:
-        UserError: no such file or split, or a name that does not tell the file's format.
-    """
+    """The files of a source, or the Hub data set that it names; nothing is read."""
     files = source_files(source, split)
     if files is None:
         if (named := hub_source(source, split)) is None:
@@ -46,12 +42,9 @@ def suffix_of(name: str) -> str:
 def source_files(source: str, split: str = "train") -> list[Path] | None:
     """The files of a source, in order of their names: a file, the files of a directory, or a glob.
 
-    Of a directory these are all files of rows in it and below. Where some are named after splits (train.jsonl,
-    test/0.csv, validation-00000-of-00002.parquet), they are those of one split. Hidden files and directories (.git,
-    .ipynb_checkpoints) are left out. None where no file has the name.
-
-    Raises:
-        UserError: a directory without a file of rows or without that split, or a glob that matches nothing.
+    Of a directory these are all files of rows in it and below, without hidden ones. Where some are named after splits
+    (train.jsonl, test/0.csv, validation-00000-of-00002.parquet), they are those of one split. None where no file has the
+    name.
     """
     path = Path(source)
     if path.is_file():
@@ -115,11 +108,7 @@ def hub_source(source: str, split: str) -> HubName | None:
 
 
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
-    """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another.
-
-    Raises:
-        UserError: there is none of that name, or it cannot be read.
-    """
+    """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another."""
     from datasets import load_dataset
 
     try:

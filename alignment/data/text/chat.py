@@ -3,27 +3,20 @@
 The rules: a sequence has exactly one BOS where the tokenizer or its template has one, and a response exactly one end
 token; prompt and response are tokenized apart and joined by ids, as sampling does; a control string typed inside a text
 ("</s>") stays text. Messages become text through the chat template (templates.py); plain text never enters a template.
-Dialogues of several turns are in dialogues.py.
+
+A dialogue is rendered once as a whole, and for each of the assistant's turns up to its header and up to its end. These
+texts must begin the whole one: so the mask does not depend on markers in the template, and a template that rewrites
+earlier turns is noticed.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
-from alignment.data.text.dialogues import (
-    UNRENDERED_REASONING,
-    DialogueRow,
-    EncodedChat,
-    Segment,
-    TextPlan,
-    attempt,
-    encode_dialogues,
-    encode_plans,
-    find_turn,
-    loses_reasoning,
-    replies_without_end,
-    reply_pieces,
-)
 from alignment.data.text.special_tokens import bos_adder, stop_strings, without_end
 from alignment.data.text.special_tokens import document_end_id as document_end_id
 from alignment.data.text.special_tokens import end_token_id as end_token_id
@@ -31,27 +24,118 @@ from alignment.data.text.special_tokens import stop_token_ids as stop_token_ids
 from alignment.data.text.templates import (
     ChatFormat,
     Dialogue,
+    EscapedControlTokens,
     Piece,
     chat_format,
+    encode_pieces,
     escape,
+    is_written,
     name_of,
     pieces_of,
     render_dialogues,
     require_contents,
+    shared_length,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
-Result = TypeVar("Result")
+# Notes about rows that are used.
+VARIANT = "dialogue rendered by trl's training template, which keeps earlier turns; generation keeps the model's own"
+OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
+PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
+UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
+
+# Faults of a template.
+REWRITES = (
+    "rewrites earlier turns when the dialogue goes on (at message {}), so it cannot be trained on whole dialogues; set "
+    "data.turns=each (each reply an example of its own, after what generation renders) or data.turns=last, or set "
+    "chat_template to one that keeps the history"
+)
+UNLIKE = "does not render the reply of message {} as it stands, then its end token"
 NOT_OPEN = "a prompt of messages must end with a message of someone else than the assistant"
+NO_REPLY = "a dialogue needs an assistant message with something before it"
+
+THOUGHTS = re.compile("</?think>")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueRow:
+    """A dialogue to train on; `trained` is True for each assistant reply that counts, None: all do."""
+
+    messages: Messages
+    trained: Sequence[bool] | None = None
+    tools: Tools | None = None
+
+
+class Segment(NamedTuple):
+    """A part of a sequence: the pieces to encode, True where they count, and the control token after them."""
+
+    pieces: list[Piece]
+    counts: bool
+    end: str | None = None
+
+
+class TextPlan(NamedTuple):
+    """A rendered text cut into parts, in order, and notes for the user; the last prompt as generation encodes it, or []."""
+
+    parts: list[Segment]
+    notes: tuple[str, ...] = ()
+    last_prompt: Sequence[Piece] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """Ids and mask of a sequence, of equal length, and notes for the user."""
+
+    ids: list[int]
+    mask: list[bool]
+    notes: tuple[str, ...] = ()
+
+
+def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserError:
+    """The result of a function, or the UserError that it raised; the error itself where an argument is one."""
+    refused = [each for each in arguments if isinstance(each, UserError)]
+    try:
+        return refused[0] if refused else function(*arguments)
+    except UserError as error:
+        return error
+
+
+def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) -> list[EncodedChat | UserError]:
+    """The sequence of each plan, with one BOS before its context where the tokenizer has one."""
+    parts = [part for plan in plans if isinstance(plan, TextPlan) for part in plan.parts]
+    prompts = [piece for plan in plans if isinstance(plan, TextPlan) for piece in plan.last_prompt]
+    ids = encode_pieces(tokenizer, [piece for part in parts for piece in part.pieces] + prompts)
+    with_one_bos = bos_adder(tokenizer)
+
+    def joined(plan: TextPlan) -> EncodedChat:
+        sequence: list[int] = []
+        mask: list[bool] = []
+        for part in plan.parts:
+            more = [token for piece in part.pieces for token in ids[piece]]
+            more = more if sequence or part.counts else with_one_bos(more)
+            sequence += more if part.end is None else [*more, tokenizer.convert_tokens_to_ids(part.end)]
+            mask += [part.counts] * (len(sequence) - len(mask))
+        prompt = with_one_bos([token for piece in plan.last_prompt for token in ids[piece]]) if plan.last_prompt else []
+        notes = plan.notes if sequence[: len(prompt)] == prompt else (*plan.notes, OTHER_PROMPT)
+        return EncodedChat(sequence, mask, tuple(dict.fromkeys(notes)))
+
+    return [attempt(joined, plan) for plan in plans]
+
+
+def _accepted(result: Result | UserError) -> Result:
+    if isinstance(result, UserError):
+        raise result
+    return cast("Result", result)
+
+
+# Prompts, responses, documents
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
-    """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header.
-
-    Raises:
-        UserError: messages without a template, or that the template refuses, or that end with the assistant.
-    """
+    """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header."""
     return _accepted(encode_each_prompt(tokenizer, [prompt], [tools])[0])
 
 
@@ -65,7 +149,7 @@ def encode_each_prompt(
     if asked:
         controls, stops = control_strings(tokenizer), stop_strings(tokenizer)
         dialogues = [
-            escape(controls, replies_without_end(prompt, stops), every[number]).cut((len(prompt), True))
+            escape(controls, replies_without_end(prompt, stops), every[number], ((len(prompt), True),))
             for number, prompt in asked.items()
         ]
         rendered = attempt(render_dialogues, tokenizer, dialogues)
@@ -126,13 +210,11 @@ def encode_each_response(
     plans: list[TextPlan | UserError] = [_plain_plan(turn) for turn in turns]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.end is not None:
-        chosen = {
-            number: escape(chat.controls, [*turn.prompt, turn.reply], turn.tools).cut(
-                (len(turn.prompt), True), (len(turn.prompt) + 1, False)
-            )
-            for number, turn in enumerate(turns)
-            if isinstance(turn.prompt, list) and (chat.writes_around or turn.is_rich)
-        }
+        chosen = {}
+        for number, turn in enumerate(turns):
+            if isinstance(turn.prompt, list) and (chat.writes_around or turn.is_rich):
+                cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
+                chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
         written = render_dialogues(tokenizer, list(chosen.values()))
         for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
             if turns[number].is_rich or turns[number].reply["content"].strip():
@@ -141,7 +223,6 @@ def encode_each_response(
 
 
 def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
-    """The reply as a message, without the end tokens written at its end."""
     message: Message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
     return {**message, "content": without_end(message["content"], stops)}
 
@@ -172,14 +253,6 @@ def _turn_plan(
     return TextPlan([Segment(pieces, True, end)], notes)
 
 
-def chat_ids(
-    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None, tools: Tools | None = None
-) -> tuple[list[int], list[bool]]:
-    """Ids and mask of one dialogue, as `encode_dialogues`."""
-    encoded = _accepted(encode_dialogues(tokenizer, [DialogueRow(messages, trained, tools)])[0])
-    return encoded.ids, encoded.mask
-
-
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a document to pretrain on: one BOS where there is one, the text, EOS."""
     return texts_ids(tokenizer, [text])[0]
@@ -191,7 +264,177 @@ def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [[*with_one_bos(ids), end] for ids in encode(tokenizer, texts)]
 
 
-def _accepted(result: Result | UserError) -> Result:
-    if isinstance(result, UserError):
-        raise result
-    return cast("Result", result)
+# Dialogues
+
+
+def chat_ids(
+    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None, tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
+    """Ids and mask of one dialogue, as `encode_dialogues`."""
+    encoded = _accepted(encode_dialogues(tokenizer, [DialogueRow(messages, trained, tools)])[0])
+    return encoded.ids, encoded.mask
+
+
+def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedChat | UserError]:
+    """Ids and mask of each dialogue, or the reason why it cannot be used: every counting reply is True with its end token.
+
+    Ids and mask end with the last reply. What the template writes between the assistant's header and the reply
+    (Mistral's blank, an empty block of reasoning) counts with the reply: a prompt ends before it.
+    """
+    if not rows:
+        return []
+    chat = chat_format(tokenizer)
+    if chat.end is None:
+        raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
+    stops = stop_strings(tokenizer)
+    dialogues = [_prepared(chat.controls, row, stops) for row in rows]
+    texts = render_dialogues(tokenizer, dialogues, training=True)
+    generated = texts
+    if chat.training != chat.template:
+        generated = render_dialogues(tokenizer, [replace(each, cuts=each.cuts[-1:]) for each in dialogues])
+    plan = partial(_plan, tokenizer=tokenizer, chat=chat)
+    plans = [attempt(plan, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
+    return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
+
+
+def _require_reply(encoded: EncodedChat) -> EncodedChat:
+    if not any(encoded.mask) or all(encoded.mask):
+        raise UserError(NO_REPLY)
+    return encoded
+
+
+def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
+    """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
+    messages = row.messages[
+        : 1 + max((index for index, each in enumerate(row.messages) if each["role"] == "assistant"), default=-1)
+    ]
+    cuts = [(len(messages), False)]
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            cuts += [(index, True)] if index else []
+            cuts += [(index + 1, False)] if index + 1 < len(messages) else []
+    return escape(controls, replies_without_end(messages, stops), row.tools, tuple(cuts))
+
+
+def replies_without_end(messages: Messages, stops: Sequence[str]) -> Messages:
+    """The messages, the assistant's without the end tokens written at their ends: the template writes its own."""
+    return [
+        {**each, "content": without_end(each["content"], stops)} if each["role"] == "assistant" else each
+        for each in messages
+    ]
+
+
+def _plan(
+    row: DialogueRow,
+    dialogue: Dialogue,
+    texts: Sequence[str],
+    generated: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+) -> TextPlan:
+    """The parts of a dialogue; the last of the `generated` texts is the prompt of the last of several replies."""
+    if not any(row.trained or [True]) or len(dialogue.messages) < 2:
+        raise UserError(NO_REPLY)
+    by_cut = dict(zip(dialogue.cuts, texts, strict=True))
+    whole, messages = texts[0], dialogue.messages
+    notes = [VARIANT] if chat.training != chat.template else []
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    parts: list[Segment] = []
+    position = start = 0
+    for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
+        opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
+        turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
+        if isinstance(turn, TurnSpan) and turn.start < position:
+            turn = REWRITES
+        if isinstance(turn, str):
+            raise UserError(f"{name_of(tokenizer)} {turn.format(index)}")
+        if opened and turn.start < len(opened):
+            notes.append(PREFILLED.format(opened[turn.start :]))
+        if counts and loses_reasoning(messages[index], whole[turn.start : turn.stop]):
+            notes.append(UNRENDERED_REASONING)
+        start = turn.start
+        before, reply = whole[position:start], whole[start : turn.stop]
+        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
+        parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
+        position = turn.resume
+    require_contents(tokenizer, dialogue, whole)
+    prompt = whole[:start] if generated[-1].startswith(whole[:start]) else generated[-1]
+    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, follows=False) if len(replies) > 1 else ()
+    return TextPlan(parts, tuple(notes), last_prompt)
+
+
+def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
+    """The pieces of a rendered reply: one text, unless the template wrote control tokens into it."""
+    if any(string in reply for string in chat.controls):
+        return pieces_of(tokenizer, reply, escaped, follows=True)
+    return [Piece(escaped.unescape(reply), follows=True)] if reply else []
+
+
+class TurnSpan(NamedTuple):
+    """The place of an assistant's turn in a rendered dialogue, in characters."""
+
+    start: int  # of all that the assistant writes
+    words: int  # of the message
+    stop: int  # after its last, end token not included
+    end: str | None  # the control token that ends it; None: none that counts
+    resume: int  # the text goes on there
+
+
+def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> TurnSpan | str:
+    """The place of an assistant's message in `whole`, or the fault of the template.
+
+    Args:
+        opened: the messages before it with the assistant's header; "" for the first message.
+        closed: the messages up to it.
+    """
+    start = len(opened)
+    if not whole.startswith(opened):  # a header at generation may hold more ("<think>") than that of a written reply
+        start = _control_boundary(chat, whole, shared_length(whole, opened))
+        if not opened.endswith(chat.header) or start < len(opened) - len(chat.header):
+            return REWRITES
+    stop, goes_on = len(closed), not whole.startswith(closed)
+    if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
+        stop = _control_boundary(chat, whole, shared_length(whole, closed))
+        if closed[stop:].strip() not in chat.controls:
+            return REWRITES
+    turn = whole[start:stop]
+    ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
+    length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
+    lead = _start_of_words(turn[:length], message)
+    if lead is None or (end is None and not goes_on and chat.training == chat.template):
+        return UNLIKE
+    # without a question before it, the assistant's own header is what its first words follow
+    words, after = start + lead, start + length
+    return TurnSpan(start if opened else words, words, after, end, after + len(end or ""))
+
+
+def _start_of_words(turn: str, message: Message) -> int | None:
+    """Index of the message in what the template wrote for it, its blanks trimmed or not; None: it is not there."""
+    content = message["content"]
+    calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls", [])]
+    if calls:
+        start = turn.find(content.strip())
+        return start if start >= 0 and all(is_written(str(name), turn) for name in calls) else None
+    for text in (content, content.strip()):
+        start = turn.rfind(text)
+        if start >= 0 and not turn[start + len(text) :].strip():
+            return start
+    thoughts = [part.strip() for part in THOUGHTS.split(content)]
+    if len(thoughts) > 1 and turn.rstrip().endswith(thoughts[-1]) and all(part in turn for part in thoughts):
+        return turn.find(next((part for part in thoughts if part), turn))
+    return None
+
+
+def loses_reasoning(message: Message, turn: str) -> bool:
+    """True where a template left a message's reasoning out of the turn that it wrote."""
+    return (message.get("reasoning_content") or "").strip() not in turn
+
+
+def _control_boundary(chat: ChatFormat, text: str, index: int) -> int:
+    """The index, or the first character of the control token that it lies within."""
+    for string in chat.controls:
+        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
+        if 0 <= first < index < first + len(string):
+            return first
+    return index

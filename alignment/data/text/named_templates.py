@@ -44,12 +44,7 @@ def read_chat_template(chosen: str) -> str:
 
 
 def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
-    """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is.
-
-    Raises:
-        UserError: as `read_chat_template`; the template writes tokens that the vocabulary lacks, or ends the
-            assistant's turn with no control token.
-    """
+    """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is."""
     if chosen is None:
         return tokenizer
     template, name = read_chat_template(chosen), str(tokenizer.name_or_path or "the tokenizer")
@@ -72,10 +67,7 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
 
 
 def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
-    """The tokenizer with another chat template and the special tokens that it needs.
-
-    The tokenizer that is given is changed.
-    """
+    """The tokenizer, itself changed, with another chat template and the special tokens that it needs."""
     tokenizer.add_tokens(_missing_tokens(tokenizer, chosen), special_tokens=True)
     return with_chat_template(tokenizer, chosen)
 

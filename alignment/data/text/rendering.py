@@ -16,12 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import jinja2
+from typing import Any, NamedTuple
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 2**30
@@ -54,13 +51,9 @@ class RenderTask(NamedTuple):
 def render_tasks(
     template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
 ) -> list[list[str] | RenderError]:
-    """The texts that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, but for its `strftime_now`.
+    """The texts of each task as `tokenizer.apply_chat_template(messages, tokenize=False)` gives them, or its first error.
 
-    Args:
-        variables: what the template sees beside its task: the special tokens.
-
-    Returns:
-        For each task its texts in order, or the error of the first one that failed.
+    Only `strftime_now` differs. `variables` are the special tokens, which a template sees too.
     """
     return [_render(template, json.dumps([task, variables], default=str)) for task in tasks]
 
@@ -71,9 +64,9 @@ def _render(template: str, request: str) -> list[str] | RenderError:
         answer = json.loads(_process.render(template, request))
     except TemplateEnded as error:
         return error
-    return (
-        (TemplateEnded if answer["ended"] else RenderError)(answer["error"]) if "error" in answer else answer["texts"]
-    )
+    if "error" in answer:
+        return (TemplateEnded if answer["ended"] else RenderError)(answer["error"])
+    return answer["texts"]
 
 
 class _Process:
@@ -145,24 +138,19 @@ def serve() -> None:
         new, request = map(json.loads, line.split("\t"))
         template = template if new is None else new
         task, variables = request
-        print(json.dumps(_answer(_compile_jinja_template, template, RenderTask(*task), variables)), flush=True)
+        compiled = partial(_compile_jinja_template, template)  # cached; a template may fail here, too
+        print(json.dumps(_answer(compiled, RenderTask(*task), variables)), flush=True)
 
 
-def _answer(
-    compile_template: "Callable[[str], jinja2.Template]",
-    template: str,
-    task: RenderTask,
-    variables: Mapping[str, object],
-) -> dict[str, Any]:
+def _answer(compiled: Callable[[], Any], task: RenderTask, variables: Mapping[str, object]) -> dict[str, Any]:
     """{"texts": [...]}, or {"error": ..., "ended": ...} of the first that failed; each text has its own limit of time."""
     texts = []
     try:
         for number, open_turn in task.cuts:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-            compiled = compile_template(template)  # cached
-            compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime
-            messages = task.messages[:number]
-            text = compiled.render(
+            template, messages = compiled(), task.messages[:number]
+            template.globals["strftime_now"] = TEMPLATE_DATE.strftime
+            text = template.render(
                 messages=messages, tools=task.tools, documents=None, add_generation_prompt=open_turn, **variables
             )
             if len(text) > MAX_CHARACTERS:

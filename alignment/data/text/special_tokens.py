@@ -51,10 +51,7 @@ def without_end(text: str, stops: Sequence[str]) -> str:
 
 
 def bos_adder(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
-    """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none.
-
-    It raises a UserError where the template wrote two.
-    """
+    """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none; two are refused."""
     bos, adds = tokenizer.bos_token_id, adds_bos(tokenizer)
 
     def with_one_bos(ids: list[int]) -> list[int]:
@@ -151,30 +148,19 @@ class TokenizedText:
 
 def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
     """Ids of each text with word starts and character offsets; a string such as "[SEP]" in a text stays ordinary text."""
-    if not texts:
-        return []
-    return [
-        TokenizedText(
-            encoding.ids,
-            [word is None or word != before for before, word in pairwise([None, *encoding.word_ids])],
-            encoding.offsets,
-        )
-        for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False)
-    ]
+    found = []
+    for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False) if texts else []:
+        starts = [word is None or word != before for before, word in pairwise([None, *encoding.word_ids])]
+        found.append(TokenizedText(encoding.ids, starts, encoding.offsets))
+    return found
 
 
 def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:
     if not tokenizer.is_fast:
         raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer; save it with a tokenizer.json")
+    options = {"split_special_tokens": True, "padding": False, "truncation": False, "verbose": False}
     with naming_panics(tokenizer):
-        encoded = tokenizer(
-            *texts,
-            add_special_tokens=add_special_tokens,
-            split_special_tokens=True,
-            padding=False,
-            truncation=False,
-            verbose=False,
-        )
+        encoded = tokenizer(*texts, add_special_tokens=add_special_tokens, **options)
     return list(encoded.encodings or [])
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -62,7 +62,7 @@ class ChatFormat:
     training: str = ""
     controls: tuple[str, ...] = ()
 
-    def messages(self, messages: Messages) -> list[dict[str, Any]]:
+    def as_read(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that the template reads."""
         made = []
         for message in messages:
@@ -77,8 +77,8 @@ class ChatFormat:
         return made
 
 
-def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
-    function = dict(cast("Mapping[str, object]", call.get("function", call)))
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", call))
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
@@ -136,7 +136,7 @@ def _probe_texts(
     chat: ChatFormat, messages: Messages, cuts: tuple[Cut, ...], special: Mapping[str, object]
 ) -> list[str]:
     """The texts of a short dialogue; empty ones where the template fails on it."""
-    [answer] = render_tasks(chat.template, [RenderTask(chat.messages(messages), cuts)], special)
+    [answer] = render_tasks(chat.template, [RenderTask(chat.as_read(messages), cuts)], special)
     if isinstance(answer, TemplateEnded):
         raise answer
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer
@@ -147,21 +147,15 @@ def _training_variants() -> dict[str, str]:
     """Text of each template of `REWRITING` -> its training variant; only files are read, not trl."""
     spec = find_spec("trl")
     folder = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "chat_templates"
-    variants = {folder / f"{name}.jinja": folder / f"{name}_training.jinja" for name in REWRITING}
-    return {
-        template.read_text(encoding="utf-8").strip(): variant.read_text(encoding="utf-8")
-        for template, variant in variants.items()
-        if variant.is_file()
-    }
+    read = partial(Path.read_text, encoding="utf-8")
+    named = [name for name in REWRITING if (folder / f"{name}_training.jinja").is_file()]
+    return {read(folder / f"{name}.jinja").strip(): read(folder / f"{name}_training.jinja") for name in named}
 
 
 def shared_length(one: str, other: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -207,26 +201,16 @@ class Dialogue:
     escaped: EscapedControlTokens
     cuts: tuple[Cut, ...] = ()
 
-    def cut(self, *cuts: Cut) -> "Dialogue":
-        """The dialogue with other texts wanted of it."""
-        return replace(self, cuts=cuts)
 
-
-def escape(controls: Sequence[str], messages: Messages, tools: Tools | None = None) -> Dialogue:
+def escape(
+    controls: Sequence[str], messages: Messages, tools: Tools | None = None, cuts: tuple[Cut, ...] = ()
+) -> Dialogue:
     """A dialogue whose messages and tools have the control strings in any of their texts escaped."""
-    present = "\n".join(_texts([messages, tools]))
-    unused = (character for character in map(chr, range(0xE000, 0xF8FF)) if character not in present)
-    escaped = EscapedControlTokens(next(unused), next(unused), tuple(text for text in controls if text in present))
-    return Dialogue(escaped.escape(messages), escaped.escape(tools), escaped)
-
-
-def _texts(value: object) -> list[str]:
-    """All texts in a value of lists and objects."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for pair in value.items() for inner in pair for text in _texts(inner)]
-    return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
+    texts = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    unused = (character for character in map(chr, range(0xE000, 0xF8FF)) if character not in texts)
+    present = tuple(text for text in controls if json.dumps(text, ensure_ascii=False)[1:-1] in texts)
+    escaped = EscapedControlTokens(next(unused), next(unused), present)
+    return Dialogue(escaped.escape(messages), escaped.escape(tools), escaped, cuts)
 
 
 def render_dialogues(
@@ -234,17 +218,17 @@ def render_dialogues(
 ) -> list[list[str] | UserError]:
     """The texts of each dialogue, or the reason why the template refuses it; `training`: by `ChatFormat.training`."""
     chat = chat_format(tokenizer)
-    tasks = [RenderTask(chat.messages(each.messages), each.cuts, each.tools or None) for each in dialogues]
+    tasks = [RenderTask(chat.as_read(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
     answers = render_tasks(chat.training if training else chat.template, tasks, variables)
-    return [
-        UserError(
-            f"{name_of(tokenizer)} refuses messages of roles {', '.join(message['role'] for message in each.messages)}: {answer}"
-        )
-        if isinstance(answer, RenderError)
-        else answer
-        for each, answer in zip(dialogues, answers, strict=True)
-    ]
+    rendered: list[list[str] | UserError] = []
+    for each, answer in zip(dialogues, answers, strict=True):
+        if isinstance(answer, RenderError):
+            roles = ", ".join(message["role"] for message in each.messages)
+            rendered.append(UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {answer}"))
+        else:
+            rendered.append(answer)
+    return rendered
 
 
 def is_written(words: str, text: str) -> bool:
@@ -253,10 +237,7 @@ def is_written(words: str, text: str) -> bool:
 
 
 def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> None:
-    """Refuse a template that leaves out or rewrites what others than the assistant said, or the tool definitions.
-
-    Trimmed blanks are fine, and so is a tool's answer written as a JSON string.
-    """
+    """Refuse a template that leaves out or rewrites what others than the assistant said, but for blanks, or the tools."""
     for index, message in enumerate(dialogue.messages):
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")

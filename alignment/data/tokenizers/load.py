@@ -1,6 +1,5 @@
 """Tokenizers: load, save, compare with a model's vocabulary. Text to ids is in text/chat.py."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -22,20 +21,16 @@ LOADING_OPTIONS = ("is_local", "local_files_only")  # written by transformers; s
 def read_tokenizer_files(source: str | Path) -> Tokenizer:
     """The tokenizer of a local directory: tokenizer.json and its neighbors, or GPT-2's or BERT's own vocabulary files.
 
-    A directory whose config.json names a model type leaves other old files to transformers.
-
-    Raises:
-        UserError: no such directory, no tokenizer in it, unreadable files, or a request for code or files from elsewhere.
+    A directory whose config.json names a model type leaves other old files to transformers. Refused: files that cannot be
+    read, and a request for code or files from elsewhere.
     """
     path = Path(source)
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
         return _load_directory(path)
-    except UserError:
-        raise
-    except BaseException as error:  # tokenizers raises bare Exception for a broken file; every other error is raised
-        if not (isinstance(error, Exception) or is_panic(error)):
+    except BaseException as error:  # tokenizers raises bare Exception for a broken file
+        if isinstance(error, UserError) or not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise UserError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
@@ -93,20 +88,17 @@ def _load_wordpiece(path: Path) -> Tokenizer:
     """BERT's vocabulary, one piece a line; one without a capital letter is of texts folded to small letters."""
     from alignment.data.tokenizers.train import BERT_TOKENS, wordpiece
 
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    ids = {piece: number for number, piece in enumerate(lines)}
+    pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    ids = {piece: number for number, piece in enumerate(pieces)}
     if missing := [token for token in BERT_TOKENS if token not in ids]:
         raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
     return wordpiece(ids, lowercase=all(piece == piece.lower() for piece in ids if piece[:1] != "["))
 
 
 def _refuse_foreign_code(path: Path) -> None:
-    if not path.exists():
-        return
-    config = read_json_object(path)
     raise_all(
         f"{path}: {key} asks for code or files from elsewhere, which are never read; save the tokenizer as tokenizer.json"
-        for key, value in config.items()
+        for key, value in (read_json_object(path) if path.exists() else {}).items()
         if (key in FOREIGN_CODE and value)
         or (key != UNUSED_KEY and key.endswith(("_file", "_files")) and _leads_out(path, value))
     )
@@ -121,9 +113,7 @@ def _leads_out(path: Path, value: Any) -> bool:
 def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str]) -> None:
     """Add tokens to a tokenizer, in place; their ids follow each other.
 
-    Args:
-        tokens: each is one token wherever a text has it, and is kept when ids become text.
-        special_tokens: control tokens, which a chat template writes; such a string in a row's text stays ordinary text.
+    Each of `tokens` is one token wherever a text has it; `special_tokens` are control tokens, which only a template writes.
     """
     from transformers import AddedToken
 
@@ -135,10 +125,8 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
         f"{tokenizer.name_or_path}: token {token!r} cannot be added, since {problem}; leave it out"
         for token, problem in problems.items()
     )
-    for contents, is_special in ((tokens, False), (special_tokens, True)):
-        tokenizer.add_tokens(
-            [AddedToken(content, normalized=False, special=is_special) for content in contents], is_special
-        )
+    for contents, special in ((tokens, False), (special_tokens, True)):
+        tokenizer.add_tokens([AddedToken(each, normalized=False, special=special) for each in contents], special)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
@@ -147,7 +135,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "tokenizer_config.json"
-        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings = read_json_object(config)
         if settings.get("tokenizer_class") == "TokenizersBackend":  # a name that older versions do not know
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(config, {key: value for key, value in settings.items() if key not in LOADING_OPTIONS})

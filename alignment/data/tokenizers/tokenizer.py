@@ -59,16 +59,10 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
         if (backend := _plain_backend(tokenizer)) is not None:
             backend.encode_special_tokens = not control_tokens
             return [each.ids for each in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        encoded = tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            split_special_tokens=not control_tokens,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning about long texts: they are truncated later
-        )
+        encoded = tokenizer(  # verbose=False: no warning about long texts, which are truncated later
+            list(texts), add_special_tokens=False, split_special_tokens=not control_tokens, padding=False, truncation=False,
+            return_attention_mask=False, return_token_type_ids=False, verbose=False,
+        )  # fmt: skip
     return cast("list[list[int]]", encoded["input_ids"])
 
 

@@ -80,7 +80,6 @@ def train_tokenizer(
 
     Args:
         kind: "bpe" (byte-level, as GPT-2), "wordpiece" (BERT), "unigram" (T5, ALBERT), "bytes" (ByT5) or "characters".
-        texts: read once, in order; bytes need none.
         vocabulary: tokens in all, special ones and sentinels among them; None for bytes and characters.
         options: further arguments of the kind's own function, such as `sentinels` or `lowercase`.
     """
@@ -113,11 +112,9 @@ def train_bpe(
         )
     tokenizer = byte_level(Backend(models.BPE()))
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     bos, eos, pad, *others = special_tokens
     fast = wrap(

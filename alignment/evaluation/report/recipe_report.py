@@ -42,11 +42,7 @@ class ReportConfig(Settings):
 
 
 def run(config: ReportConfig) -> Path:
-    """Write `output/report.html` and print its table.
-
-    Raises:
-        UserError: no results of a stage or of the evaluation.
-    """
+    """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]

@@ -1,6 +1,6 @@
 """card.html: a reward model's card in one file that loads nothing else. The figures are computed in reward_card.py."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,6 @@ from alignment.evaluation.report.html import Chart, Row, Section, format_share, 
 
 Card = Mapping[str, Any]  # a part of card.json
 
-# Column of a table -> dotted key of the figures.
-ACCURACY = {
-    "accuracy": "accuracy", "always longer": "always_longer", "pairs": "accuracy.n", "prompts": "accuracy.prompts",
-    "mean margin": "margin.mean", "deviation": "margin.deviation",
-}  # fmt: skip
-K_WAY = {
-    "groups of K > 2": "groups", "picks a best one": "top_1", "low": "low", "high": "high", "by chance": "top_1_by_chance",
-    "Kendall's tau": "kendall_tau_b",
-}  # fmt: skip
-CALIBRATION = {"ECE": "ece", "Brier": "brier"}
-LENGTH = {
-    "score per 100 tokens": "slope_per_100_tokens", "low": "low", "high": "high", "correlation": "correlation",
-    "always longer": "always_longer", "accuracy, chosen longer": "chosen_longer",
-    "accuracy, chosen shorter": "chosen_shorter",
-}  # fmt: skip
-ROBUSTNESS = {
-    "largest change": "largest", "in deviations of the scores": "largest_in_deviations", "mean change": "mean",
-    "pairs that change order": "order_changes",
-}  # fmt: skip
-BEST_OF_N = {
-    "KL bound": "kl", "true score": "gold", "low": "low", "high": "high", "gain over one": "gain", "gain, low": "gain_low",
-    "gain, high": "gain_high", "reward model": "proxy", "prompts": "prompts",
-}  # fmt: skip
 FORMS = {
     "alone": "each text in a batch of its own",
     "padded right": "rectangles padded on the right",
@@ -56,19 +33,19 @@ def write_reward_page(path: Path, card: Card) -> Path:
     return render_page(path, kind="reward-model card", title=card["reward_model"], summary=summary, sections=sections)
 
 
-def _table(first: str, parts: Mapping[str, Card], columns: Mapping[str, str]) -> list[Row]:
-    """One row for each part, its name in the column `first`; None where its figures lack a key."""
-    return [
-        {first: name, **{label: _pick(figures, key) for label, key in columns.items()}}
-        for name, figures in parts.items()
-    ]
+def _table(first: str, parts: Mapping[str, Card]) -> list[Row]:
+    """One row for each part, its name in the column `first`."""
+    return [{first: name, **dict(_numbers(figures))} for name, figures in parts.items()]
 
 
-def _pick(figures: Card, key: str) -> Any:
-    found: Any = figures
-    for part in key.split("."):
-        found = None if found is None else found.get(part)
-    return found
+def _numbers(figures: Card, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Numbers and rates by their names in card.json."""
+    for key, value in figures.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, Mapping) and "rate" not in value:
+            yield from _numbers(value, f"{key} ")
+        elif not isinstance(value, str | list):
+            yield name, value
 
 
 def _accuracy(parts: Card) -> Section:
@@ -78,6 +55,10 @@ def _accuracy(parts: Card) -> Section:
     margin = "score(chosen) \N{MINUS SIGN} score(rejected)"
     title = "Distribution of margins"
     svg = path_chart(title, [Curve("", middles, shares)], margin, "share of pairs")
+    table = {
+        name: {"pairs": own["accuracy"]["n"], "prompts": own["accuracy"]["prompts"], **own, "k_way": {}}
+        for name, own in parts.items()
+    }
     k_way = {name: figures["k_way"] for name, figures in parts.items() if figures["k_way"]}
     return Section(
         "accuracy",
@@ -87,7 +68,7 @@ def _accuracy(parts: Card) -> Section:
             rate_chart("Accuracy", "95 % interval", {name: figures["accuracy"] for name, figures in parts.items()}),
             Chart(title, "pairs right of 0 are ordered as the annotators have them", svg),
         ],
-        [_table("source", parts, ACCURACY), _table("source", k_way, K_WAY)],
+        [_table("source", table), _table("source", k_way)],
         [f"Interval of all: {parts['all']['accuracy']['interval']}."],
     )
 
@@ -106,7 +87,7 @@ def _calibration(parts: Card) -> Section:
         "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it is. "
         "ECE: expected calibration error."
     )
-    tables = [_table("source", parts, CALIBRATION), parts["all"]["bins"]]
+    tables = [_table("source", parts), parts["all"]["bins"]]
     return Section("calibration", "Reliability", lead, charts, tables)
 
 
@@ -119,7 +100,7 @@ def _length(parts: Card) -> Section:
         "the chosen response is shorter speaks of a bias."
     )
     charts, notes = [rate_chart("Accuracy by length", "95 % interval", rates)], [missing] if missing else []
-    return Section("length", "Length", lead, charts, [_table("source", parts, LENGTH)], notes)
+    return Section("length", "Length", lead, charts, [_table("source", parts)], notes)
 
 
 def _robustness(found: Card) -> Section:
@@ -127,7 +108,7 @@ def _robustness(found: Card) -> Section:
     notes = [f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}."]
     notes += [f"{name}: not compared: {why}" for name, why in found["not_compared"].items()]
     lead = "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order."
-    tables = [_table("form", forms, ROBUSTNESS)]
+    tables = [_table("form", forms)]
     return Section("robustness", "Padding, batching and type", lead, tables=tables, notes=notes)
 
 
@@ -148,5 +129,5 @@ def _best_of_n(found: Card) -> Section:
     notes = [
         f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."
     ]
-    tables = [_table("n", {str(one["n"]): one for one in curve}, BEST_OF_N)]
+    tables = [[dict(_numbers(one)) for one in curve]]
     return Section("best-of-n", "Best of n", lead, charts, tables, notes)

@@ -25,14 +25,10 @@ from alignment.models.external.models import (
     ExternalScalarModel,
     ExternalSeq2SeqModel,
 )
-from alignment.models.external.padding import scores_every_token
+from alignment.models.external.rectangles import scores_every_token
 from alignment.models.families.family import Architecture
 from alignment.models.heads import score_labels, score_outputs
-from alignment.models.huggingface.generation_config import (
-    generation_config_of,
-    read_generation_config,
-    write_generation_config,
-)
+from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
 from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, max_dtype, read_config, read_shapes
 
 if TYPE_CHECKING:
@@ -67,17 +63,8 @@ def load_external(
 ) -> Any:
     """Load a model of any architecture of transformers in eval mode.
 
-    Args:
-        directory: a local Hugging Face directory.
-        task: "language" (decoder, encoder or encoder-decoder, by the config), "scalar", "sequence", "tokens" or "span".
-        dtype: type of the weights; None: the widest that a tensor has in the file.
-        device: device of the weights.
-        new_head: drop the file's heads and create a new one.
-        config: changes to config.json, for example the number of labels of a new head.
-
-    Raises:
-        UserError: transformers does not have the architecture, it needs code of its own, there is no safetensors file,
-            or tensors are missing, unexpected or misshapen, each by name.
+    Arguments and errors as for `load_pretrained`; a `dtype` of None is the widest that a tensor has in the file. UserError
+    also where transformers does not have the architecture, or it needs code of its own.
     """
     directory = Path(directory)
     kind, settings = _read_settings(directory, task, config or {})
@@ -104,8 +91,7 @@ def load_external(
 def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel | None:
     """The scalar model with the language model's trunk (the very module, not a copy) and a new head of zeros, fp32.
 
-    Returns:
-        None where transformers' class for scores has another trunk than its language model, or more than a linear head.
+    None where transformers' class for scores has another trunk than its language model, or more than a linear head.
     """
     auto, trunk = _auto_class(AUTO_CLASSES["scalar"][0]), language.inner.base_model
     settings = deepcopy(trunk.config)
@@ -120,12 +106,11 @@ def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel
     trunk.config.update(score_settings({}))
     inner.config = trunk.config
     new = [module for module in inner.modules() if any(x.is_meta for x in module.parameters(recurse=False))]
-    if new != [getattr(inner, "score", None)] or not isinstance(inner.score, nn.Linear):
+    linear = scores_every_token(inner) and new == [inner.score] and inner.score.bias is None
+    if not linear or any(x.is_meta for x in inner.buffers()):
         return None
     inner.score.to_empty(device=next(trunk.parameters()).device).to(torch.float32)
     nn.init.zeros_(inner.score.weight)
-    if inner.score.bias is not None or any(x.is_meta for x in inner.buffers()) or not scores_every_token(inner):
-        return None
     return ExternalScalarModel(inner, inner.config.to_dict(), "scalar").eval()
 
 
@@ -136,16 +121,9 @@ def save_external(
     tensors: Iterable[tuple[str, Tensor]] | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write config.json and the weights as transformers does, each file atomically; all weights are held at once.
+    """Write config.json and the weights as transformers does, each file atomically; arguments as for `save_model`.
 
-    Args:
-        model: a model from `load_external`.
-        directory: directory to write.
-        tensors: the weights by our names where the model is sharded; None: the model's own.
-        max_shard_size: such as "5GB"; larger weights are written in shards with an index.
-
-    Raises:
-        ValueError: the tensors are others than the model's.
+    All weights are held at once. ValueError where the tensors are others than the model's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -159,7 +137,7 @@ def save_external(
     generation_config = getattr(model.inner, "generation_config", None)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         try:
-            if generation_config_of(model) is not None:  # transformers refuses to write some that it reads
+            if model.generation_config is not None:  # transformers refuses to write some that it reads
                 model.inner.generation_config = model.inner.generation_config_class()
             model.inner.save_pretrained(folder, state_dict=kept, max_shard_size=max_shard_size)
         finally:
@@ -270,7 +248,7 @@ def _language_kind(directory: Path, config: HFConfig, settings: "PreTrainedConfi
 def _from_pretrained(
     directory: Path, auto_class: str, settings: "PreTrainedConfig", dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, Any]]:
-    """transformers' model and its report of missing, unexpected and mismatched keys."""
+    """transformers' model and its report of keys."""
     try:
         return _auto_class(auto_class).from_pretrained(
             directory, config=settings, dtype="auto" if dtype is None else dtype, local_files_only=True, use_safetensors=True,

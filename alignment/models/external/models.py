@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses.language import (
-    TokenLoss,
-    smoothed_token_loss,
-    token_log_probs,
-    token_log_probs_and_entropy,
-)
+from alignment.losses.language import TokenLoss, smoothed_token_loss, token_log_probs, token_log_probs_and_entropy
 from alignment.models.activation_checkpointing import checkpoint_calls
-from alignment.models.external.cache import ExternalCache, RereadCache, Seq2SeqCache, SharedCache, can_share_cache
-from alignment.models.external.padding import (
+from alignment.models.external.rectangles import (
+    ExternalCache,
     PaddedRows,
+    RereadCache,
+    Seq2SeqCache,
+    SharedCache,
     VirtualTokens,
     accepts,
+    can_share_cache,
     forward_documents,
     forward_tokens,
     pad_rows,
@@ -44,13 +43,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config 
 
 @dataclass(frozen=True)
 class ExternalSpec:
-    """The sizes that are known of any architecture.
-
-    Attributes:
-        vocabulary: rows of the token table.
-        width: width of the hidden states.
-        max_positions: longest document; 2 ** 31 where the class has no limit.
-    """
+    """Sizes of any architecture: rows of the token table, hidden states' width, longest document (2 ** 31: no limit)."""
 
     vocabulary: int
     width: int
@@ -58,11 +51,7 @@ class ExternalSpec:
 
 
 class ExternalModel(Model):
-    """Base of the wrappers around transformers' models.
-
-    Attributes:
-        inner: transformers' model.
-    """
+    """Base of the wrappers around transformers' models, `inner`."""
 
     source = "transformers"
     inner: Any
@@ -126,12 +115,12 @@ class ExternalModel(Model):
 
         return [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
-    def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
-        """Recompute layers in the backward pass (non-reentrant) instead of keeping their activations.
+    def padded_logits(self, padded: Padded) -> LogitsOutput:
+        """Logits of padded rows, [B, T, V], zeros at padding."""
+        return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
 
-        Raises:
-            UserError: the class does not support it, `keep` is not "nothing", or the model has a prefix.
-        """
+    def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
+        """Recompute layers in the backward pass; UserError where the class, `keep` or a prefix does not allow it."""
         if enabled and self.prefix is not None:
             raise UserError(
                 "training.gradient_checkpointing: a prefix stands in the cache of transformers' class, which a layer "
@@ -146,11 +135,7 @@ class ExternalModel(Model):
             checkpoint_calls(layer, enabled)
 
     def compile_blocks(self) -> None:
-        """Run the layers through torch.compile from now on.
-
-        Raises:
-            UserError: the class has no layers that can be told apart.
-        """
+        """Run the layers through torch.compile from now on; UserError where the class has none that can be told apart."""
         from alignment.models.compilation import compile_blocks
 
         layers = self._layers()
@@ -193,9 +178,7 @@ class ExternalLanguageModel(ExternalDecoder):
         losses = smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
         return output._replace(losses=losses)
 
-    def padded_outputs(self, padded: Padded) -> LogitsOutput:
-        """Logits of padded rows, [B, T, V], zeros at padding."""
-        return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
+    padded_outputs = ExternalModel.padded_logits
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
@@ -215,9 +198,7 @@ class ExternalMaskedLanguageModel(ExternalModel):
         logits = self.token_logits(batch, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
-    def padded_outputs(self, padded: Padded) -> LogitsOutput:
-        """Logits of padded rows, [B, T, V], zeros at padding."""
-        return LogitsOutput(padded.restore(self.token_logits(padded.batch)))
+    padded_outputs = ExternalModel.padded_logits
 
 
 class ExternalSeq2SeqModel(ExternalDecoder):

@@ -8,7 +8,7 @@ from functools import partial
 
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import SPAN, Family, Name, Task, span_head
+from alignment.models.families.family import SPAN, Family, Name, Task, names_under, span_head
 from alignment.models.families.t5 import SEQUENCE, sequence_head
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import InitSpec
@@ -18,28 +18,27 @@ from alignment.models.transformer import TransformerSpec
 
 EPS = 1e-5  # no key sets it
 
-STACK = (  # Hugging Face name, of either stack   ours
-    ("model.SIDE.embed_positions",                "SIDE.positions"),
-    ("model.SIDE.layernorm_embedding",            "SIDE.embedding_norm"),
-    ("model.SIDE.layers.{}.self_attn.q_proj",     "SIDE.blocks.{}.attention.query"),
-    ("model.SIDE.layers.{}.self_attn.k_proj",     "SIDE.blocks.{}.attention.key"),
-    ("model.SIDE.layers.{}.self_attn.v_proj",     "SIDE.blocks.{}.attention.value"),
-    ("model.SIDE.layers.{}.self_attn.out_proj",   "SIDE.blocks.{}.attention.output"),
-    ("model.SIDE.layers.{}.self_attn_layer_norm", "SIDE.blocks.{}.attention_norm"),
-    ("model.SIDE.layers.{}.fc1",                  "SIDE.blocks.{}.feedforward.up"),
-    ("model.SIDE.layers.{}.fc2",                  "SIDE.blocks.{}.feedforward.down"),
-    ("model.SIDE.layers.{}.final_layer_norm",     "SIDE.blocks.{}.feedforward_norm"),
-)  # fmt: skip
+
+def _stack_names(side: str) -> tuple[Name, ...]:
+    """The weight table of the encoder or the decoder."""
+    stack, layer, block = f"model.{side}.", f"model.{side}.layers.{{}}.", f"{side}.blocks.{{}}."
+    return (
+        *names_under(stack, f"{side}.", positions="embed_positions", embedding_norm="layernorm_embedding"),
+        *names_under(layer + "self_attn.", block + "attention.", **PROJECTIONS),
+        *names_under(layer, block, attention_norm="self_attn_layer_norm", feedforward_norm="final_layer_norm"),
+        *names_under(layer, block + "feedforward.", up="fc1", down="fc2"),
+    )
+
+
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 NAMES: tuple[Name, ...] = (
-    *((hf.replace("SIDE", side), ours.replace("SIDE", side)) for side in ("encoder", "decoder") for hf, ours in STACK),
-    ("model.shared",                                    "encoder.embed"),
-    ("model.decoder.embed_tokens",                      "decoder.embed"),
-    ("model.decoder.layers.{}.encoder_attn.q_proj",     "decoder.blocks.{}.cross.query"),
-    ("model.decoder.layers.{}.encoder_attn.k_proj",     "decoder.blocks.{}.cross.key"),
-    ("model.decoder.layers.{}.encoder_attn.v_proj",     "decoder.blocks.{}.cross.value"),
-    ("model.decoder.layers.{}.encoder_attn.out_proj",   "decoder.blocks.{}.cross.output"),
+    *_stack_names("encoder"),
+    *_stack_names("decoder"),
+    ("model.shared", "encoder.embed"),
+    ("model.decoder.embed_tokens", "decoder.embed"),
+    *names_under("model.decoder.layers.{}.encoder_attn.", "decoder.blocks.{}.cross.", **PROJECTIONS),
     ("model.decoder.layers.{}.encoder_attn_layer_norm", "decoder.blocks.{}.cross_norm"),
-)  # fmt: skip
+)
 
 
 def _spec(value: HFConfig) -> EncoderDecoderSpec:

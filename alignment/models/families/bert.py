@@ -10,6 +10,7 @@ from typing import Any
 
 from alignment.models.families.decoders import attention_spec
 from alignment.models.families.family import (
+    BLOCK,
     CLASSIFIER,
     SPAN,
     Family,
@@ -17,6 +18,7 @@ from alignment.models.families.family import (
     Name,
     Task,
     dropout_of,
+    names_under,
     num_labels,
     span_head,
     token_head,
@@ -42,29 +44,28 @@ DROPOUTS = ("classifier_dropout", "hidden_dropout_prob")  # of a read-out: its o
 
 def embedding_names(prefix: str) -> tuple[Name, ...]:
     """The weight table of embeddings with BERT's names."""
-    return (
-        # Hugging Face name                            ours
-        (f"{prefix}embeddings.word_embeddings",       "trunk.embed"),
-        (f"{prefix}embeddings.position_embeddings",   "trunk.positions"),
-        (f"{prefix}embeddings.token_type_embeddings", "trunk.segments"),
-        (f"{prefix}embeddings.LayerNorm",             "trunk.embedding_norm"),
+    return names_under(
+        f"{prefix}embeddings.", "trunk.", embed="word_embeddings", positions="position_embeddings",
+        segments="token_type_embeddings", embedding_norm="LayerNorm",
     )  # fmt: skip
+
+
+def layer_names(
+    layer: str, block: str = BLOCK, attention: tuple[str, str, str] = ("query", "key", "value")
+) -> tuple[Name, ...]:
+    """The weight table of a layer with BERT's names, apart from those of the projections in `attention`."""
+    query, key, value = attention
+    return (
+        *names_under(layer + "attention.self.", block + "attention.", query=query, key=key, value=value),
+        (layer + "attention.output.dense", block + "attention.output"),
+        *names_under(layer, block + "feedforward.", up="intermediate.dense", down="output.dense"),
+        *names_under(layer, block, attention_norm="attention.output.LayerNorm", feedforward_norm="output.LayerNorm"),
+    )
 
 
 def bert_names(prefix: str) -> tuple[Name, ...]:
     """The weight table of a trunk with BERT's names."""
-    layer = prefix + "encoder.layer.{}."
-    return (
-        *embedding_names(prefix),
-        (layer + "attention.self.query",       "trunk.blocks.{}.attention.query"),
-        (layer + "attention.self.key",         "trunk.blocks.{}.attention.key"),
-        (layer + "attention.self.value",       "trunk.blocks.{}.attention.value"),
-        (layer + "attention.output.dense",     "trunk.blocks.{}.attention.output"),
-        (layer + "attention.output.LayerNorm", "trunk.blocks.{}.attention_norm"),
-        (layer + "intermediate.dense",         "trunk.blocks.{}.feedforward.up"),
-        (layer + "output.dense",               "trunk.blocks.{}.feedforward.down"),
-        (layer + "output.LayerNorm",           "trunk.blocks.{}.feedforward_norm"),
-    )  # fmt: skip
+    return (*embedding_names(prefix), *layer_names(prefix + "encoder.layer.{}."))
 
 
 def bias_names(prefix: str, value: HFConfig) -> tuple[Name, ...]:
@@ -100,11 +101,14 @@ def encoder_tasks(
     }
 
 
-def pooled_head(value: HFConfig, activation: str, *dropouts: str, **more: Any) -> ClassificationHeadSpec:
-    """A head that reads the first token through a dense layer as wide as the hidden states; `more` are other fields."""
+def pooled_head(
+    value: HFConfig, activation: str = "tanh", dropouts: tuple[str, ...] = DROPOUTS, *, both_sides: bool = False
+) -> ClassificationHeadSpec:
+    """Classes of the first token through a dense layer as wide as the hidden states, dropout after it or on `both_sides`."""
     transform = TransformSpec(value["hidden_size"], activation, bias=True)
-    dropout = dropout_of(value, *(dropouts or DROPOUTS))
-    return ClassificationHeadSpec(num_labels(value), transform, dropout=dropout, pooling="first", **more)
+    dropout = dropout_of(value, *dropouts)
+    before = dropout if both_sides else 0.0
+    return ClassificationHeadSpec(num_labels(value), transform, dropout=dropout, pooling="first", input_dropout=before)
 
 
 def bert_block(value: HFConfig) -> BlockSpec:
@@ -202,14 +206,9 @@ NEXT_SENTENCE = (
 )  # fmt: skip
 
 
-def _pooled(value: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the pooled first token."""
-    return pooled_head(value, "tanh")
-
-
 def _follows(value: HFConfig) -> ClassificationHeadSpec:
     """Two classes of the pooled first token: sentence B follows A (0), or it does not (1)."""
-    return replace(_pooled(value), outputs=2, dropout=0.0)
+    return replace(pooled_head(value), outputs=2, dropout=0.0)
 
 
 BERT = bert_family(
@@ -217,7 +216,7 @@ BERT = bert_family(
     bert_spec,
     ("classifier_dropout",),
     {
-        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, _pooled, kept=KEPT),
+        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, pooled_head, kept=KEPT),
         "next_sentence": Task("BertForPreTraining", NEXT_SENTENCE, _follows, kept_by_new_head=KEPT),
     },
     # Google's first configs describe a pooler that every one of them has.

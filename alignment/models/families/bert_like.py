@@ -9,7 +9,6 @@ from functools import partial
 
 from alignment.errors import UserError
 from alignment.models.families.bert import (
-    DROPOUTS,
     ENCODER_FIXED,
     HARMLESS,
     POSITION_IDS,
@@ -23,7 +22,7 @@ from alignment.models.families.bert import (
     pooled_head,
 )
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import CLASSIFIER, SPAN, Family, Task, dropout_of, num_labels, span_head
+from alignment.models.families.family import BLOCK, CLASSIFIER, SPAN, Family, Task, names_under, num_labels, span_head
 from alignment.models.heads import ClassificationHeadSpec, TransformSpec
 from alignment.models.layers import LearnedPositionsSpec
 from alignment.models.safetensors_files import HFConfig
@@ -44,23 +43,17 @@ def _roberta(value: HFConfig) -> TransformerSpec:
 
 
 ROBERTA_PREDICTIONS = (
-    ("lm_head.dense",          "head.transform.dense"),
-    ("lm_head.layer_norm",     "head.transform.norm"),
+    *names_under("lm_head.", "head.transform.", dense="dense", norm="layer_norm"),
     ("lm_head.decoder.weight", "head.weight"),
-)  # fmt: skip
+)
 DENSE_CLASSIFIER = (("classifier.dense", "head.transform.dense"), ("classifier.out_proj", "head.output"))
-
-
-def _dense_head(value: HFConfig, activation: str = "tanh") -> ClassificationHeadSpec:
-    """Classes of the first token through a dense layer, dropout on both sides of it."""
-    return pooled_head(value, activation, input_dropout=dropout_of(value, *DROPOUTS))
 
 
 ROBERTA = bert_family(
     "roberta",
     _roberta,
     ("pad_token_id", "classifier_dropout"),
-    encoder_tasks("Roberta", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, _dense_head),
+    encoder_tasks("Roberta", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, both_sides=True)),
     ignored_tensors=(r"roberta\.pooler\.dense\.(weight|bias)",),  # transformers' own; it was never trained
     language_bias="lm_head.",
 )
@@ -81,15 +74,16 @@ def _electra(value: HFConfig) -> TransformerSpec:
 
 
 ELECTRA_PREDICTIONS = (
-    ("generator_predictions.dense",     "head.transform.dense"),
-    ("generator_predictions.LayerNorm", "head.transform.norm"),
-    ("generator_lm_head",               "head"),
-)  # fmt: skip
+    *names_under("generator_predictions.", "head.transform.", dense="dense", norm="LayerNorm"),
+    ("generator_lm_head", "head"),
+)
 ELECTRA = bert_family(
     "electra",
     _electra,
     ("embedding_size", "classifier_dropout"),
-    encoder_tasks("Electra", ELECTRA_PREDICTIONS, DENSE_CLASSIFIER, partial(_dense_head, activation="gelu")),
+    encoder_tasks(
+        "Electra", ELECTRA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, activation="gelu", both_sides=True)
+    ),
     names=(*bert_names("electra."), ("electra.embeddings_project", "trunk.project_in")),
     # The summary is the head for multiple choice; the generator's size says how the discriminator was trained.
     harmless=("generator_size", "summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"),
@@ -114,37 +108,29 @@ def _albert(value: HFConfig) -> TransformerSpec:
     )
 
 
-def _albert_head(value: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the pooled first token; sentence-order prediction has the same shape."""
-    return pooled_head(value, "tanh", *ALBERT_DROPOUTS)
-
-
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0."
 ALBERT_NAMES = (
     *embedding_names("albert."),
-    # Hugging Face name                             ours
-    ("albert.encoder.embedding_hidden_mapping_in",  "trunk.project_in"),
-    (ALBERT_LAYER + "attention.query",              "trunk.blocks.{}.attention.query"),
-    (ALBERT_LAYER + "attention.key",                "trunk.blocks.{}.attention.key"),
-    (ALBERT_LAYER + "attention.value",              "trunk.blocks.{}.attention.value"),
-    (ALBERT_LAYER + "attention.dense",              "trunk.blocks.{}.attention.output"),
-    (ALBERT_LAYER + "attention.LayerNorm",          "trunk.blocks.{}.attention_norm"),
-    (ALBERT_LAYER + "ffn",                          "trunk.blocks.{}.feedforward.up"),
-    (ALBERT_LAYER + "ffn_output",                   "trunk.blocks.{}.feedforward.down"),
-    (ALBERT_LAYER + "full_layer_layer_norm",        "trunk.blocks.{}.feedforward_norm"),
-)  # fmt: skip
+    ("albert.encoder.embedding_hidden_mapping_in", "trunk.project_in"),
+    *names_under(
+        ALBERT_LAYER + "attention.", BLOCK + "attention.", query="query", key="key", value="value", output="dense"
+    ),
+    *names_under(ALBERT_LAYER, BLOCK + "feedforward.", up="ffn", down="ffn_output"),
+    *names_under(ALBERT_LAYER, BLOCK, attention_norm="attention.LayerNorm", feedforward_norm="full_layer_layer_norm"),
+)
 ALBERT_PREDICTIONS = (
-    ("predictions.dense",                           "head.transform.dense"),
-    ("predictions.LayerNorm",                       "head.transform.norm"),
-    ("predictions.decoder.weight",                  "head.weight"),
-)  # fmt: skip
+    *names_under("predictions.", "head.transform.", dense="dense", norm="LayerNorm"),
+    ("predictions.decoder.weight", "head.weight"),
+)
 SENTENCE_ORDER = (
     *ALBERT_PREDICTIONS,
-    ("albert.pooler",                               "next_sentence.transform.dense"),
-    ("sop_classifier.classifier",                   "next_sentence.output"),
-)  # fmt: skip
+    ("albert.pooler", "next_sentence.transform.dense"),
+    ("sop_classifier.classifier", "next_sentence.output"),
+)
 ALBERT_CLASSIFIER = (("albert.pooler", "head.transform.dense"), *CLASSIFIER)
 ALBERT_DROPOUTS = ("classifier_dropout_prob", "hidden_dropout_prob")
+# Classes of the pooled first token; sentence-order prediction has the same shape.
+ALBERT_HEAD = partial(pooled_head, dropouts=ALBERT_DROPOUTS)
 KEPT = ("albert.pooler.weight", "albert.pooler.bias")
 
 ALBERT = bert_family(
@@ -153,9 +139,9 @@ ALBERT = bert_family(
     ("embedding_size", "num_hidden_groups", "classifier_dropout_prob"),
     {
         **encoder_tasks(
-            "Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, _albert_head, dropouts=ALBERT_DROPOUTS, kept=KEPT
+            "Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, ALBERT_HEAD, dropouts=ALBERT_DROPOUTS, kept=KEPT
         ),
-        "next_sentence": Task("AlbertForPreTraining", SENTENCE_ORDER, _albert_head, kept_by_new_head=KEPT),
+        "next_sentence": Task("AlbertForPreTraining", SENTENCE_ORDER, ALBERT_HEAD, kept_by_new_head=KEPT),
     },
     names=ALBERT_NAMES,
     # Left over from the authors' own configs; zero or one everywhere.
@@ -188,25 +174,22 @@ DISTILBERT_KEYS = {  # BERT's name -> DistilBERT's
     "intermediate_size": "hidden_dim", "hidden_act": "activation", "hidden_dropout_prob": "dropout",
     "attention_probs_dropout_prob": "attention_dropout",
 }  # fmt: skip
-DISTILBERT_LAYER = "distilbert.transformer.layer.{}."
-DISTILBERT_NAMES = (  # Hugging Face name          ours
-    ("distilbert.embeddings.word_embeddings",      "trunk.embed"),
-    ("distilbert.embeddings.position_embeddings",  "trunk.positions"),
-    ("distilbert.embeddings.LayerNorm",            "trunk.embedding_norm"),
-    (DISTILBERT_LAYER + "attention.q_lin",         "trunk.blocks.{}.attention.query"),
-    (DISTILBERT_LAYER + "attention.k_lin",         "trunk.blocks.{}.attention.key"),
-    (DISTILBERT_LAYER + "attention.v_lin",         "trunk.blocks.{}.attention.value"),
-    (DISTILBERT_LAYER + "attention.out_lin",       "trunk.blocks.{}.attention.output"),
-    (DISTILBERT_LAYER + "sa_layer_norm",           "trunk.blocks.{}.attention_norm"),
-    (DISTILBERT_LAYER + "ffn.lin1",                "trunk.blocks.{}.feedforward.up"),
-    (DISTILBERT_LAYER + "ffn.lin2",                "trunk.blocks.{}.feedforward.down"),
-    (DISTILBERT_LAYER + "output_layer_norm",       "trunk.blocks.{}.feedforward_norm"),
+DISTILBERT_STEM, DISTILBERT_LAYER = "distilbert.embeddings.", "distilbert.transformer.layer.{}."
+DISTILBERT_NAMES = (
+    *names_under(
+        DISTILBERT_STEM, "trunk.", embed="word_embeddings", positions="position_embeddings", embedding_norm="LayerNorm"
+    ),
+    *names_under(
+        DISTILBERT_LAYER + "attention.", BLOCK + "attention.",
+        query="q_lin", key="k_lin", value="v_lin", output="out_lin",
+    ),
+    *names_under(DISTILBERT_LAYER + "ffn.", BLOCK + "feedforward.", up="lin1", down="lin2"),
+    *names_under(DISTILBERT_LAYER, BLOCK, attention_norm="sa_layer_norm", feedforward_norm="output_layer_norm"),
 )  # fmt: skip
 DISTILBERT_PREDICTIONS = (
-    ("vocab_transform",                            "head.transform.dense"),
-    ("vocab_layer_norm",                           "head.transform.norm"),
-    ("vocab_projector",                            "head"),
-)  # fmt: skip
+    *names_under("vocab_", "head.transform.", dense="transform", norm="layer_norm"),
+    ("vocab_projector", "head"),
+)
 PRE_CLASSIFIER = (("pre_classifier", "head.transform.dense"), *CLASSIFIER)
 
 DISTILBERT = Family(

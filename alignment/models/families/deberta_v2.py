@@ -14,11 +14,12 @@ from alignment.models.families.bert import (
     bias_names,
     embedding_names,
     encoder_tasks,
+    layer_names,
     pooled_head,
 )
 from alignment.models.families.config_keys import Key
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import CLASSIFIER, Name
+from alignment.models.families.family import BLOCK, CLASSIFIER, Name, names_under
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import (
     AttentionSpec,
@@ -33,29 +34,24 @@ from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 TERMS = ("c2p", "p2c")
 
-LAYER = "deberta.encoder.layer.{}."
-BLOCK = (  # Hugging Face name                  ours
-    (LAYER + "attention.self.query_proj",       "trunk.blocks.{}.attention.query"),
-    (LAYER + "attention.self.key_proj",         "trunk.blocks.{}.attention.key"),
-    (LAYER + "attention.self.value_proj",       "trunk.blocks.{}.attention.value"),
-    (LAYER + "attention.self.pos_query_proj",   "trunk.blocks.{}.attention.position_query"),
-    (LAYER + "attention.self.pos_key_proj",     "trunk.blocks.{}.attention.position_key"),
-    (LAYER + "attention.output.dense",          "trunk.blocks.{}.attention.output"),
-    (LAYER + "attention.output.LayerNorm",      "trunk.blocks.{}.attention_norm"),
-    (LAYER + "intermediate.dense",              "trunk.blocks.{}.feedforward.up"),
-    (LAYER + "output.dense",                    "trunk.blocks.{}.feedforward.down"),
-    (LAYER + "output.LayerNorm",                "trunk.blocks.{}.feedforward_norm"),
-)  # fmt: skip
+LAYER, PROJECTIONS = "deberta.encoder.layer.", ("query_proj", "key_proj", "value_proj")
+POSITIONS = {"position_query": "pos_query_proj", "position_key": "pos_key_proj"}
 NAMES = (
     *embedding_names("deberta."),
-    ("deberta.encoder.rel_embeddings.weight",   "trunk.relative.weight"),
-    ("deberta.encoder.LayerNorm",               "trunk.relative.norm"),
-    *BLOCK,
-    # A layer with a convolution beside it holds the ordinary one.
-    *((hf.replace("{}", "0"), ours.replace("blocks.{}.", "blocks.{}.block.")) for hf, ours in BLOCK),
-    ("deberta.encoder.conv.conv",               "trunk.blocks.{}.convolution.layer"),
-    ("deberta.encoder.conv.LayerNorm",          "trunk.blocks.{}.norm"),
-)  # fmt: skip
+    ("deberta.encoder.rel_embeddings.weight", "trunk.relative.weight"),
+    ("deberta.encoder.LayerNorm", "trunk.relative.norm"),
+    # A layer with a convolution beside it, the first, holds the ordinary one.
+    *(
+        line
+        for layer, block in (("{}.", BLOCK), ("0.", BLOCK + "block."))
+        for line in (
+            *layer_names(LAYER + layer, block, PROJECTIONS),
+            *names_under(LAYER + layer + "attention.self.", block + "attention.", **POSITIONS),
+        )
+    ),
+    ("deberta.encoder.conv.conv", BLOCK + "convolution.layer"),
+    ("deberta.encoder.conv.LayerNorm", BLOCK + "norm"),
+)
 # The head has two spellings, of which the config's `legacy` chooses one; only the first may be untied.
 LEGACY, NEW = "cls.predictions.", "lm_predictions.lm_head."
 
@@ -141,8 +137,8 @@ def _problems(value: HFConfig) -> Iterator[str]:
 
 def _sequence_head(value: HFConfig) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
-    dropouts = ("cls_dropout", "hidden_dropout_prob")
-    return pooled_head(value, value["pooler_hidden_act"], *dropouts, input_dropout=value["pooler_dropout"])
+    head = pooled_head(value, value["pooler_hidden_act"], ("cls_dropout", "hidden_dropout_prob"))
+    return replace(head, input_dropout=value["pooler_dropout"])
 
 
 POOLED_CLASSIFIER = (("pooler.dense", "head.transform.dense"), *CLASSIFIER)

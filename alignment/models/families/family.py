@@ -21,6 +21,7 @@ Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 
 LEAVES = (".weight", ".bias", ".offset")
 QUERY_KEY_VALUE = tuple(f"trunk.blocks.{{}}.attention.{part}" for part in ("query", "key", "value"))
+BLOCK = "trunk.blocks.{}."
 GATE_UP = ("trunk.blocks.{}.feedforward.gate", "trunk.blocks.{}.feedforward.up")
 
 
@@ -146,6 +147,11 @@ class Family:
         return self.spec(self.read(config))
 
 
+def names_under(hf: str, ours: str, **parts: str) -> tuple[tuple[str, str], ...]:
+    """Lines of a weight table whose names share their beginnings: our name of a part, its Hugging Face name."""
+    return tuple((hf + theirs, ours + part) for part, theirs in parts.items())
+
+
 def tensor_names(table: Iterable[Name]) -> Iterable[Name]:
     """The lines of a weight table with modules written out as weight and bias."""
     for hf, ours in table:
@@ -165,20 +171,22 @@ def decoder_tasks(
     heads: Iterable[str] = ("sequence", "tokens"),
     span_prefix: str | None = None,
     language: tuple[str, str] = ("ForCausalLM", "lm_head"),
+    classifier: tuple[str, ...] = (),
 ) -> dict[str, Task]:
-    """The tasks of a decoder with transformers' usual class names and head names.
+    """The tasks of a decoder whose classes of transformers begin with `stem`, such as Llama in LlamaForCausalLM.
 
     Args:
-        stem: class names begin with it, such as Llama in LlamaForCausalLM.
         heads: those of sequence, tokens and span that transformers has a class for.
         span_prefix: prefix of the trunk's names in files of the span class; None: the family's.
         language: the ending of the language model's class name, and its head's name.
+        classifier: keys of the dropout before a head for tokens that is named so; none: it is named score.
     """
+    tokens = (("classifier" if classifier else "score", "head.output"),)
     tasks = {
         "language": Task(stem + language[0], ((f"{language[1]}.weight", "head.weight"),)),
         "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
         "sequence": Task(f"{stem}ForSequenceClassification", (("score", "head.output"),), last_token_head),
-        "tokens": Task(f"{stem}ForTokenClassification", (("score", "head.output"),), token_head()),
+        "tokens": Task(f"{stem}ForTokenClassification", tokens, token_head(*classifier)),
         "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head(), span_prefix),
     }
     return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}

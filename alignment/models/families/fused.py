@@ -11,14 +11,25 @@ from typing import Literal
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import attention_spec, rotary_attention, rotary_decoder
-from alignment.models.families.family import CLASSIFIER, QUERY_KEY_VALUE, Family, Name, Task, decoder_tasks, token_head
+from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.init_weights import InitSpec
-from alignment.models.layers import AlibiSpec, BFloat16AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.layers import AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
+ALL = ("sequence", "tokens", "span")
 INTERLEAVED = ("query_key_value.weight", "query_key_value.bias")
+
+
+def _layer(prefix: str, attention: str) -> tuple[Name, ...]:
+    """The weight table of one layer."""
+    return (
+        (f"{prefix}{attention}.query_key_value", QUERY_KEY_VALUE),
+        (f"{prefix}{attention}.dense", BLOCK + "attention.output"),
+        *names_under(prefix + "mlp.", BLOCK + "feedforward.", up="dense_h_to_4h", down="dense_4h_to_h"),
+        *names_under(prefix, BLOCK, attention_norm="input_layernorm", feedforward_norm="post_attention_layernorm"),
+    )
 
 
 def _gpt_neox(value: HFConfig) -> TransformerSpec:
@@ -44,21 +55,12 @@ GPT_NEOX = Family(
         "initializer_range", "layer_norm_eps", "rotary_pct", "rotary_emb_base", "tie_word_embeddings",
         "use_parallel_residual",
     ),
-    names=(  # Hugging Face name                            ours
-        ("gpt_neox.embed_in",                               "trunk.embed"),
-        ("gpt_neox.layers.{}.input_layernorm",              "trunk.blocks.{}.attention_norm"),
-        ("gpt_neox.layers.{}.attention.query_key_value",    QUERY_KEY_VALUE),
-        ("gpt_neox.layers.{}.attention.dense",              "trunk.blocks.{}.attention.output"),
-        ("gpt_neox.layers.{}.post_attention_layernorm",     "trunk.blocks.{}.feedforward_norm"),
-        ("gpt_neox.layers.{}.mlp.dense_h_to_4h",            "trunk.blocks.{}.feedforward.up"),
-        ("gpt_neox.layers.{}.mlp.dense_4h_to_h",            "trunk.blocks.{}.feedforward.down"),
-        ("gpt_neox.final_layer_norm",                       "trunk.norm"),
+    names=(
+        ("gpt_neox.embed_in", "trunk.embed"), *_layer("gpt_neox.layers.{}.", "attention"),
+        ("gpt_neox.final_layer_norm", "trunk.norm"),
     ),
     trunk_prefix="gpt_neox.",
-    tasks={
-        **decoder_tasks("GPTNeoX", ("sequence", "span"), language=("ForCausalLM", "embed_out")),
-        "tokens": Task("GPTNeoXForTokenClassification", CLASSIFIER, token_head("classifier_dropout")),
-    },
+    tasks=decoder_tasks("GPTNeoX", ALL, language=("ForCausalLM", "embed_out"), classifier=("classifier_dropout",)),
     defaults={"rotary_pct": 0.25, "rotary_emb_base": 10000.0},
     by_hand=ROPE_KEYS,
     # Names of the library GPT-NeoX was trained with, for what is called *_dropout here.
@@ -69,17 +71,11 @@ GPT_NEOX = Family(
     new_model_config={"classifier_dropout": 0.0},
 )  # fmt: skip
 
-BLOOM_FALCON: tuple[Name, ...] = (
-    # Hugging Face name                                     ours
-    ("transformer.word_embeddings",                         "trunk.embed"),
-    ("transformer.h.{}.input_layernorm",                    "trunk.blocks.{}.attention_norm"),
-    ("transformer.h.{}.self_attention.query_key_value",     QUERY_KEY_VALUE),
-    ("transformer.h.{}.self_attention.dense",               "trunk.blocks.{}.attention.output"),
-    ("transformer.h.{}.post_attention_layernorm",           "trunk.blocks.{}.feedforward_norm"),
-    ("transformer.h.{}.mlp.dense_h_to_4h",                  "trunk.blocks.{}.feedforward.up"),
-    ("transformer.h.{}.mlp.dense_4h_to_h",                  "trunk.blocks.{}.feedforward.down"),
-    ("transformer.ln_f",                                    "trunk.norm"),
-)  # fmt: skip
+BLOOM_FALCON = (
+    ("transformer.word_embeddings", "trunk.embed"),
+    *_layer("transformer.h.{}.", "self_attention"),
+    ("transformer.ln_f", "trunk.norm"),
+)
 
 
 def _bloom(value: HFConfig) -> TransformerSpec:
@@ -110,10 +106,7 @@ BLOOM = Family(
     ),
     names=(*BLOOM_FALCON, ("transformer.word_embeddings_layernorm", "trunk.embedding_norm")),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("Bloom", ("sequence", "span")),
-        "tokens": Task("BloomForTokenClassification", CLASSIFIER, token_head("classifier_dropout", "hidden_dropout")),
-    },
+    tasks=decoder_tasks("Bloom", ALL, classifier=("classifier_dropout", "hidden_dropout")),
     defaults={"classifier_dropout": None},
     # How the training library split and fused its work; softmax runs in fp32 here whatever they say. A longest document
     # is no part of ALiBi.
@@ -138,7 +131,7 @@ def _falcon(value: HFConfig) -> TransformerSpec:
         key_heads = value["num_kv_heads"]
     attention = rotary_attention({**value, "num_key_value_heads": key_heads}, bias=value["bias"])
     if value["alibi"]:
-        attention = replace(attention, rotary=None, position_bias=BFloat16AlibiSpec(attention.scale))
+        attention = replace(attention, rotary=None, position_bias=AlibiSpec(attention.scale, bfloat16=True))
     inner = value["ffn_hidden_size"] or 4 * value["hidden_size"]
     return rotary_decoder(
         {**value, "max_position_embeddings": UNLIMITED} if value["alibi"] else value,
@@ -166,10 +159,7 @@ def _falcon_problems(value: HFConfig) -> Iterator[str]:
 
 
 # Files with two norms side by side name them otherwise than files with norms one after the other.
-SIDE_BY_SIDE: tuple[Name, ...] = (
-    ("transformer.h.{}.ln_attn",                            "trunk.blocks.{}.attention_norm"),
-    ("transformer.h.{}.ln_mlp",                             "trunk.blocks.{}.feedforward_norm"),
-)  # fmt: skip
+SIDE_BY_SIDE = names_under("transformer.h.{}.", BLOCK, attention_norm="ln_attn", feedforward_norm="ln_mlp")
 
 FALCON = Family(
     name="falcon",
@@ -182,10 +172,7 @@ FALCON = Family(
     ),
     names=(*SIDE_BY_SIDE, *BLOOM_FALCON),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("Falcon", ("sequence", "span")),
-        "tokens": Task("FalconForTokenClassification", CLASSIFIER, token_head("classifier_dropout", "hidden_dropout")),
-    },
+    tasks=decoder_tasks("Falcon", ALL, classifier=("classifier_dropout", "hidden_dropout")),
     defaults={"classifier_dropout": None},
     by_hand=ROPE_KEYS,
     fixed={"apply_residual_connection_post_layernorm": (False,), "ff_factor": (4,)},

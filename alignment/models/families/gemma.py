@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import layer_ropes, rotary_attention, rotary_decoder, windows
-from alignment.models.families.family import Name, decoder_tasks
-from alignment.models.families.llama import PROJECTIONS, QUERY_KEY_NORMS, llama_family
+from alignment.models.families.family import BLOCK, Name, decoder_tasks, names_under
+from alignment.models.families.llama import LAYER, PROJECTIONS, QUERY_KEY_NORMS, llama_family
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
 from alignment.models.heads import LanguageHeadSpec
-from alignment.models.layers import AttentionSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
+from alignment.models.layers import AttentionSpec, GatedFeedForwardSpec, RMSNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
@@ -29,7 +29,7 @@ def _gemma(value: HFConfig) -> TransformerSpec:
     return rotary_decoder(
         value,
         rotary_attention(value),
-        norm=UnitOffsetRMSNormSpec(value["rms_norm_eps"]),
+        norm=RMSNormSpec(value["rms_norm_eps"], "unit_offset"),
         feedforward=GatedFeedForwardSpec(value["intermediate_size"], activation, bias=False),
         embedding_scale=math.sqrt(value["hidden_size"]),
     )
@@ -60,7 +60,7 @@ def _sandwich_decoder(value: HFConfig, attentions: list[AttentionSpec]) -> Trans
     return rotary_decoder(
         value,
         [replace(attention, scale=scale) for attention in attentions],
-        norm=UnitOffsetRMSNormSpec(value["rms_norm_eps"]),
+        norm=RMSNormSpec(value["rms_norm_eps"], "unit_offset"),
         feedforward=GatedFeedForwardSpec(value["intermediate_size"], value["hidden_activation"], bias=False),
         block={"wiring": "sandwich"},
         embedding_scale=math.sqrt(value["hidden_size"]),
@@ -74,11 +74,11 @@ SANDWICH_KEYS = (
 )  # fmt: skip
 SANDWICH_NAMES: tuple[Name, ...] = (
     *PROJECTIONS,
-    ("model.layers.{}.input_layernorm",            "trunk.blocks.{}.attention_norm"),
-    ("model.layers.{}.post_attention_layernorm",   "trunk.blocks.{}.attention_output_norm"),
-    ("model.layers.{}.pre_feedforward_layernorm",  "trunk.blocks.{}.feedforward_norm"),
-    ("model.layers.{}.post_feedforward_layernorm", "trunk.blocks.{}.feedforward_output_norm"),
-)  # fmt: skip
+    *names_under(LAYER, BLOCK, attention_norm="input_layernorm", attention_output_norm="post_attention_layernorm"),
+    *names_under(
+        LAYER, BLOCK, feedforward_norm="pre_feedforward_layernorm", feedforward_output_norm="post_feedforward_layernorm"
+    ),
+)
 # Published files name the activation twice; it is `hidden_activation` that acts.
 SANDWICH_FIXED = {"hidden_act": (TANH_GELU,), **BIDIRECTIONAL}
 SANDWICH_HARMLESS = (CACHE, "sliding_window_size")  # the latter an older name beside `sliding_window`, never read
@@ -112,7 +112,7 @@ def _gemma3(value: HFConfig) -> TransformerSpec:
         problems.append("config.json: _sliding_window_pattern without layer_types; name sliding_window_pattern instead")
     raise_all(problems)
     spans = windows(value, value["sliding_window"], lambda layer: (layer + 1) % pattern != 0)
-    norm, wide = UnitOffsetRMSNormSpec(value["rms_norm_eps"]), ropes.get("full_attention") or scaling
+    norm, wide = RMSNormSpec(value["rms_norm_eps"], "unit_offset"), ropes.get("full_attention") or scaling
     near = {"rope_theta": value["rope_local_base_freq"], **(ropes.get("sliding_attention") or {})}
     everything, sliding = (
         rotary_attention(

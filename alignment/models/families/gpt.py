@@ -9,15 +9,7 @@ from dataclasses import replace
 
 from alignment.errors import UserError
 from alignment.models.families.decoders import attention_spec
-from alignment.models.families.family import (
-    CLASSIFIER,
-    QUERY_KEY_VALUE,
-    Family,
-    Name,
-    Task,
-    decoder_tasks,
-    token_head,
-)
+from alignment.models.families.family import BLOCK, QUERY_KEY_VALUE, Family, Name, decoder_tasks, names_under
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
     BlockSpec,
@@ -43,15 +35,13 @@ HARMLESS = (
 # Dropout costs a preference method its first ratio of 1; whoever wants it writes it into the config.
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+LAYER = "transformer.h.{}."
 BLOCKS: tuple[Name, ...] = (
-    # Hugging Face name              ours
-    ("transformer.h.{}.ln_1",        "trunk.blocks.{}.attention_norm"),
-    ("transformer.h.{}.attn.c_attn", QUERY_KEY_VALUE),
-    ("transformer.h.{}.attn.c_proj", "trunk.blocks.{}.attention.output"),
-    ("transformer.h.{}.ln_2",        "trunk.blocks.{}.feedforward_norm"),
-    ("transformer.h.{}.mlp.c_fc",    "trunk.blocks.{}.feedforward.up"),
-    ("transformer.h.{}.mlp.c_proj",  "trunk.blocks.{}.feedforward.down"),
-)  # fmt: skip
+    (LAYER + "attn.c_attn", QUERY_KEY_VALUE),
+    (LAYER + "attn.c_proj", BLOCK + "attention.output"),
+    *names_under(LAYER + "mlp.", BLOCK + "feedforward.", up="c_fc", down="c_proj"),
+    *names_under(LAYER, BLOCK, attention_norm="ln_1", feedforward_norm="ln_2"),
+)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -89,17 +79,11 @@ GPT2 = Family(
     name="gpt2",
     spec=_gpt2,
     keys=(*KEYS, "n_inner", "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-    names=(
-        ("transformer.wte",  "trunk.embed"),
-        ("transformer.wpe",  "trunk.positions"),
-        *BLOCKS,
-        ("transformer.ln_f", "trunk.norm"),
-    ),
+    names=(*names_under("transformer.", "trunk.", embed="wte", positions="wpe", norm="ln_f"), *BLOCKS),
     trunk_prefix="transformer.",
-    tasks={
-        **decoder_tasks("GPT2", ("sequence", "span"), language=("LMHeadModel", "lm_head")),
-        "tokens": Task("GPT2ForTokenClassification", CLASSIFIER, token_head("classifier_dropout")),
-    },
+    tasks=decoder_tasks(
+        "GPT2", ("sequence", "tokens", "span"), language=("LMHeadModel", "lm_head"), classifier=("classifier_dropout",)
+    ),
     harmless=HARMLESS,
     transposed=TRANSPOSED,
     ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
@@ -125,11 +109,7 @@ OPENAI_GPT = Family(
     name="openai-gpt",
     spec=_gpt1,
     keys=(*KEYS, "afn"),
-    names=(
-        ("transformer.tokens_embed",    "trunk.embed"),
-        ("transformer.positions_embed", "trunk.positions"),
-        *BLOCKS,
-    ),
+    names=(*names_under("transformer.", "trunk.", embed="tokens_embed", positions="positions_embed"), *BLOCKS),
     trunk_prefix="transformer.",
     tasks=decoder_tasks("OpenAIGPT", ("sequence",), language=("LMHeadModel", "lm_head")),
     # Special tokens are in vocab_size already.
@@ -165,20 +145,18 @@ def _opt(value: HFConfig) -> TransformerSpec:
     )
 
 
-OPT_NAMES = (  # Hugging Face name                       ours
-    ("model.decoder.embed_tokens",                       "trunk.embed"),
-    ("model.decoder.embed_positions",                    "trunk.positions"),
-    ("model.decoder.project_in",                         "trunk.project_in"),
-    ("model.decoder.layers.{}.self_attn_layer_norm",     "trunk.blocks.{}.attention_norm"),
-    ("model.decoder.layers.{}.self_attn.q_proj",         "trunk.blocks.{}.attention.query"),
-    ("model.decoder.layers.{}.self_attn.k_proj",         "trunk.blocks.{}.attention.key"),
-    ("model.decoder.layers.{}.self_attn.v_proj",         "trunk.blocks.{}.attention.value"),
-    ("model.decoder.layers.{}.self_attn.out_proj",       "trunk.blocks.{}.attention.output"),
-    ("model.decoder.layers.{}.final_layer_norm",         "trunk.blocks.{}.feedforward_norm"),
-    ("model.decoder.layers.{}.fc1",                      "trunk.blocks.{}.feedforward.up"),
-    ("model.decoder.layers.{}.fc2",                      "trunk.blocks.{}.feedforward.down"),
-    ("model.decoder.final_layer_norm",                   "trunk.norm"),
-    ("model.decoder.project_out",                        "trunk.project_out"),
+STEM = "model.decoder."
+OPT_NAMES = (
+    *names_under(
+        STEM, "trunk.", embed="embed_tokens", positions="embed_positions", norm="final_layer_norm",
+        project_in="project_in", project_out="project_out",
+    ),
+    *names_under(
+        STEM + "layers.{}.self_attn.", BLOCK + "attention.",
+        query="q_proj", key="k_proj", value="v_proj", output="out_proj",
+    ),
+    *names_under(STEM + "layers.{}.", BLOCK, attention_norm="self_attn_layer_norm", feedforward_norm="final_layer_norm"),
+    *names_under(STEM + "layers.{}.", BLOCK + "feedforward.", up="fc1", down="fc2"),
 )  # fmt: skip
 
 OPT = Family(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from alignment.models.families.decoders import rotary_attention, rotary_decoder
-from alignment.models.families.family import Family, Name, decoder_tasks
+from alignment.models.families.family import BLOCK, Family, Name, decoder_tasks, names_under
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
@@ -19,26 +19,18 @@ KEYS = (
     "tie_word_embeddings", "attention_dropout",
 )  # fmt: skip
 
+LAYER = "model.layers.{}."
 PROJECTIONS: tuple[Name, ...] = (
-    # Hugging Face name                          ours
-    ("model.embed_tokens",                       "trunk.embed"),
-    ("model.layers.{}.self_attn.q_proj",         "trunk.blocks.{}.attention.query"),
-    ("model.layers.{}.self_attn.k_proj",         "trunk.blocks.{}.attention.key"),
-    ("model.layers.{}.self_attn.v_proj",         "trunk.blocks.{}.attention.value"),
-    ("model.layers.{}.self_attn.o_proj",         "trunk.blocks.{}.attention.output"),
-    ("model.layers.{}.mlp.gate_proj",            "trunk.blocks.{}.feedforward.gate"),
-    ("model.layers.{}.mlp.up_proj",              "trunk.blocks.{}.feedforward.up"),
-    ("model.layers.{}.mlp.down_proj",            "trunk.blocks.{}.feedforward.down"),
-    ("model.norm",                               "trunk.norm"),
-)  # fmt: skip
-INPUT_NORMS: tuple[Name, ...] = (
-    ("model.layers.{}.input_layernorm",          "trunk.blocks.{}.attention_norm"),
-    ("model.layers.{}.post_attention_layernorm", "trunk.blocks.{}.feedforward_norm"),
-)  # fmt: skip
-QUERY_KEY_NORMS: tuple[Name, ...] = (  # where queries and keys are normed
-    ("model.layers.{}.self_attn.q_norm",         "trunk.blocks.{}.attention.query_norm"),
-    ("model.layers.{}.self_attn.k_norm",         "trunk.blocks.{}.attention.key_norm"),
-)  # fmt: skip
+    ("model.embed_tokens", "trunk.embed"),
+    *names_under(
+        LAYER + "self_attn.", BLOCK + "attention.", query="q_proj", key="k_proj", value="v_proj", output="o_proj"
+    ),
+    *names_under(LAYER + "mlp.", BLOCK + "feedforward.", gate="gate_proj", up="up_proj", down="down_proj"),
+    ("model.norm", "trunk.norm"),
+)
+INPUT_NORMS = names_under(LAYER, BLOCK, attention_norm="input_layernorm", feedforward_norm="post_attention_layernorm")
+# where queries and keys are normed
+QUERY_KEY_NORMS = names_under(LAYER + "self_attn.", BLOCK + "attention.", query_norm="q_norm", key_norm="k_norm")
 NAMES = (*PROJECTIONS, *INPUT_NORMS)
 
 
@@ -67,14 +59,10 @@ def llama_family(
     )
 
 
-def _spec(value: HFConfig) -> TransformerSpec:
-    return rotary_decoder(value, rotary_attention(value))
-
-
 LLAMA = llama_family(
     "llama",
     "Llama",
-    _spec,
+    lambda value: rotary_decoder(value, rotary_attention(value)),
     ("attention_bias", "mlp_bias"),
     span_prefix="transformer.",
     harmless=("is_llama_config",),

@@ -7,33 +7,18 @@ from dataclasses import replace
 
 from alignment.errors import UserError
 from alignment.models.families.decoders import rotary_attention, rotary_decoder, windows
-from alignment.models.families.family import GATE_UP, QUERY_KEY_VALUE
-from alignment.models.families.llama import INPUT_NORMS, NAMES, PROJECTIONS, QUERY_KEY_NORMS, llama_family
+from alignment.models.families.family import BLOCK, GATE_UP, QUERY_KEY_VALUE, names_under
+from alignment.models.families.llama import LAYER, NAMES, PROJECTIONS, QUERY_KEY_NORMS, llama_family
 from alignment.models.families.rope import ORIGINAL
-from alignment.models.layers import (
-    AttentionSpec,
-    ExpertsSpec,
-    Float32RMSNormSpec,
-    GatedFeedForwardSpec,
-    LongScaling,
-    RMSNormSpec,
-)
+from alignment.models.layers import AttentionSpec, ExpertsSpec, GatedFeedForwardSpec, LongScaling, RMSNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
-
-def _mistral(value: HFConfig) -> TransformerSpec:
-    """No biases, and a sliding window in every layer where one is set.
-
-    Source: Jiang et al. 2023, arXiv:2310.06825, section 2.
-    """
-    return rotary_decoder(value, rotary_attention(value, window=value["sliding_window"]))
-
-
+# No biases, and a sliding window in every layer where one is set. Jiang et al. 2023, arXiv:2310.06825, section 2.
 MISTRAL = llama_family(
     "mistral",
     "Mistral",
-    _mistral,
+    lambda value: rotary_decoder(value, rotary_attention(value, window=value["sliding_window"])),
     ("sliding_window",),
     fixed={"attention_bias": (False,), "mlp_bias": (False,)},  # there are no such layers to have one
 )
@@ -63,30 +48,14 @@ MIXTRAL = llama_family(
     ("sliding_window", "num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     names=(
         *(line for line in NAMES if ".mlp." not in line[0]),
-        ("model.layers.{}.block_sparse_moe.gate",          "trunk.blocks.{}.feedforward.router"),
-        ("model.layers.{}.block_sparse_moe.experts.{}.w1", "trunk.blocks.{}.feedforward.experts.{}.gate"),
-        ("model.layers.{}.block_sparse_moe.experts.{}.w3", "trunk.blocks.{}.feedforward.experts.{}.up"),
-        ("model.layers.{}.block_sparse_moe.experts.{}.w2", "trunk.blocks.{}.feedforward.experts.{}.down"),
+        (LAYER + "block_sparse_moe.gate", BLOCK + "feedforward.router"),
+        *names_under(
+            LAYER + "block_sparse_moe.experts.{}.", BLOCK + "feedforward.experts.{}.", gate="w1", up="w3", down="w2"
+        ),
     ),
     fixed={"router_jitter_noise": (0,)},  # noise on what the router reads, in training
     new_model_config={"output_router_logits": True},  # with random weights an unbalanced router starves experts
 )  # fmt: skip
-
-
-def _qwen2(value: HFConfig) -> TransformerSpec:
-    """Biases on queries, keys and values; windows in the upper layers where asked for.
-
-    Source: Qwen team 2024, arXiv:2407.10671, section 2.2.
-    """
-    return _with_upper_windows(value, rotary_attention(value, bias=True, output_bias=False))
-
-
-def _qwen3(value: HFConfig) -> TransformerSpec:
-    """Qwen 2 with a norm on each head's queries and keys instead of biases, and a head width of its own.
-
-    Source: Qwen team 2025, arXiv:2505.09388, section 2.
-    """
-    return _with_upper_windows(value, rotary_attention(value, query_key_norm=RMSNormSpec(value["rms_norm_eps"])))
 
 
 def _with_upper_windows(value: HFConfig, attention: AttentionSpec) -> TransformerSpec:
@@ -97,19 +66,25 @@ def _with_upper_windows(value: HFConfig, attention: AttentionSpec) -> Transforme
 
 
 QWEN_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+# Biases on queries, keys and values; windows in the upper layers where asked for.
+# Qwen team 2024, arXiv:2407.10671, section 2.2.
 QWEN2 = llama_family(
     "qwen2",
     "Qwen2",
-    _qwen2,
+    lambda value: _with_upper_windows(value, rotary_attention(value, bias=True, output_bias=False)),
     QWEN_KEYS,
     span_prefix="transformer.",
     defaults={"head_dim": None},
     fixed={"use_mrope": (False,)},  # the vision models' places in three directions
 )
+# Qwen 2 with a norm on each head's queries and keys instead of biases, and a head width of its own.
+# Qwen team 2025, arXiv:2505.09388, section 2.
 QWEN3 = llama_family(
     "qwen3",
     "Qwen3",
-    _qwen3,
+    lambda value: _with_upper_windows(
+        value, rotary_attention(value, query_key_norm=RMSNormSpec(value["rms_norm_eps"]))
+    ),
     (*QWEN_KEYS, "attention_bias"),
     names=(*NAMES, *QUERY_KEY_NORMS),
     span_prefix="transformer.",
@@ -159,7 +134,7 @@ def _olmo2(value: HFConfig) -> TransformerSpec:
 
     Source: OLMo team 2025, arXiv:2501.00656.
     """
-    norm = Float32RMSNormSpec(value["rms_norm_eps"])
+    norm = RMSNormSpec(value["rms_norm_eps"], "round_last")
     attention = rotary_attention(value, query_key_norm=norm, norm_heads="all")
     return rotary_decoder(value, attention, norm=norm, block={"wiring": "output"})
 
@@ -172,8 +147,8 @@ OLMO2 = llama_family(
     names=(
         *PROJECTIONS,
         *QUERY_KEY_NORMS,
-        ("model.layers.{}.post_attention_layernorm",   "trunk.blocks.{}.attention_output_norm"),
-        ("model.layers.{}.post_feedforward_layernorm", "trunk.blocks.{}.feedforward_output_norm"),
+        (LAYER + "post_attention_layernorm", BLOCK + "attention_output_norm"),
+        (LAYER + "post_feedforward_layernorm", BLOCK + "feedforward_output_norm"),
     ),
     heads=("sequence",),
     defaults={"head_dim": None},
@@ -202,13 +177,9 @@ PHI3 = llama_family(
     _phi3,
     ("resid_pdrop", "embd_pdrop", "sliding_window"),
     names=(
-        ("model.embed_tokens",                     "trunk.embed"),
-        ("model.layers.{}.self_attn.qkv_proj",     QUERY_KEY_VALUE),
-        ("model.layers.{}.self_attn.o_proj",       "trunk.blocks.{}.attention.output"),
-        ("model.layers.{}.mlp.gate_up_proj",       GATE_UP),
-        ("model.layers.{}.mlp.down_proj",          "trunk.blocks.{}.feedforward.down"),
-        ("model.norm",                             "trunk.norm"),
-        *INPUT_NORMS,
+        *(line for line in NAMES if not line[0].endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))),
+        (LAYER + "self_attn.qkv_proj", QUERY_KEY_VALUE),
+        (LAYER + "mlp.gate_up_proj", GATE_UP),
     ),
     heads=("sequence", "tokens"),
     defaults={"head_dim": None},

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from alignment.models.families.bert import encoder_tasks
 from alignment.models.families.decoders import LAYER_TYPES, attention_spec, layer_ropes, windows
-from alignment.models.families.family import CLASSIFIER, GATE_UP, QUERY_KEY_VALUE, Family, Task, num_labels
+from alignment.models.families.family import (
+    BLOCK,
+    CLASSIFIER,
+    GATE_UP,
+    QUERY_KEY_VALUE,
+    Family,
+    Task,
+    names_under,
+    num_labels,
+)
 from alignment.models.families.rope import read_rotary
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import InitSpec
@@ -16,17 +25,14 @@ from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, LayerNormSp
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
-NAMES = (  # Hugging Face name              ours
-    ("model.embeddings.tok_embeddings",     "trunk.embed"),
-    ("model.embeddings.norm",               "trunk.embedding_norm"),
-    ("model.layers.{}.attn_norm",           "trunk.blocks.{}.attention_norm"),
-    ("model.layers.{}.attn.Wqkv",           QUERY_KEY_VALUE),
-    ("model.layers.{}.attn.Wo",             "trunk.blocks.{}.attention.output"),
-    ("model.layers.{}.mlp_norm",            "trunk.blocks.{}.feedforward_norm"),
-    ("model.layers.{}.mlp.Wi",              GATE_UP),
-    ("model.layers.{}.mlp.Wo",              "trunk.blocks.{}.feedforward.down"),
-    ("model.final_norm",                    "trunk.norm"),
-)  # fmt: skip
+NAMES = (
+    *names_under("model.embeddings.", "trunk.", embed="tok_embeddings", embedding_norm="norm"),
+    ("model.layers.{}.attn.Wqkv", QUERY_KEY_VALUE),
+    ("model.layers.{}.mlp.Wi", GATE_UP),
+    *names_under("model.layers.{}.", BLOCK, attention_norm="attn_norm", feedforward_norm="mlp_norm"),
+    *names_under("model.layers.{}.", BLOCK, **{"attention.output": "attn.Wo", "feedforward.down": "mlp.Wo"}),
+    ("model.final_norm", "trunk.norm"),
+)
 TRANSFORM = (("head.dense", "head.transform.dense"), ("head.norm", "head.transform.norm"))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from alignment.errors import UserError, raise_all
 from alignment.models.families.config_keys import hint
-from alignment.models.layers import (
+from alignment.models.layers.rotary import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -34,11 +34,7 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
 
 
 def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
-    """The rotary positions of a config.
-
-    Args:
-        value: a config with `max_position_embeddings`, the original context length unless it has another.
-        head_dim: width of one head.
+    """The rotary positions of a config with `max_position_embeddings`, the original context unless it has another.
 
     Raises:
         UserError: naming every setting that is unknown or has a value that cannot be.
@@ -99,15 +95,11 @@ def _yarn(rope: HFConfig, original: int, longest: int) -> YarnScaling:
     def mscale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
 
-    default = mscale(1.0)
+    factor = mscale(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-    attention_factor, fast, slow = (
-        rope.get("attention_factor", default),
-        rope.get("beta_fast", 32),
-        rope.get("beta_slow", 1),
-    )
-    return YarnScaling(rope["factor"], original, attention_factor, fast, slow, rope.get("truncate", True))
+        factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    given = {key: rope[key] for key in ("beta_fast", "beta_slow", "truncate") if key in rope}
+    return YarnScaling(rope["factor"], original, rope.get("attention_factor", factor), **given)
 
 
 def _long(rope: HFConfig, original: int, longest: int) -> LongScaling:

@@ -21,6 +21,7 @@ from alignment.models.families.family import (
     Family,
     Name,
     Task,
+    names_under,
     num_labels,
     span_head,
     token_head,
@@ -48,37 +49,32 @@ KEYS = (
 SCALE = "scale_decoder_outputs"  # T5's alone
 DERIVED = ("dense_act_fn", "is_gated_act")  # feed_forward_proj said again
 
-STACK = (  # Hugging Face name, of either stack                   ours
-    ("SIDE.block.{}.layer.0.layer_norm",                         "SIDE.blocks.{}.attention_norm"),
-    ("SIDE.block.{}.layer.0.SelfAttention.q",                    "SIDE.blocks.{}.attention.query"),
-    ("SIDE.block.{}.layer.0.SelfAttention.k",                    "SIDE.blocks.{}.attention.key"),
-    ("SIDE.block.{}.layer.0.SelfAttention.v",                    "SIDE.blocks.{}.attention.value"),
-    ("SIDE.block.{}.layer.0.SelfAttention.o",                    "SIDE.blocks.{}.attention.output"),
-    ("SIDE.block.0.layer.0.SelfAttention.relative_attention_bias", "SIDE.distance"),
-    ("SIDE.final_layer_norm",                                    "SIDE.norm"),
-)  # fmt: skip
+
+def _stack_names(side: str, feedforward: int) -> tuple[tuple[str, str], ...]:
+    """The weight table of the encoder or the decoder, whose feed-forward is the `feedforward`-th part of a layer."""
+    layer, block = f"{side}.block.{{}}.layer.", f"{side}.blocks.{{}}."
+    return (
+        *names_under(layer + "0.SelfAttention.", block + "attention.", **PROJECTIONS),
+        *names_under(layer, block, attention_norm="0.layer_norm", feedforward_norm=f"{feedforward}.layer_norm"),
+        *names_under(f"{layer}{feedforward}.DenseReluDense.", block + "feedforward.", up="wi", gate="wi_0", down="wo"),
+        (f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias", f"{side}.distance"),
+        (f"{side}.final_layer_norm", f"{side}.norm"),
+    )
+
+
+PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
 LINES = (
-    *((hf.replace("SIDE", side), ours.replace("SIDE", side)) for side in ("encoder", "decoder") for hf, ours in STACK),
-    ("shared",                                                   "encoder.embed"),
-    ("encoder.block.{}.layer.1.layer_norm",                      "encoder.blocks.{}.feedforward_norm"),
-    ("encoder.block.{}.layer.1.DenseReluDense.wi",               "encoder.blocks.{}.feedforward.up"),
-    ("encoder.block.{}.layer.1.DenseReluDense.wi_0",             "encoder.blocks.{}.feedforward.gate"),
-    ("encoder.block.{}.layer.1.DenseReluDense.wo",               "encoder.blocks.{}.feedforward.down"),
-    ("decoder.embed_tokens",                                     "decoder.embed"),
-    ("decoder.block.{}.layer.1.layer_norm",                      "decoder.blocks.{}.cross_norm"),
-    ("decoder.block.{}.layer.1.EncDecAttention.q",               "decoder.blocks.{}.cross.query"),
-    ("decoder.block.{}.layer.1.EncDecAttention.k",               "decoder.blocks.{}.cross.key"),
-    ("decoder.block.{}.layer.1.EncDecAttention.v",               "decoder.blocks.{}.cross.value"),
-    ("decoder.block.{}.layer.1.EncDecAttention.o",               "decoder.blocks.{}.cross.output"),
-    ("decoder.block.{}.layer.2.layer_norm",                      "decoder.blocks.{}.feedforward_norm"),
-    ("decoder.block.{}.layer.2.DenseReluDense.wi",               "decoder.blocks.{}.feedforward.up"),
-    ("decoder.block.{}.layer.2.DenseReluDense.wi_0",             "decoder.blocks.{}.feedforward.gate"),
-    ("decoder.block.{}.layer.2.DenseReluDense.wo",               "decoder.blocks.{}.feedforward.down"),
-)  # fmt: skip
+    *_stack_names("encoder", 1),
+    *_stack_names("decoder", 2),
+    ("shared", "encoder.embed"),
+    ("decoder.embed_tokens", "decoder.embed"),
+    ("decoder.block.{}.layer.1.layer_norm", "decoder.blocks.{}.cross_norm"),
+    *names_under("decoder.block.{}.layer.1.EncDecAttention.", "decoder.blocks.{}.cross.", **PROJECTIONS),
+)
 GATED = (  # takes the place of wi where there is a gate
-    ("encoder.block.{}.layer.1.DenseReluDense.wi_1",             "encoder.blocks.{}.feedforward.up"),
-    ("decoder.block.{}.layer.2.DenseReluDense.wi_1",             "decoder.blocks.{}.feedforward.up"),
-)  # fmt: skip
+    ("encoder.block.{}.layer.1.DenseReluDense.wi_1", "encoder.blocks.{}.feedforward.up"),
+    ("decoder.block.{}.layer.2.DenseReluDense.wi_1", "decoder.blocks.{}.feedforward.up"),
+)
 
 
 def _table(lines: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:

@@ -25,24 +25,20 @@ from alignment.models.huggingface.weight_files import write_weights
 from alignment.models.huggingface.weight_map import (
     HFLocation,
     StoredParameter,
+    drop_tied_copy,
+    in_trunk,
     map_weights,
     placeholder,
+    present_names,
     stored_parameter,
     stream_to_hf,
     to_hf,
+    without_heads,
 )
-from alignment.models.huggingface.weight_names import drop_tied_copy, in_trunk, present_names, without_heads
 from alignment.models.init_weights import initialize_layer
 from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
-from alignment.models.safetensors_files import (
-    CONFIG,
-    HFConfig,
-    StoredTensor,
-    check_sizes,
-    read_config,
-    stored_tensors,
-)
+from alignment.models.safetensors_files import CONFIG, HFConfig, StoredTensor, check_sizes, read_config, stored_tensors
 from alignment.models.transformer import Transformer
 
 MAX_SHARD_SIZE = "5GB"  # of a file of weights, as transformers had it for long
@@ -64,18 +60,9 @@ def load_scalar_model(
 ) -> ScalarModel | ExternalScalarModel:
     """Load the scalar model (reward or value) of a Hugging Face directory in eval mode.
 
-    Args:
-        directory: a local model directory.
-        dtype, device: as in `load_pretrained`.
-        new_head: None: the file must contain the head. "normal" or "zero": the file's head, usually a language head, is
-            dropped and a new one created with standard deviation 1 / sqrt(D + 1) or with zeros.
-        members: outputs of a new head, one for each member of an ensemble.
-
-    Raises:
-        UserError: as in `load_pretrained`; or the head is missing; or the model is an encoder, which has one score per
-            text and none per token.
-
-    Source: standard deviation of a new head: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    The file must contain the head; with `new_head` its head, usually a language head, is dropped and a new one of
+    `members` outputs (those of an ensemble) drawn; see `draw_score_head`. UserError as in `load_pretrained`, and for an
+    encoder.
     """
     labels = None if new_head is None else score_labels(members)
     model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None, config=labels)
@@ -84,11 +71,20 @@ def load_scalar_model(
             f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
             "need a number at every token; take a decoder"
         )
-    if new_head == "zero":
-        nn.init.zeros_(model.head.weight)
-    if new_head == "normal":
-        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
+    if new_head is not None:
+        draw_score_head(model.head, new_head)
     return model
+
+
+def draw_score_head(head: nn.Linear, kind: Literal["normal", "zero"]) -> None:
+    """Fill a new score head [k, D] with standard deviation 1 / sqrt(D + 1), or with zeros.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    """
+    if kind == "zero":
+        nn.init.zeros_(head.weight)
+    else:
+        nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
 
 
 def load_pretrained(
@@ -138,7 +134,9 @@ def load_pretrained(
         name for name, location in locations.items() if new_head and not in_trunk(name) and location.name not in tensors
     }
     locations = {name: location for name, location in locations.items() if name not in new}
-    _check_tensors(directory, tensors, _file_shapes(model, locations), family)
+    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
+    shapes = {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
+    _check_tensors(directory, tensors, shapes, family)
     sources = {
         name: stored_parameter(tensors[location.name], location, dtype) if location.name in tensors else None
         for name, location in locations.items()
@@ -177,8 +175,6 @@ def save_model(
     The weights are model.safetensors, or shards and an index where they are larger than `max_shard_size`.
 
     Args:
-        model: any model of this library.
-        directory: an existing directory.
         tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at
             most one shard of them is held. None: the model's own.
         max_shard_size: such as "5GB" or "500MB".
@@ -233,10 +229,7 @@ def _check_names(missing: Iterable[str], extra: Iterable[str]) -> None:
 
 
 def hf_locations(model: Model) -> dict[str, HFLocation]:
-    """The location of each parameter of the architecture in a Hugging Face file, by our name.
-
-    The parameters of an attached adapter are not listed.
-    """
+    """The location of each parameter of the architecture, without adapters, in a Hugging Face file, by our name."""
     family = family_of(model.config)
     with torch.device("meta"):
         base = empty_model(model.config, model.task)
@@ -266,10 +259,7 @@ def _fill(
 ) -> None:
     """Put tensors in place of those on the meta device, one read at a time; shared parameters stay shared.
 
-    Args:
-        sources: where each of our tensors lies; None: it is zero, in `dtype`.
-        aliases: second names of shared parameters -> their first name.
-        device: of the tensors; "meta" leaves parameters unread.
+    A source of None is zero, in `dtype`; the device "meta" leaves parameters unread.
     """
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     unread = {name for name, _ in model.named_parameters()} if str(device) == "meta" else set()
@@ -307,12 +297,6 @@ def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, de
             initialize_layer(module, init, owner)
         for name, parameter in loaded.items():
             setattr(module, name, parameter)
-
-
-def _file_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str, torch.Size]:
-    """The shape of each tensor that the file must have, by its name there."""
-    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
-    return {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
 
 
 def _check_tensors(

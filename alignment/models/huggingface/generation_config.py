@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
 from alignment.models.model import Model
@@ -13,11 +11,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """The content of a directory's generation_config.json; None if there is no such file.
-
-    Raises:
-        UserError: the file is no JSON object.
-    """
+    """The content of a directory's generation_config.json; None if there is no such file."""
     path = Path(directory) / GENERATION_CONFIG
     try:
         return read_json_object(path) if path.is_file() else None
@@ -25,28 +19,17 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
         raise UserError(f"{error}; mend it or delete it") from error
 
 
-def write_generation_config(model: nn.Module, directory: Path) -> None:
+def write_generation_config(model: Model, directory: Path) -> None:
     """Write the model's generation config, if it has one."""
-    config = generation_config_of(model)
-    if config is not None:
-        write_json(Path(directory) / GENERATION_CONFIG, config)
-
-
-def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
-    """A model's generation config; None if it was loaded without that file or does not generate."""
-    return getattr(model, "generation_config", None)
+    if model.generation_config is not None:
+        write_json(Path(directory) / GENERATION_CONFIG, model.generation_config)
 
 
 def set_end_tokens(model: Model, end_ids: list[int], pad_id: int | None) -> None:
-    """Set the end tokens and the padding token in both configs of a model; a model that does not generate is unchanged.
-
-    Args:
-        end_ids: tokens at which responses end; an empty list leaves the configs as they are.
-        pad_id: the tokenizer's padding token, which fills finished rows of a batch.
-    """
+    """Set the end tokens (if there are any) and the padding token in both configs of a model that generates."""
     if not hasattr(model, "new_cache"):
         return
-    config = generation_config_of(model)
+    config = model.generation_config
     if config is None:  # transformers takes the same keys of config.json in its place
         from transformers import GenerationConfig
 

@@ -1,4 +1,5 @@
-"""The place of each of our parameters in a Hugging Face file: tensor names, fused and transposed matrices.
+"""The place of each of our parameters in a Hugging Face file: tensor names, fused and transposed matrices; and a file's
+tensors brought to the present names of one model class: older names, other heads, tensors saved twice.
 
 Where each process reads its own slices only, a model is built of parameters that have not been read. Such a parameter
 has its shape and type, takes no memory, and holds nothing but NaN: it is one number, expanded. A new adapter is
@@ -6,7 +7,9 @@ attached to it as to any model, and a write to it is an error. Whoever shards th
 `StoredParameter`.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,25 +22,19 @@ from alignment.models.layers import AttentionSpec
 from alignment.models.safetensors_files import StoredTensor
 from alignment.models.transformer import TransformerSpec
 
+STACKS = ("trunk", "encoder", "decoder")
+Tensors = dict[str, StoredTensor]
 COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types that a model can compute in
 
 
 class HFLocation(NamedTuple):
-    """The tensor of a Hugging Face file, or the part of it, that is one of our parameters.
+    """The tensor of a Hugging Face file, or the part of it, that is one of our parameters."""
 
-    Attributes:
-        name: the tensor's name in the file.
-        part: index of this parameter among those that the tensor is cut into.
-        rows: rows of each of them along the output axis.
-        transposed: the file stores the matrix as [in, out].
-        groups: number of groups of rows, each with some rows of every part.
-    """
-
-    name: str
-    part: int = 0
-    rows: tuple[int, ...] = (1,)
-    transposed: bool = False
-    groups: int = 1
+    name: str  # the tensor's name in the file
+    part: int = 0  # index of this parameter among those that the tensor is cut into
+    rows: tuple[int, ...] = (1,)  # rows of each of them along the output axis
+    transposed: bool = False  # the file stores the matrix as [in, out]
+    groups: int = 1  # number of groups of rows, each with some rows of every part
 
 
 def pattern_of(name: str) -> str:
@@ -50,12 +47,8 @@ def map_weights(
 ) -> dict[str, HFLocation]:
     """The location in a file of each of our parameters, whose `shapes` are given by our names.
 
-    Args:
-        table: a later line replaces an earlier one of the same name of ours.
-        family: says which matrices are transposed, and which are fused in groups: one for each of `spec`'s key heads.
-
-    Raises:
-        ValueError: the table lacks a parameter.
+    A later line of the table replaces an earlier one of the same name of ours. The family says which matrices are
+    transposed, and which are fused in groups: one for each of `spec`'s key heads.
     """
     attention = spec.blocks[0].attention if isinstance(spec, TransformerSpec) else None
     key_heads = attention.key_value_heads if isinstance(attention, AttentionSpec) else 1
@@ -149,11 +142,7 @@ class StoredParameter(NamedTuple):
 
 
 def stored_parameter(tensor: StoredTensor, location: HFLocation, dtype: torch.dtype | None) -> StoredParameter:
-    """The place of a parameter; `dtype` None keeps the file's type.
-
-    Raises:
-        UserError: the file's type is to be kept and is none that a model can compute in.
-    """
+    """The place of a parameter; `dtype` None keeps the file's type, UserError where no model can compute in it."""
     if dtype is None and tensor.dtype not in COMPUTED:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{tensor.path}: tensor {tensor.name} is {kind}, which no model computes in; name another type")
@@ -173,3 +162,65 @@ def read_parameters(model: nn.Module) -> nn.Module:
             parameter.data = stored.read().to(parameter.dtype)
             del parameter.stored  # type: ignore[attr-defined]
     return model
+
+
+# Tensors of a file under the present names
+
+
+def present_names(tensors: Tensors, family: Family, task: str, needed: set[str]) -> Tensors:
+    """A file's tensors under the names that a file of `task` has today, without those that the family ignores.
+
+    The file may be of any class of the family. `needed` names are kept also where the family ignores them.
+    """
+    wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
+    used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
+    # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
+    heads = (line for other in family.tasks.values() for line in other.names)
+    lines = (*tensor_names((*family.names, *heads)), *family.tied_copies)
+    trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
+    ignored, found = (*family.ignored_tensors, *family.tasks[task].unused), {}
+    for name, tensor in tensors.items():
+        name = next(
+            (name.removesuffix(old) + new for old, new in family.legacy_names.items() if name.endswith(old)), name
+        )
+        short = name.removeprefix(used)
+        if used != wanted and pattern_of(family.trunk_prefix + short) in trunk:
+            name = wanted + short
+        if name in needed or not _matches(name, ignored):
+            found[name] = tensor
+    return found
+
+
+def without_heads(tensors: Tensors, family: Family, task: str, locations: Mapping[str, HFLocation]) -> Tensors:
+    """A file's tensors without any head, for a model of `task` with a new one; what the new head starts from stays."""
+    needed = {location.name for location in locations.values()}
+    kept = {location.name for name, location in locations.items() if in_trunk(name)}
+    kept |= set(family.tasks[task].kept_by_new_head)
+    heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in tensor_names(other.names)}
+    heads |= {pattern_of(copy) for copy, original in family.tied_copies if original not in needed}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in kept or not (pattern_of(name) in heads or _matches(name, family.ignored_tensors))
+    }
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def drop_tied_copy(tensors: Tensors, name: str, original: str, directory: Path) -> None:
+    """Remove `name`, a copy of the shared tensor `original`, or rename it where that is missing; UserError if they differ."""
+    copy, kept = tensors.pop(name, None), tensors.get(original)
+    if copy is not None and kept is None:
+        tensors[original] = copy
+    elif copy is not None and kept is not None and not torch.equal(copy.read(), kept.read()):
+        raise UserError(
+            f"{directory}: config.json says tie_word_embeddings (or the family shares the tensor), but {name} differs "
+            f"from {original}; one of the two is wrong"
+        )
+
+
+def in_trunk(name: str) -> bool:
+    """True where a parameter, by our name, belongs to the trunk and not to a head."""
+    return name.split(".")[0] in STACKS

@@ -91,31 +91,33 @@ class DisentangledAttention(nn.Module):
         inner = spec.heads * spec.head_dim
         self.query, self.key = nn.Linear(width, inner), nn.Linear(width, inner)
         self.value, self.output = nn.Linear(width, inner), nn.Linear(inner, width)
-        if not spec.shared_projection:
-            if spec.content_to_position:
-                self.position_key = nn.Linear(width, inner)
-            if spec.position_to_content:
-                self.position_query = nn.Linear(width, inner)
+        own = not spec.shared_projection
+        self.position_key = nn.Linear(width, inner) if own and spec.content_to_position else nn.Identity()
+        self.position_query = nn.Linear(width, inner) if own and spec.position_to_content else nn.Identity()
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        layout = context.layout
+        layout, spec = context.layout, self.spec
         if context.relative is None or layout is None:
             raise ValueError(
                 "this attention needs the vectors of relative positions, and documents laid out in rectangles"
             )
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
-        vectors = F.dropout(context.relative, self.spec.relative_dropout, self.training)
-        relative_query, relative_key = self._project_relative(vectors)
-        dropout = self.spec.dropout if self.training else 0.0
+        vectors = F.dropout(context.relative, spec.relative_dropout, self.training)
+        to_key, to_query = (
+            (self.key, self.query) if spec.shared_projection else (self.position_key, self.position_query)
+        )
+        relative_key = self._heads(to_key(vectors)) if spec.content_to_position else None
+        relative_query = self._heads(to_query(vectors)) if spec.position_to_content else None
+        dropout = spec.dropout if self.training else 0.0
         mixed = []
         masks = key_masks(layout, x.device)
         for q, k, v, real in zip(pad(query, layout), pad(key, layout), pad(value, layout), masks, strict=True):
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, T, K]
             positions = torch.arange(q.shape[2], device=q.device)
-            rows = relative_rows(positions - positions[:, None], self.spec)  # [T, T]: of query i and key j
+            rows = relative_rows(positions - positions[:, None], spec)  # [T, T]: of query i and key j
             terms = [] if relative_key is None else [_scores_at(q, relative_key, rows)]
             terms += [] if relative_query is None else [_scores_at(k, relative_query, rows.T).transpose(-1, -2)]
             bias = self.scale * sum(terms[1:], terms[0])
@@ -126,16 +128,6 @@ class DisentangledAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.spec.heads, self.spec.head_dim))
-
-    def _project_relative(self, relative: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Queries and keys of relative positions, [2 * S, H, K] each; None where their term is left out."""
-        spec = self.spec
-        query = self.query if spec.shared_projection else getattr(self, "position_query", None)
-        key = self.key if spec.shared_projection else getattr(self, "position_key", None)
-        return (
-            self._heads(query(relative)) if query is not None and spec.position_to_content else None,
-            self._heads(key(relative)) if key is not None and spec.content_to_position else None,
-        )
 
 
 def _scores_at(content: Tensor, projected: Tensor, rows: Tensor) -> Tensor:

@@ -33,31 +33,23 @@ ACTIVATIONS = {  # by their Hugging Face names
 
 
 @dataclass(frozen=True)
-class PlainFeedForwardSpec:
+class _FeedForwardSpec:
+    width: int
+    activation: str
+    bias: bool
+    dropout: float = 0.0
+
+    def build(self, width: int) -> nn.Module:
+        """x [N, width] -> [N, width]."""
+        return FeedForward(self, width)
+
+
+class PlainFeedForwardSpec(_FeedForwardSpec):
     """down(activation(up(x))); `dropout` acts on the input of `down`."""
 
-    width: int
-    activation: str
-    bias: bool
-    dropout: float = 0.0
 
-    def build(self, width: int) -> nn.Module:
-        """x [N, width] -> [N, width]."""
-        return FeedForward(self, width)
-
-
-@dataclass(frozen=True)
-class GatedFeedForwardSpec:
+class GatedFeedForwardSpec(_FeedForwardSpec):
     """down(activation(gate(x)) * up(x)); `dropout` acts on the input of `down`."""
-
-    width: int
-    activation: str
-    bias: bool
-    dropout: float = 0.0
-
-    def build(self, width: int) -> nn.Module:
-        """x [N, width] -> [N, width]."""
-        return FeedForward(self, width)
 
 
 class FeedForward(nn.Module):
@@ -66,7 +58,7 @@ class FeedForward(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202, eqs. 5 and 6: GLU (sigmoid), ReGLU (ReLU), GeGLU (GELU), SwiGLU (SiLU).
     """
 
-    def __init__(self, spec: PlainFeedForwardSpec | GatedFeedForwardSpec, width: int):
+    def __init__(self, spec: _FeedForwardSpec, width: int):
         super().__init__()
         gated = isinstance(spec, GatedFeedForwardSpec)
         self.gate = nn.Linear(width, spec.width, bias=spec.bias) if gated else None

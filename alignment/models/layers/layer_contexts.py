@@ -28,14 +28,14 @@ from alignment.models.layers.padded_layout import (
 )
 from alignment.models.layers.rotary import LongScaling, Rotary, RotarySpec, Rotation
 from alignment.models.layers.sdpa import (
-    CachedAttention,
-    CachedCrossAttention,
-    CacheWrite,
-    PaddedAttention,
     Source,
-    VarlenAttention,
+    cached_attention,
+    cached_cross_attention,
     cross_attentions,
+    filling_attention,
+    padded_attention,
     varlen_applies,
+    varlen_attention,
 )
 from alignment.ragged import Ragged
 
@@ -103,7 +103,7 @@ def training_contexts(
             queries, keys = shared_layouts(batch, heads)
         attends = padded_attentions(layers, queries, keys, modules.masks(queries, keys, offset, device), prefix)
     if cache is not None and addresses is not None:
-        attends = [CacheWrite(cache, layer, addresses, attend) for layer, attend in enumerate(attends)]
+        attends = [filling_attention(cache, layer, addresses, attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
     turns = modules.rotations(layers, positions, max(batch.lengths) + offset, partial(_token_sizes, batch, offset))
     across = [None] * len(layers)
@@ -133,7 +133,7 @@ def padded_attentions(
         if isinstance(spec, AttentionSpec):
             layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
             front = None if prefix is None else prefix[layer]
-            attends.append(PaddedAttention(spec, queries, keys, layer_masks, front))
+            attends.append(padded_attention(spec, queries, keys, layer_masks, front))
         elif prefix is not None:
             raise UserError("disentangled attention takes no prefix; use LoRA instead")
         else:
@@ -158,7 +158,7 @@ def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[Attent
         )
     longest = max(batch.pieces), max(lengths)
     specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
-    return [VarlenAttention(spec, starts, longest[0], key_starts, longest[1], keys) for spec in specs]
+    return [varlen_attention(spec, starts, longest[0], key_starts, longest[1], keys=keys) for spec in specs]
 
 
 def _token_sizes(batch: Ragged, offset: int) -> Tensor:
@@ -183,8 +183,8 @@ def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cac
     contexts = []
     for layer, (block, turn, mask) in enumerate(zip(layers, turns, masks, strict=True)):
         assert isinstance(block.attention, AttentionSpec)
-        attend = CacheWrite(cache, layer, addresses, CachedAttention(cache, layer, block.attention, width, mask))
-        cross = None if memory is None or block.cross is None else CachedCrossAttention(memory, layer, block.cross)
+        attend = filling_attention(cache, layer, addresses, cached_attention(cache, layer, block.attention, mask))
+        cross = None if memory is None or block.cross is None else cached_cross_attention(memory, layer, block.cross)
         contexts.append(AttentionContext(attend, turn, cross))
     return contexts
 

@@ -1,9 +1,12 @@
 """Norms: RMSNorm in the rounding orders of the references; LayerNorm is torch's own, which sums in fp32 already."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+Order = Literal["round_first", "round_last", "unit_offset"]
 
 
 @dataclass(frozen=True)
@@ -21,35 +24,14 @@ class LayerNormSpec:
 
 @dataclass(frozen=True)
 class RMSNormSpec:
-    """Root mean square removed, then weight."""
+    """Root mean square removed, then weight; `order` of the operations as in `RMSNorm`."""
 
     eps: float
+    order: Order = "round_first"
 
     def build(self, width: int) -> nn.Module:
         """The norm of vectors [..., width]."""
-        return RMSNorm(width, self.eps)
-
-
-@dataclass(frozen=True)
-class Float32RMSNormSpec:
-    """RMSNorm that rounds after the weight and not before it (OLMo 2)."""
-
-    eps: float
-
-    def build(self, width: int) -> nn.Module:
-        """The norm of vectors [..., width]."""
-        return Float32RMSNorm(width, self.eps)
-
-
-@dataclass(frozen=True)
-class UnitOffsetRMSNormSpec:
-    """RMSNorm that multiplies by 1 + weight (Gemma)."""
-
-    eps: float
-
-    def build(self, width: int) -> nn.Module:
-        """The norm of vectors [..., width]."""
-        return UnitOffsetRMSNorm(width, self.eps)
+        return RMSNorm(width, self.eps, self.order)
 
 
 @dataclass(frozen=True)
@@ -61,45 +43,28 @@ class NoNormSpec:
         return nn.Identity()
 
 
-NormSpec = LayerNormSpec | RMSNormSpec | Float32RMSNormSpec | UnitOffsetRMSNormSpec | NoNormSpec
+NormSpec = LayerNormSpec | RMSNormSpec | NoNormSpec
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps), the quotient in fp32, then rounded to x's type, as Llama does.
+    """weight * x / sqrt(mean(x^2) + eps), the quotient in fp32.
+
+    Rounded to x's type before the product with the weight (`round_first`, Llama) or after it (`round_last`, OLMo 2);
+    `unit_offset`: after it, and the product is with 1 + weight (Gemma).
 
     Source: Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, order: Order = "round_first"):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if order == "unit_offset" else torch.ones(width))
+        self.eps, self.order = eps, order
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        return self.weight * self.normalized(x).to(x.dtype)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last axis, fp32."""
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
-class Float32RMSNorm(RMSNorm):
-    """weight * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as OLMo 2 does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., D] -> the same shape."""
-        return (self.weight * self.normalized(x)).to(x.dtype)
-
-
-class UnitOffsetRMSNorm(RMSNorm):
-    """(1 + weight) * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as Gemma does."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__(width, eps)
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., D] -> the same shape."""
-        return (self.normalized(x) * (1 + self.weight.float())).to(x.dtype)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.order == "round_first":
+            return self.weight * normed.to(x.dtype)
+        weight = 1 + self.weight.float() if self.order == "unit_offset" else self.weight
+        return (weight * normed).to(x.dtype)

@@ -67,24 +67,18 @@ class SinusoidalPositions(nn.Module):
 
 @dataclass(frozen=True)
 class AlibiSpec:
-    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes."""
+    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes.
+
+    Attributes:
+        bfloat16: the model was trained with slopes, positions and their products in bfloat16.
+    """
 
     scale: float = 1.0
+    bfloat16: bool = False
 
     def build(self, heads: int, causal: bool) -> nn.Module:
         """relative positions [..., Q, T] -> biases [..., H, Q, T]."""
-        return Alibi(heads, self.scale)
-
-
-@dataclass(frozen=True)
-class BFloat16AlibiSpec:
-    """ALiBi trained with slopes, positions and their products in bfloat16; `scale` multiplies the product."""
-
-    scale: float = 1.0
-
-    def build(self, heads: int, causal: bool) -> nn.Module:
-        """relative positions [..., Q, T] -> biases [..., H, Q, T]."""
-        return BFloat16Alibi(heads, self.scale)
+        return BFloat16Alibi(heads, self.scale) if self.bfloat16 else Alibi(heads, self.scale)
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ class RelativeBiasSpec:
         return RelativeBias(self.buckets, self.max_distance, heads, bidirectional=not causal)
 
 
-PositionBiasSpec = AlibiSpec | BFloat16AlibiSpec | RelativeBiasSpec
+PositionBiasSpec = AlibiSpec | RelativeBiasSpec
 
 
 class Alibi(nn.Module):

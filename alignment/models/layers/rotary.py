@@ -92,10 +92,6 @@ class RotarySpec:
         """True where the angles of a token depend on the length of its document, beyond the original context."""
         return isinstance(self.scaling, DynamicScaling | LongScaling)
 
-    def build(self) -> "Rotary":
-        """The table of angles."""
-        return Rotary(self)
-
 
 Rotation = tuple[Tensor, Tensor]  # cosines [N, 1, W] and sines [N, 1, W / 2] of one forward, fp32; W coordinates turn
 

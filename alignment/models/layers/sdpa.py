@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,110 +58,94 @@ def attend_one_query(
     return attend(grouped, keys, values, spec, mask=mask, dropout=dropout).reshape(query.shape)
 
 
-@dataclass(frozen=True)
-class PaddedAttention:
+def padded_attention(
+    spec: AttentionSpec,
+    queries: PaddedLayout,
+    keys: PaddedLayout,
+    masks: Sequence[Tensor | None],
+    prefix: Tensor | None = None,
+) -> AttentionFn:
     """Attention inside each document, one call per rectangle of documents.
 
-    Attributes:
+    Args:
         masks: of each rectangle, from `attention_masks`.
         prefix: keys and values in front of every document, [2, P, KV, K].
     """
 
-    spec: AttentionSpec
-    queries: PaddedLayout
-    keys: PaddedLayout
-    masks: Sequence[Tensor | None]
-    prefix: Tensor | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """query: [N, H, K]; key, value: [M, KV, K] -> [N, H, K]."""
+    def attend_documents(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         mixed = []
-        rectangles = zip(pad(query, self.queries), pad(key, self.keys), pad(value, self.keys), self.masks, strict=True)
-        for q, k, v, mask in rectangles:
-            if self.prefix is not None:
-                k, v = _prepend(self.prefix[0], k), _prepend(self.prefix[1], v)
+        for q, k, v, mask in zip(pad(query, queries), pad(key, keys), pad(value, keys), masks, strict=True):
+            if prefix is not None:
+                front = (part.to(k.dtype).expand(len(k), *part.shape) for part in prefix)
+                k, v = (torch.cat(parts, dim=1) for parts in zip(front, (k, v), strict=True))
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            causal = self.spec.causal and mask is None
-            mixed.append(attend(q, k, v, self.spec, mask=mask, causal=causal, dropout=dropout).transpose(1, 2))
-        return unpad(mixed, self.queries)
+            causal = spec.causal and mask is None
+            mixed.append(attend(q, k, v, spec, mask=mask, causal=causal, dropout=dropout).transpose(1, 2))
+        return unpad(mixed, queries)
+
+    return attend_documents
 
 
-def _prepend(prefix: Tensor, x: Tensor) -> Tensor:
-    """prefix [P, KV, K] in front of every row of x [B, T, KV, K]."""
-    return torch.cat([prefix.to(x.dtype).expand(len(x), *prefix.shape), x], dim=1)
+def filling_attention(cache: Cache, layer: int, addresses: Tensor, attend: AttentionFn) -> AttentionFn:
+    """`attend` that first writes keys and values to `addresses` [N * KV] of a layer of the cache."""
+
+    def attend_and_fill(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        cache.write(layer, addresses, key, value)
+        return attend(query, key, value, dropout)
+
+    return attend_and_fill
 
 
-@dataclass(frozen=True)
-class CacheWrite:
-    """Attention that first writes keys and values to `addresses` [N * KV] of a layer of the cache, from `Cache.addresses`."""
-
-    cache: Cache
-    layer: int
-    addresses: Tensor
-    attend: AttentionFn
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
-        self.cache.write(self.layer, self.addresses, key, value)
-        return self.attend(query, key, value, dropout)
-
-
-@dataclass(frozen=True)
-class CachedAttention:
+def cached_attention(cache: Cache, layer: int, spec: AttentionSpec, mask: Tensor) -> AttentionFn:
     """Attention of one new token per row over its row of the cache, where its key and value are already.
 
-    Attributes:
-        width: slots of the longest row, the new token included.
-        mask: booleans or biases of the scores, broadcast to [B, H, 1, width].
+    Args:
+        mask: booleans or biases of the scores, broadcast to [B, H, 1, slots of the longest row].
     """
 
-    cache: Cache
-    layer: int
-    spec: AttentionSpec
-    width: int
-    mask: Tensor
+    def attend_row(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        keys, values = cache.read(layer, mask.shape[-1])
+        return attend_one_query(query, keys, values, spec, mask=mask, dropout=dropout)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """query: [B, H, K]; key, value: [B, KV, K] -> [B, H, K]."""
-        keys, values = self.cache.read(self.layer, self.width)
-        return attend_one_query(query, keys, values, self.spec, mask=self.mask, dropout=dropout)
+    return attend_row
 
 
-@dataclass(frozen=True)
-class VarlenAttention:
+def varlen_attention(
+    spec: AttentionSpec,
+    starts: Tensor,
+    longest: int,
+    key_starts: Tensor,
+    longest_keys: int,
+    *,
+    keys: PaddedLayout | None = None,
+) -> AttentionFn:
     """Attention inside each document by the variable-length kernel: CUDA, half precision, documents end to end.
-
-    Attributes:
-        starts, key_starts: of each document's queries and keys, then their number; int32, [B + 1].
-        longest, longest_keys: the most that a document has.
-        keys: of a batch with shared prompts, from `shared_keys`; its pieces are then the documents.
 
     Where a sequence has more keys than queries, the kernel gives the last query the position of the last key, in causal
     and in sliding-window masks (FlashAttention 2.1 and later).
+
+    Args:
+        starts, key_starts: of each document's queries and keys, then their number; int32, [B + 1].
+        longest, longest_keys: the most that a document has.
+        keys: of a batch with shared prompts, from `shared_keys`; its pieces are then the documents.
     """
+    left = -1 if spec.window is None else spec.window - 1  # -1: no limit
 
-    spec: AttentionSpec
-    starts: Tensor
-    longest: int
-    key_starts: Tensor
-    longest_keys: int
-    keys: PaddedLayout | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
+    def attend_documents(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if dropout:
             raise ValueError("the variable-length kernel has no attention dropout; set it to 0 in the model's config")
-        left = -1 if self.spec.window is None else self.spec.window - 1  # -1: no limit
-        if self.keys is not None:
-            key, value = self.keys.fill(key), self.keys.fill(value)
+        if keys is not None:
+            key, value = keys.fill(key), keys.fill(value)
         mixed = varlen_attn(
-            query, key, value, self.starts, self.key_starts, self.longest, self.longest_keys, scale=self.spec.scale,
-            window_size=(left, 0 if self.spec.causal else left), enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, starts, key_starts, longest, longest_keys, scale=spec.scale,
+            window_size=(left, 0 if spec.causal else left), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
         return mixed
+
+    return attend_documents
 
 
 def varlen_applies(specs: Sequence[object], parameter: Tensor, training: bool) -> bool:
@@ -197,49 +182,29 @@ class Source:
     batch: Ragged
 
 
-@dataclass(frozen=True)
-class CrossAttentionOnSource:
-    """Attention from every target document on its source document.
-
-    Attributes:
-        attend: from the targets' queries to the sources' keys.
-        memory: keeps the layer's keys and values for decoding; None: they are not kept.
-    """
-
-    source: Source
-    attend: AttentionFn
-    memory: CrossAttentionCache | None = None
-
-    def __call__(self, query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
-        """query: [N, H, K] -> [N, H, K]."""
-        key, value = project_key_value(self.source.states)
-        if self.memory is not None:
-            self.memory.append(key, value, self.source.batch.lengths)
-        return self.attend(query, key, value, dropout)
-
-
 def cross_attentions(
     specs: Sequence[AttentionSpec], source: Source, targets: Ragged, memory: CrossAttentionCache | None = None
 ) -> list[CrossAttentionFn]:
-    """Each layer's attention from every target document on its source."""
+    """Each layer's attention from every target document on its source; `memory` keeps keys and values for decoding."""
     device = targets.tokens.device
     queries, keys = pad_layouts(targets.lengths, source.batch.lengths, specs[0].heads, device)
     masks = key_masks(keys, device)
-    return [
-        CrossAttentionOnSource(source, PaddedAttention(replace(spec, causal=False), queries, keys, masks), memory)
-        for spec in specs
-    ]
+
+    def attend_source(attend: AttentionFn, query: Tensor, project: ProjectKeyValue, dropout: float) -> Tensor:
+        key, value = project(source.states)
+        if memory is not None:
+            memory.append(key, value, source.batch.lengths)
+        return attend(query, key, value, dropout)
+
+    attends = [padded_attention(replace(spec, causal=False), queries, keys, masks) for spec in specs]
+    return [partial(attend_source, attend) for attend in attends]
 
 
-@dataclass(frozen=True)
-class CachedCrossAttention:
-    """Attention from one new token per row on the keys and values that were kept of its source."""
+def cached_cross_attention(memory: CrossAttentionCache, layer: int, spec: AttentionSpec) -> CrossAttentionFn:
+    """Attention of one new token per row on the keys and values that were kept of its source."""
 
-    memory: CrossAttentionCache
-    layer: int
-    spec: AttentionSpec
+    def attend_memory(query: Tensor, project: ProjectKeyValue, dropout: float) -> Tensor:
+        keys, values = memory.keys[layer], memory.values[layer]
+        return attend_one_query(query, keys, values, spec, mask=memory.mask, dropout=dropout)
 
-    def __call__(self, query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
-        """query: [B, H, K] -> [B, H, K]."""
-        keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
-        return attend_one_query(query, keys, values, self.spec, mask=self.memory.mask, dropout=dropout)
+    return attend_memory

@@ -68,8 +68,7 @@ class Backend:
         """Clip and step, if the gradient norm and the losses are finite; then clear the gradients.
 
         Args:
-            values: sums over all ranks that the caller wants as numbers, the losses first.
-            num_losses: number of leading `values` that must be finite.
+            values: sums over all ranks that the caller wants as numbers; the first `num_losses` must be finite.
 
         Returns:
             `values` as numbers, and the global gradient norm before clipping.
@@ -84,10 +83,7 @@ class Backend:
         return self._missing or []
 
     def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the state dict, one at a time, on the CPU of rank 0; a collective operation.
-
-        Every rank must run the iterator to its end. On other ranks it is empty.
-        """
+        """Whole tensors of the state dict, one at a time, on the CPU of rank 0; every rank must run it to its end."""
         state: dict[str, Any] = self.unwrapped.state_dict()
         for name in names:
             tensor = state[name].detach()
@@ -99,8 +95,7 @@ class Backend:
     def full_parameters(self) -> Iterator[None]:
         """While open, every rank holds whole weights, in the type that each layer computes in at the run's precision.
 
-        Opening and closing are collective operations. In between nothing communicates, calls of `model` included: ranks
-        may do unequal work and use `unwrapped` in ways other than its forward. Nothing may be trained inside.
+        Opening and closing are collective operations; in between nothing communicates, and nothing may be trained.
         """
         with self.autocast():
             yield
@@ -112,18 +107,12 @@ class Backend:
     def sharded_decoding(self) -> AbstractContextManager[None]:
         """While open, `unwrapped` may decode with sharded weights: its blocks gather theirs one after another.
 
-        Weights outside of blocks (embeddings, head, prefix) stay whole meanwhile. Opening and closing are collective
-        operations, and so is each call of `prefill` and `decode`: all ranks must run equally many. Where weights are not
-        sharded nothing communicates.
+        Opening, closing and each call of `prefill` and `decode` are collective operations, where weights are sharded.
         """
         return self.full_parameters()
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """The trained parameters by name, sharded where the model is, to be read and written in place between updates.
-
-        Raises:
-            UserError: the backend holds them in a form that cannot be written.
-        """
+        """The trained parameters by name, sharded where the model is, to be read and written in place between updates."""
         return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
 
     def save(self, directory: Path) -> None:
@@ -184,9 +173,8 @@ def autocast_context(
 ) -> Callable[[], AbstractContextManager[Any]]:
     """A function that makes contexts in which matrix products run in `precision`; weights keep their type.
 
-    Args:
-        keep_casts: the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where weights
-            are sharded, the copies of all blocks together would take what sharding saves.
+    With `keep_casts` the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where weights
+    are sharded, the copies of all blocks together would take what sharding saves.
     """
     if precision == "fp32":
         return nullcontext
@@ -211,9 +199,8 @@ def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, 
 class ReplicatedBackend(Backend):
     """The whole model on every rank: one process, or data-parallel replicas.
 
-    Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel would
-    overlap this with the last backward, but requires that every backward uses every parameter and that all ranks run
-    equally many backwards; an update of several terms and unequal shards meets neither condition.
+    Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel requires
+    that every backward uses every parameter and that all ranks run equally many; several terms and unequal shards do not.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
@@ -229,12 +216,11 @@ class ReplicatedBackend(Backend):
         loss.backward()
 
     def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
-        self._sum_gradients()
+        if self.process_group.size > 1:
+            self._sum_gradients()
         return super().step(learning_rate, values, num_losses)
 
     def _sum_gradients(self) -> None:
-        if self.process_group.size == 1:
-            return
         parameters = list(trainable_parameters(self.unwrapped).values())
         used = self.process_group.max(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
         # A parameter that no rank used keeps no gradient, as in one process: AdamW then leaves it alone.
@@ -307,12 +293,6 @@ def computing_types(model: nn.Module, precision: str) -> dict[nn.Parameter, torc
     rounded gives the same bits in half the memory. This holds for the plain linear layers inside of blocks.
     Embeddings, norms and heads compute in float32. Layers under an adapter keep their type as well: some adapters (DoRA)
     read the weights in other operations.
-
-    Args:
-        precision: of the run, fp32 or bf16.
-
-    Returns:
-        The type of each parameter, frozen or not.
     """
     types = {parameter: parameter.dtype for parameter in model.parameters()}
     if precision != "bf16":
@@ -346,9 +326,7 @@ def whole_parameters(
 ) -> Iterator[None]:
     """While open, whole copies of the sharded parameters stand in the model; opening is a collective operation.
 
-    Args:
-        types: the type of each copy.
-        gather: (parameter, type) -> the whole tensor; None for a parameter that is whole already.
+    `gather` makes the whole tensor of a parameter in a type; None for a parameter that is whole already.
     """
     copies: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that several modules share is gathered once
     locations: list[tuple[nn.Module, str, nn.Parameter]] = []

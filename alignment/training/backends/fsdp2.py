@@ -139,9 +139,8 @@ def without_gathering(modules: list[FSDPModule]) -> Iterator[None]:
 def shard_model(model: nn.Module, process_group: ProcessGroup, precision: str) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest.
 
-    An unread parameter is never whole on any rank: each reads the rows of its own shard from the file. What has been
-    read or drawn (adapters, new heads, buffers) starts with rank 0's values. Quantized weights, which are frozen, stay
-    whole on each rank: FSDP2 cannot cut their blocks.
+    Of an unread parameter each rank reads the rows of its own shard; what has been read or drawn starts with rank 0's
+    values. Quantized weights, which are frozen, stay whole on each rank: FSDP2 cannot cut their blocks.
     """
     stored = _move_unread_to_meta(model)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(process_group.device))
@@ -157,9 +156,8 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, precision: str) -
 def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) -> None:
     """Make each block, and what is outside of blocks, a group of parameters that is gathered and sharded together.
 
-    In bf16 the float32 shards of a block's linear layers are gathered in bfloat16, in half the bytes: under autocast these
-    layers compute with weights rounded in the same way, so no number changes. They are a group of their own then, beside
-    the block's norms, which compute in float32. Gradients are reduced in float32.
+    In bf16 a block's linear layers are a group of their own, gathered in bfloat16: under autocast they compute with weights
+    rounded in the same way, so no number changes. Gradients are reduced in float32.
     """
     settings, on_gpu = fsdp_settings(), process_group.device.type == "cuda"
     options: dict[str, Any] = {
@@ -187,10 +185,7 @@ def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) 
 
 
 def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> list[nn.Module]:
-    """The trained layers of a block that compute with weights rounded to bfloat16; none where the block is compiled.
-
-    A group within a compiled block would cut its graph. Under an adapter the frozen weights have the checkpoint's type.
-    """
+    """The layers of a trained block that compute in bfloat16; none where it is compiled: they would cut its graph."""
     compiled = getattr(block, "_compiled_call_impl", None) is not None
     if compiled or not all(parameter.requires_grad for parameter in block.parameters()):
         return []

@@ -65,8 +65,7 @@ def save_checkpoint(
     """Write `root/step-NNNNNN`, then delete older ones until `keep` are left; a collective operation.
 
     Args:
-        state: JSON-like, what the algorithm needs in addition to engines and random states.
-        identity: JSON-like, compared on resume.
+        state, identity: JSON-like; the algorithm's own state, and what is compared on resume.
         drawn: whether training has used random numbers, different ones on each rank, as dropout does.
     """
     named = engines_of(engines)
@@ -116,10 +115,6 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     Returns:
         The algorithm's `state` as saved, with `step`, and `extended`: True where the run that saved it was to be of another
         length, which `refuse_other_run` allows for one that is finished.
-
-    Raises:
-        UserError: config or data differ (each difference is listed), a file or tensor does not fit, or the number of
-            processes changed and the run could not continue as it was.
     """
     named = engines_of(engines)
     process_group = process_group_of(engines)
@@ -151,11 +146,7 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest intact checkpoint, or None if there is no checkpoint.
-
-    Damaged checkpoints that are newer are named in a warning and renamed, so that they do not count when older ones are
-    deleted. Left-overs of an interrupted save are removed.
-    """
+    """The newest intact checkpoint, or None if there is none; newer damaged ones are named in a warning and renamed."""
     for hidden in list(root.glob(".step-*")):
         remove_leftovers(root / hidden.name.split(".")[1])
     damaged: dict[Path, list[str]] = {}
@@ -180,7 +171,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def rename_corrupt(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it no longer counts as one, and return its new path; nothing is deleted."""
+    """Rename a damaged directory so that it no longer counts, and return its new path; nothing is deleted."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while os.path.lexists(aside):
         number += 1
@@ -228,25 +219,23 @@ def read_manifest(path: Path) -> tuple[dict[str, str], str]:
     return {}, f"{file} does not have the content that was saved"
 
 
-def checkpoint_bytes(engines: Engines) -> int:
-    """About the bytes of a checkpoint: weights and two moments in float32."""
-    return 12 * sum(
-        getattr(parameter, "ds_numel", parameter.numel())
-        for engine in engines_of(engines).values()
-        for parameter in trainable_parameters(engine.backend.unwrapped).values()
-    )
-
-
 def check_disk_space(root: Path, engines: Engines) -> None:
-    """Raise UserError if the disk has no space for another checkpoint."""
+    """Raise UserError if the disk has no space for another checkpoint: about weights and two moments in float32."""
     root.mkdir(parents=True, exist_ok=True)
-    needed, free = checkpoint_bytes(engines), shutil.disk_usage(root).free
+    free, needed = (
+        shutil.disk_usage(root).free,
+        12
+        * sum(
+            getattr(parameter, "ds_numel", parameter.numel())
+            for engine in engines_of(engines).values()
+            for parameter in trainable_parameters(engine.backend.unwrapped).values()
+        ),
+    )
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 
 
 def _environment(world_size: int) -> dict[str, Any]:
-    """Versions and settings that change the last digits of results."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from alignment.training.distributed import init_distributed, launched_rank, laun
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+CLEAR = "\x1b[K"  # deletes the rest of a terminal's line
 
 
 class Run:
@@ -61,7 +63,7 @@ class Run:
         Args:
             config: as resolved, secrets left out.
             parents: models that the run starts from.
-            files: by dotted key, the files behind a setting that is no file's name; they are part of the identity.
+            files: as for `lineage.input_hashes`.
             again: start from the beginning: checkpoints and logs of a run with these settings are deleted.
         """
         self.output = Path(output)
@@ -73,9 +75,10 @@ class Run:
         self.began, self.last_save = 0.0, (0.0, 0.0)
         self.random_start: list[str] = []
         self.requested: list[int] = []
-        self._progress: Progress | None = None
         self._lineage: dict[str, Any] = {}
-        self._trackers: Trackers | None = None
+        self._board: Any = None  # TensorBoard's files
+        self._trackers: list[Any] = []
+        self._first, self._shown = 0, 0.0  # the first step of this start; when progress was shown
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
         training = config.get("training", {})
@@ -106,8 +109,14 @@ class Run:
         """Rank 0's part of the start; no file of an earlier run is changed before all checks have passed."""
         if not again:
             raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
-        self._trackers = Trackers(self.output, stage, trackers, config)
-        self._resources.callback(self._trackers.close)
+        from torch.utils.tensorboard import SummaryWriter
+
+        for name in trackers:
+            if name != "tensorboard":
+                self._trackers.append(_open_tracker(name, self.output, stage, config))
+                self._resources.callback(self._trackers[-1].finish)
+        self._board = SummaryWriter(self.output / "tensorboard")
+        self._resources.callback(self._board.close)
         if again:
             for name in LOGS:
                 (self.output / name).unlink(missing_ok=True)
@@ -147,22 +156,18 @@ class Run:
         if self.is_main:  # those updates are repeated
             for name in LOGS:
                 truncate_lines(self.output / name, first)
-        self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
-        self.began = time.monotonic()
+        self.began = self._shown = time.monotonic()
+        self._first = first
         self.last_save = (self.began, 0.0)
         self._resources.enter_context(_stop_requests(self.requested))
-        try:
-            for step in range(first, total):
-                yield step
-                if self.stopped:
-                    self._print(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
-                    raise SystemExit(128 + self.stopped)
-                if step + 1 >= self.total:
-                    break
-        finally:
-            if self._progress is not None:
-                self._progress.close()
+        for step in range(first, total):
+            yield step
+            if self.stopped:
+                self._print(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
+                raise SystemExit(128 + self.stopped)
+            if step + 1 >= self.total:
+                break
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of update `step` (from 1) to metrics.jsonl and the trackers, and show the progress."""
@@ -176,12 +181,28 @@ class Run:
         # JSON has no literal for a value that is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._append("metrics.jsonl", finite)
-        if self._trackers is not None:
-            self._trackers.log(step, line)
-        if self._progress is not None:
-            self._progress.show(step, line)
+        for name, value in finite.items():
+            if self._board is not None and name != "step" and value is not None:
+                self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.log(line, step=step)
+        if self.total:
+            self._show(step, line)
         if (callback := UPDATE_CALLBACK.get()) is not None:
             callback(finite)
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the progress: in a terminal as one line that changes, elsewhere as a line every ten seconds."""
+        now, is_live = time.monotonic(), sys.stderr.isatty() and step < self.total
+        if now - self._shown < (0.5 if is_live else 10.0) and step < self.total:
+            return
+        self._shown = now
+        parts = [f"{name} {metrics[name]:.4g}" for name in ("loss", "score", "kl", "accuracy") if name in metrics]
+        if metrics.get("tokens_per_second"):
+            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+        left = timedelta(seconds=int((now - self.began) / max(1, step - self._first) * (self.total - step)))
+        text = "  ".join([f"step {step}/{self.total}", *parts, f"{left} left"])
+        print(text, end=f"{CLEAR}\r" if is_live else "\n", file=sys.stderr, flush=True)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write a line to samples.jsonl: a text of update `step`."""
@@ -202,7 +223,7 @@ class Run:
 
     def _print(self, text: str) -> None:
         if self.is_main:
-            print(text, file=sys.stderr, flush=True)
+            print(CLEAR + text if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def truncate_lines(path: Path, step: int) -> None:
@@ -274,7 +295,7 @@ def _stop_requests(requested: list[int]) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-# Displays of the metrics: TensorBoard, Accelerate's trackers on request, and progress on standard error
+# Accelerate's trackers
 
 # The argument of Accelerate's class for each key of `training.tracking` that a tracker has.
 ARGUMENTS = {
@@ -295,31 +316,6 @@ VARIABLES = {
     ("clearml", "project"): "CLEARML_PROJECT",
     ("clearml", "name"): "CLEARML_TASK",
 }
-
-
-class Trackers:
-    """Sends each update's metrics to every tracker."""
-
-    def __init__(self, output: Path, stage: str, names: Sequence[str], config: Mapping[str, Any]):
-        """Open TensorBoard's files and start the named trackers."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._others = [_open_tracker(name, output, stage, config) for name in names if name != "tensorboard"]
-        self._board = SummaryWriter(output / "tensorboard")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of update `step`."""
-        for name, value in metrics.items():
-            if name != "step" and math.isfinite(value):
-                self._board.add_scalar(name, value, step)
-        for tracker in self._others:
-            tracker.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Flush and close all trackers."""
-        self._board.close()
-        for tracker in self._others:
-            tracker.finish()
 
 
 def check_trackers(names: Sequence[str], tracking: Mapping[str, object]) -> None:
@@ -378,42 +374,3 @@ def update_callback(callback: OnUpdate | None) -> Iterator[None]:
         yield
     finally:
         UPDATE_CALLBACK.reset(token)
-
-
-class Progress:
-    """Shows step, loss, tokens per second and the remaining time of `total` steps, of which `first` were done before."""
-
-    def __init__(self, first: int, total: int, seconds_between: float = 10.0):
-        """Begin; plain lines, where standard error is no terminal, come every `seconds_between`."""
-        self._first, self._total, self._seconds_between = first, total, seconds_between
-        self._began = self._shown = time.monotonic()
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as RichProgress
-
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = RichProgress(*columns, console=Console(stderr=True))
-            self._bar.add_task("", total=total, completed=first)
-            self._bar.start()
-
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step number `step` is done."""
-        now = time.monotonic()
-        left = (now - self._began) / max(1, step - self._first) * (self._total - step)
-        parts = [f"{name} {metrics[name]:.4g}" for name in ("loss", "score", "kl", "accuracy") if name in metrics]
-        if metrics.get("tokens_per_second"):
-            parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
-        minutes, seconds = divmod(int(left), 60)
-        text = "  ".join([*parts, f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"])
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        elif now - self._shown >= self._seconds_between or step == self._total:
-            print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
-            self._shown = now
-
-    def close(self) -> None:
-        """Restore the terminal."""
-        if self._bar is not None:
-            self._bar.stop()

@@ -28,25 +28,18 @@ LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow wh
 def identity_of(
     config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
 ) -> dict[str, Any]:
-    """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint.
-
-    Args:
-        files: as in `input_hashes`.
-    """
+    """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint."""
     hashes = input_hashes(config, files)
     return {"config": without_runtime_keys(config), "data": hashes, "parents": parent_hashes(parents)}
 
 
 def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> bool:
-    """Check that a directory holds nothing that a run with other settings or data has written.
+    """Refuse a directory that a run with other settings or data has written; every difference is listed.
 
     A finished run may be made longer, where it kept the checkpoint of its end.
 
     Returns:
         True where it holds a finished run with these settings, and its model.
-
-    Raises:
-        UserError: it holds another run; every difference is listed.
     """
     paths = {name: output / name for name in ("model", "checkpoints", "metrics.jsonl")}
     found = [
@@ -87,10 +80,7 @@ def _is_longer(old: object, new: object, finished: int) -> bool:
 
 
 def earlier_run(output: Path) -> dict[str, Any]:
-    """Stage and identity of the run that wrote a directory, as far as its files contain them; {} if no run wrote it.
-
-    `finished` is the number of its updates, where it is finished.
-    """
+    """Stage and identity of the run that wrote a directory, and `finished`, its updates if it is; {} if no run wrote it."""
     from alignment.config.yaml_source import read_yaml
 
     identity: dict[str, Any] = {}
@@ -148,8 +138,7 @@ def input_hashes(
 ) -> dict[str, str | dict[str, str]]:
     """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends.
 
-    Args:
-        files: by dotted key, the files behind a setting that is no file's name: a directory of rows, a module.
+    `files` has, by dotted key, the files behind a setting that is no file's name: a directory of rows, a module.
     """
     data: Any = config.get("data") if isinstance(config.get("data"), dict) else {}
 

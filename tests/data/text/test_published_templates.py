@@ -4,7 +4,7 @@ import pytest
 
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
-from alignment.data.text.dialogues import OTHER_PROMPT, VARIANT
+from alignment.data.text.chat import OTHER_PROMPT, VARIANT
 from alignment.data.text.templates import REWRITING, chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError

@@ -18,19 +18,6 @@ def test_train_bpe_gives_the_special_tokens_the_first_ids_and_round_trips(bpe):
     assert len(bpe) <= 400
 
 
-@pytest.mark.parametrize(
-    ("size", "special", "message"),
-    [
-        (258, ("<s>", "</s>", "<pad>"), "need 259"),
-        (400, ("<s>", "</s>"), "BOS, EOS and PAD"),
-        (400, ("a",) * 3, "twice"),
-    ],
-)
-def test_train_bpe_refuses_what_cannot_work(size, special, message):
-    with pytest.raises(UserError, match=message):
-        train_bpe(["text"], size, special)
-
-
 @pytest.mark.parametrize("model_type", [None, "llama", "gpt2"])
 def test_saved_tokenizer_is_the_same_here_and_in_transformers(chatml, tmp_path, model_type):
     from transformers import AutoTokenizer
@@ -117,12 +104,3 @@ def test_a_tokenizer_with_several_named_templates_saves_and_loads(chatml, templa
     for loaded in (read_tokenizer_files(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")):
         assert loaded.chat_template == chatml.chat_template
     assert not any(path.name.startswith(".") for path in (tmp_path / "model").rglob("*"))
-
-
-def test_a_vocabulary_with_windows_line_ends_is_read_alike(tmp_path):
-    lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "##s"]
-    found = []
-    for end in ("\n", "\r\n"):
-        (tmp_path / "vocab.txt").write_bytes((end.join(lines) + end).encode())
-        found.append(read_tokenizer_files(tmp_path)("cats cat")["input_ids"])
-    assert found == 2 * [[2, 5, 6, 5, 3]]
