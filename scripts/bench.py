@@ -15,7 +15,6 @@ decoding beside transformers are in bench_model.py. `ratios` above 1: ours is fa
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from functools import partial
@@ -107,8 +106,7 @@ def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: float)
     """Figures of ours and of trl's runs, which take turns; weight_seconds: weights over operations a second."""
     kind, calls = settings["kind"], {}
     for name, own in RUNS[settings["kind"]].items():
-        run = json.dumps({**settings, "impl": name.split()[0], "own": own})
-        calls[name] = partial(measuring.in_process, __file__, "--run", run)
+        calls[name] = partial(measuring.in_process, run, {**settings, "impl": name.split()[0], "own": own})
         if name.startswith("alignment"):
             calls[name]()  # not counted: it fills our cache of prepared rows (and of the reference)
     figures, rows = measuring.take_turns(calls, rounds), []
@@ -137,6 +135,12 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
     names = {"prompt": "prompt", "completion": "chosen"} if kind == "sft" else {x: x for x in PAIR}
     rows = ({name: getattr(row, column) for name, column in names.items()} for row in islice(short, count))
     return Path(measuring.write_rows(folder / f"hh_{kind}.jsonl", rows))
+
+
+def run(settings: dict[str, Any]) -> dict[str, float]:
+    """Figures of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"alignment": run_ours, "trl": run_trl}[settings["impl"]](settings, Path(folder)).figures()
 
 
 class Clock:
@@ -228,10 +232,4 @@ def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:  # in a process of its own
-        settings = json.loads(sys.argv[2])
-        with tempfile.TemporaryDirectory() as folder:
-            run = {"alignment": run_ours, "trl": run_trl}[settings["impl"]]
-            print(json.dumps(run(settings, Path(folder)).figures()))
-    else:
-        main()
+    main()

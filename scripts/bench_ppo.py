@@ -79,13 +79,8 @@ def main() -> None:
     python = make_environment(options.environment)
     rate = measuring.matrix_rate("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as name:
-        folder, file = Path(name), Path(name, "settings.json")
+        folder = Path(name)
         text = write_world(folder / "world", sizes=RowCounts(pretrain=800))["pretrain"]
-        run = partial(measuring.in_process, __file__, "--run")
-        calls = {
-            "alignment": partial(run, "alignment", str(file)),
-            "trl": partial(run, "trl", str(file), python=python, PYTHONPATH=""),
-        }
         prompts = measuring.random_prompts(PROMPTS)
         lengths = {
             "none": [NEW_TOKENS] * PROMPTS,
@@ -96,7 +91,10 @@ def main() -> None:
             measuring.write_reward_model(reward, policy)
             for ends in options.ends:
                 settings = Settings(str(policy), str(reward), prompts, lengths[ends], ends == "log-normal")
-                file.write_text(json.dumps(asdict(settings)))
+                calls = {
+                    "alignment": partial(measuring.in_process, run, "alignment", asdict(settings)),
+                    "trl": partial(measuring.in_process, run, "trl", asdict(settings), python=python),
+                }
                 row = {"bench": "ppo", "size": size, "ends": ends, "threads": torch.get_num_threads()}
                 fastest = operations(settings, measuring.matrix_weights(policy)) / rate
                 report(row, measuring.take_turns(calls, options.rounds), fastest)
@@ -138,6 +136,12 @@ def operations(settings: Settings, weights: int) -> float:
     """Useful operations of an iteration: 4 forwards, and `EPOCHS` updates of two networks at 3 forwards each."""
     tokens = sum(map(len, settings.prompts)) + sum(settings.ends)
     return 2 * weights * tokens * (4 + EPOCHS * 2 * 3)
+
+
+def run(impl: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Figures of one run; trl's in an environment without what the library needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"alignment": run_ours, "trl": run_trl}[impl](Settings(**settings), Path(folder)).figures()
 
 
 class Phases:
@@ -331,10 +335,4 @@ def with_forced_ends(generate: Callable[..., Any], settings: Settings, tokenizer
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:  # in a process of its own, perhaps of an environment without the library
-        run = {"alignment": run_ours, "trl": run_trl}[sys.argv[2]]
-        settings = Settings(**json.loads(Path(sys.argv[3]).read_text()))
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(run(settings, Path(folder)).figures()))
-    else:
-        main()
+    main()

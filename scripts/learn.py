@@ -29,7 +29,7 @@ import torch
 
 from alignment.algorithms.finetune import finetune
 from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, target_tokens
+from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
@@ -171,7 +171,8 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     )
     loss = right = guessed = baseline = count = 0.0
     for batch in collate(fixed_seed_rows(held_out), micro_batch_tokens=8192):
-        labels, logits = target_tokens(batch), model(batch=batch, return_logits=True).logits
+        labels = batch.decoder.target_labels
+        logits = model(batch=batch, return_logits=True).logits
         written = ~torch.isin(labels, special)
         labels, logits = labels[written], logits[written]
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()

@@ -20,12 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 Result = TypeVar("Result")
 
 
-def in_process(*command: str, python: str | Path = sys.executable, **variables: str) -> Any:
-    """The JSON in the last line that a script prints, run in a process of its own with these environment variables."""
-    environment = {**os.environ, **variables}
-    done = subprocess.run([str(python), *command], env=environment, capture_output=True, text=True)
+def in_process(
+    function: Callable[..., Any], *arguments: Any, python: str | Path = sys.executable, **variables: str
+) -> Any:
+    """The result of a script's function, run in a process of its own with these environment variables; JSON both ways."""
+    module = Path(function.__code__.co_filename).stem
+    code = f"import json, sys, {module} as script; found = script.{function.__name__}(*json.loads(sys.argv[1]))"
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
+    command = [str(python), "-c", f"{code}; print(json.dumps(found))", json.dumps(arguments)]
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{module}.{function.__name__} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
