@@ -42,10 +42,8 @@ SIZES: dict[str, dict[str, Any]] = {
 WARM_UP = 2  # updates
 BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
 PAIR = ("prompt", "chosen", "rejected")
-HH_ROWS, SHORT = (
-    1200,
-    1000,
-)  # how many, all with a reference; characters, below 512 tokens of the small vocabularies here
+HH_ROWS = 1200  # all have a reference computed
+SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
 KEYS = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
 PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
 MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}

@@ -113,10 +113,7 @@ def report(row: dict[str, Any], figures: Mapping[str, list[dict[str, float]]], f
 
 
 def make_environment(directory: Path) -> Path:
-    """The Python of a virtual environment with trl 1.12, beside the torch and transformers of this one.
-
-    torch comes first and by its version, so that the others find it there.
-    """
+    """The Python of a virtual environment with trl 1.12; torch comes first, so that the others find this version."""
     python = directory / "bin" / "python"
     probe = [str(python), "-c", "from importlib.metadata import version; print(version('trl'))"]
     if python.exists() and subprocess.run(probe, capture_output=True, text=True).stdout.startswith(TRL):
@@ -165,14 +162,11 @@ class Phases:
         """An iteration begins."""
         self.current, self._began, self._cpu_began = {}, time.perf_counter(), time.process_time()
 
-    def elapsed(self) -> float:
-        """Seconds of this iteration so far."""
-        return time.perf_counter() - self._began
-
     def end(self) -> None:
-        """It has ended; the next one begins."""
-        whole = {"seconds": self.elapsed(), "cpu_seconds": time.process_time() - self._cpu_began}
-        self.iterations.append(whole | self.current)
+        """It has ended; the next one begins. An update that nobody timed is what sampling and scoring leave."""
+        seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu_began
+        self.current.setdefault("update", seconds - self.current["sampling"] - self.current["scoring"])
+        self.iterations.append({"seconds": seconds, "cpu_seconds": cpu_seconds, **self.current})
         self.begin()
 
     def figures(self) -> dict[str, float]:
@@ -279,8 +273,6 @@ def run_trl(settings: Settings, folder: Path) -> Phases:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             phases.current["scoring"] = phases.current["reference"] + phases.current["reward and value"]
-            parts = phases.current["sampling"] + phases.current["scoring"]
-            phases.current["update"] = phases.elapsed() - parts
             phases.end()
 
     scorer = AutoModelForSequenceClassification.from_pretrained

@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from measuring import in_process, reset_peak, resident, write_checkpoint, write_rows
+
+from alignment.adapters import LoRASpec
+from alignment.adapters.attach import attach, save_adapter
+from alignment.data.config import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.models.weight_bytes import total_bytes
+from alignment.models.weights_config import WeightsConfig
+from alignment.pipeline.stages import find_stage
+from alignment.training import Engine, TrainingConfig
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 512, "tie_word_embeddings": True}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -66,11 +77,6 @@ def main() -> None:
 
 def write_networks(folder: Path, config: dict[str, Any], texts: Iterable[str], vocabulary: int, rank: int) -> None:
     """A base model in bfloat16, and two adapters on it: of a policy and of a reward model."""
-    from alignment.adapters import LoRASpec
-    from alignment.adapters.attach import attach, save_adapter
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
-
     base, spec = folder / "base", LoRASpec(rank=rank, alpha=2 * rank)
     tokenizer = write_checkpoint(base, {**config, "dtype": "bfloat16"}, texts, vocabulary)
     loaders = {"policy": load_language_model, "reward": partial(load_scalar_model, new_head="normal")}
@@ -82,8 +88,6 @@ def write_networks(folder: Path, config: dict[str, Any], texts: Iterable[str], v
 
 def measure(stage: str, weights: dict[str, Any], parents: str, size: str) -> dict[str, float]:
     """Run a stage on the tiny model, then on the one of this size, and return the figures of the second run in MB."""
-    from alignment.training import Engine
-
     folder = Path(parents)
     run_stage(stage, weights, folder / "tiny", folder / f"out-{os.getpid()}-tiny")
     found: list[int] = []
@@ -103,12 +107,6 @@ def measure(stage: str, weights: dict[str, Any], parents: str, size: str) -> dic
 
 def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) -> None:
     """Few short rows, one update: what is measured is the weights."""
-    from alignment.adapters import LoRASpec
-    from alignment.data.config import DataConfig
-    from alignment.models.weights_config import WeightsConfig
-    from alignment.pipeline.stages import find_stage
-    from alignment.training import TrainingConfig
-
     own: dict[str, Any] = {"policy": str(parents / "base")}
     if stage == "ppo":
         own = {"policy": str(parents / "policy"), "reward_model": str(parents / "reward")}
@@ -125,10 +123,6 @@ def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) 
 
 def weights_alive() -> int:
     """Bytes of the tensors of all modules alive, each counted once."""
-    import torch
-
-    from alignment.models.weight_bytes import total_bytes
-
     return total_bytes(*(thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)))
 
 

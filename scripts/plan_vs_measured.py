@@ -1,9 +1,7 @@
 """`alignment plan` against the measured peak of the same run on a CPU, for nine configs; exit code 1 where they lie more than
 10 % apart.
 
-    python scripts/plan_vs_measured.py                       # all of them, about 15 minutes on one core
-    python scripts/plan_vs_measured.py --only full nf4
-    python scripts/plan_vs_measured.py --width 1024 --layers 16
+    python scripts/plan_vs_measured.py [--only full nf4 ...] [--width 768] [--layers 12]     # about 15 minutes on one core
 
 Each run has a process of its own. What is measured there: the peak of its resident memory (VmHWM of /proc/self/status,
 reset after the networks are loaded) from the first update to the end of the last, minus its resident memory before the
@@ -21,8 +19,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from measuring import in_process, reset_peak, resident, write_checkpoint, write_reward_model, write_rows
 from memory import write_networks
+
+from alignment.algorithms.ppo import ppo
+from alignment.commands.plan import plan_config
+from alignment.config.load import load_config
+from alignment.pipeline.stages import find_stage
+from alignment.training import Engine
 
 CHILD = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 CHILD["MALLOC_TRIM_THRESHOLD_"] = "65536"
@@ -54,8 +59,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, config
 
 def main() -> int:
     """Print the table; 1 where a plan is outside its bounds."""
-    from alignment.commands.plan import plan_config
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--width", type=int, default=768)
@@ -84,8 +87,6 @@ def main() -> int:
 
 def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
-    import torch
-
     text = " ".join(f"w{number * 7 % 50}" for number in range(400))
     heads = max(1, width // 64)
     llama = {
@@ -116,11 +117,6 @@ def write_config(name: str, inputs: Path, output: str) -> tuple[str, str]:
 
 def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
     """Run a config and return the resident bytes at its start and how far they rose in its updates."""
-    from alignment.algorithms.ppo import ppo
-    from alignment.config.load import load_config
-    from alignment.pipeline.stages import find_stage
-    from alignment.training.engine import Engine
-
     config_class, run = find_stage(stage)
     run(load_config(config_class, warm_up))
     start = reset_peak()

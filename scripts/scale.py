@@ -25,6 +25,13 @@ from unittest.mock import patch
 import psutil
 from measuring import in_process, resident, write_checkpoint
 
+from alignment.algorithms import sft
+from alignment.data import prepare as preparation
+from alignment.data.config import DataConfig
+from alignment.loading import load_tokenizer
+from alignment.training import TrainingConfig
+from alignment.training.run.directory import Run
+
 SMALL, COMPARED = 10_000, 200_000
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -68,28 +75,18 @@ def write_demonstrations(folder: Path, rows: int) -> None:
             file.write(f'{{"prompt": "Guest {number}: {prompt}?\\n", "completion": "{completion} {number}."}}\n')
 
 
-def data_config(folder: str, rows: int, processes: int, cache: str) -> Any:
-    from alignment.data.config import DataConfig
-
-    return DataConfig(f"{folder}/rows-{rows}.jsonl", max_length=256, processes=processes, cache=cache)
-
-
 def prepare(folder: str, rows: int, processes: int) -> dict[str, Any]:
-    from alignment.data import prepare as preparation
-    from alignment.loading import load_tokenizer
-
     tokenizer = load_tokenizer(f"{folder}/model")
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        started = time.perf_counter()
-        table, counts = preparation.prepare(data_config(folder, rows, processes, cache), "demonstrations", tokenizer)
-        seconds = time.perf_counter() - started
+        data = DataConfig(f"{folder}/rows-{rows}.jsonl", max_length=256, processes=processes, cache=cache)
+        began = time.perf_counter()
+        table, counts = preparation.prepare(data, "demonstrations", tokenizer)
+        seconds = time.perf_counter() - began
     return {"tokens": counts.tokens, "seconds": seconds, "rows_per_second": len(table) / seconds}
 
 
 def datasets_map(folder: str, rows: int, processes: int) -> dict[str, Any]:
     import datasets
-
-    from alignment.loading import load_tokenizer
 
     tokenizer: Any = load_tokenizer(f"{folder}/model")
     datasets.disable_progress_bars()
@@ -107,10 +104,6 @@ def datasets_map(folder: str, rows: int, processes: int) -> dict[str, Any]:
 
 
 def train(folder: str, rows: int, processes: int) -> dict[str, Any]:
-    from alignment.algorithms import sft
-    from alignment.training import TrainingConfig
-    from alignment.training.run.directory import Run
-
     first: list[float] = []
     log = Run.log
 
@@ -118,7 +111,8 @@ def train(folder: str, rows: int, processes: int) -> dict[str, Any]:
         first.append(time.time() - psutil.Process().create_time())
         log(run, step, metrics)
 
-    data = data_config(folder, rows, processes, f"{folder}/cache")
+    cache = f"{folder}/cache"
+    data = DataConfig(f"{folder}/rows-{rows}.jsonl", max_length=256, processes=processes, cache=cache)
     training = TrainingConfig(batch_size=8, max_steps=100, save_every_steps=0)
     with tempfile.TemporaryDirectory(dir=folder) as output, patch.object(Run, "log", timed):
         sft.run(sft.SFTConfig(policy=f"{folder}/model", data=data, output=output, training=training))
