@@ -15,7 +15,6 @@ decoding beside transformers are in bench_model.py. `ratios` above 1: ours is fa
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from functools import partial
@@ -24,19 +23,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import measuring
 import psutil
 import torch
-from measuring import (
-    in_process,
-    matrix_rate,
-    matrix_weights,
-    medians,
-    ratios,
-    resident,
-    take_turns,
-    write_checkpoint,
-    write_rows,
-)  # fmt: skip
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 512, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
@@ -53,10 +42,8 @@ SIZES: dict[str, dict[str, Any]] = {
 WARM_UP = 2  # updates
 BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
 PAIR = ("prompt", "chosen", "rejected")
-HH_ROWS, SHORT = (
-    1200,
-    1000,
-)  # how many, all with a reference; characters, below 512 tokens of the small vocabularies here
+HH_ROWS = 1200  # all have a reference computed
+SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
 KEYS = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
 PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
 MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
@@ -86,7 +73,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours and trl's")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rate = matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    rate = measuring.matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ALIGNMENT_CACHE"] = str(folder / "cache")
@@ -98,7 +85,7 @@ def main() -> None:
             text = rows["sft"]
         for size in options.sizes:
             checkpoint = make_checkpoint(folder / size, text, size)
-            weights = matrix_weights(checkpoint)
+            weights = measuring.matrix_weights(checkpoint)
             for kind in options.only:
                 settings = {"kind": kind, "checkpoint": str(checkpoint), "rows": str(rows[kind])}
                 settings |= {"steps": options.steps, "precision": options.precision}
@@ -109,7 +96,7 @@ def main() -> None:
 def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
     """A random model of this size with a byte-level BPE of the texts in a file of rows."""
     texts = (" ".join(map(str, json.loads(line).values())) for line in text.read_text().splitlines())
-    write_checkpoint(directory, SIZES[size], texts, 8192 if size == "gpt2" else 640)
+    measuring.write_checkpoint(directory, SIZES[size], texts, 8192 if size == "gpt2" else 640)
     return directory
 
 
@@ -117,19 +104,18 @@ def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: float)
     """Figures of ours and of trl's runs, which take turns; weight_seconds: weights over operations a second."""
     kind, calls = settings["kind"], {}
     for name, own in RUNS[settings["kind"]].items():
-        run = json.dumps({**settings, "impl": name.split()[0], "own": own})
-        calls[name] = partial(in_process, __file__, "--run", run)
+        calls[name] = partial(measuring.in_process, run, {**settings, "impl": name.split()[0], "own": own})
         if name.startswith("alignment"):
             calls[name]()  # not counted: it fills our cache of prepared rows (and of the reference)
-    figures, rows = take_turns(calls, rounds), []
+    figures, rows = measuring.take_turns(calls, rounds), []
     for name, measured in figures.items():
         row: dict[str, Any] = {"bench": kind, "impl": name, "threads": torch.get_num_threads()}
-        row |= {"precision": settings["precision"], "rounds": rounds, **medians(measured, KEYS)}
+        row |= {"precision": settings["precision"], "rounds": rounds, **measuring.medians(measured, KEYS)}
         operations = 8 if kind == "dpo" and "precomputed" not in name else 6
         row["mfu"] = round(row["tokens_per_second"] * operations * weight_seconds, 3)
         if name.startswith("trl"):  # beside our own run with the same idea, where there is one
             ours = figures.get(name.replace("trl", "alignment", 1), figures["alignment"])
-            row["ratios"] = ratios(ours, measured, KEYS)
+            row["ratios"] = measuring.ratios(ours, measured, KEYS)
         rows.append(row)
     return rows
 
@@ -146,7 +132,13 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
     short = (row for row in pairs if len(row.prompt) + max(len(row.chosen), len(row.rejected)) < SHORT)
     names = {"prompt": "prompt", "completion": "chosen"} if kind == "sft" else {x: x for x in PAIR}
     rows = ({name: getattr(row, column) for name, column in names.items()} for row in islice(short, count))
-    return Path(write_rows(folder / f"hh_{kind}.jsonl", rows))
+    return Path(measuring.write_rows(folder / f"hh_{kind}.jsonl", rows))
+
+
+def run(settings: dict[str, Any]) -> dict[str, float]:
+    """Figures of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"alignment": run_ours, "trl": run_trl}[settings["impl"]](settings, Path(folder)).figures()
 
 
 class Clock:
@@ -167,7 +159,7 @@ class Clock:
             "tokens_per_second": sum(tokens[WARM_UP:]) / seconds,
             "rows_per_second": sum(rows[WARM_UP:]) / seconds,
             "first_step_seconds": ends[0] - psutil.Process().create_time(),
-            "peak_mb": resident("VmHWM") / 2**20,
+            "peak_mb": measuring.resident("VmHWM") / 2**20,
         }
 
 
@@ -238,10 +230,4 @@ def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:  # in a process of its own
-        settings = json.loads(sys.argv[2])
-        with tempfile.TemporaryDirectory() as folder:
-            run = {"alignment": run_ours, "trl": run_trl}[settings["impl"]]
-            print(json.dumps(run(settings, Path(folder)).figures()))
-    else:
-        main()
+    main()

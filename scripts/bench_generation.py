@@ -27,17 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 from bench import SIZES
-from measuring import (
-    log_normal_ends,
-    matrix_rate,
-    matrix_weights,
-    padded,
-    random_prompts,
-    seconds_row,
-    take_turns,
-)  # fmt: skip
 
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest
@@ -78,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, tokens are compared; else sampled")
     options = parser.parse_args()
-    rate = matrix_rate("cpu", torch.float32)
+    rate = measuring.matrix_rate("cpu", torch.float32)
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as name:
             save_model(random_model(size), Path(name))
@@ -88,7 +80,7 @@ def main() -> None:
                 exact = load_language_model(Path(name)).double().eval()
                 rounds = run_rounds(contestants, workload, options.rounds, exact)
                 row = {"bench": f"generation {setting}", "size": size}
-                report(row, workload, rounds, matrix_weights(Path(name)) / rate)
+                report(row, workload, rounds, measuring.matrix_weights(Path(name)) / rate)
 
 
 def random_model(size: str) -> Any:
@@ -105,8 +97,8 @@ def random_model(size: str) -> Any:
 def build_workload(setting: str, rows: int, temperature: float) -> Workload:
     """`full` or `ends`, described above; its prompts come with the shortest first."""
     count = rows if setting == "full" else QUEUE
-    ends = [MOST_NEW] * rows if setting == "full" else log_normal_ends(QUEUE, MEAN_END, MOST_NEW, SIGMA)
-    return Workload(sorted(random_prompts(count), key=len), ends, rows, temperature)
+    ends = [MOST_NEW] * rows if setting == "full" else measuring.log_normal_ends(QUEUE, MEAN_END, MOST_NEW, SIGMA)
+    return Workload(sorted(measuring.random_prompts(count), key=len), ends, rows, temperature)
 
 
 def build_contestants(checkpoint: Path, workload: Workload) -> dict[str, Callable[[], Tokens]]:
@@ -138,7 +130,7 @@ def generate_theirs(model: Any, workload: Workload, cache: str | None) -> Tokens
     responses = []
     for start in range(0, len(workload.prompts), workload.rows):
         ends = workload.ends[start : start + workload.rows]
-        ids, mask = padded(workload.prompts[start : start + workload.rows], "left")
+        ids, mask = measuring.padded(workload.prompts[start : start + workload.rows], "left")
         width = ids.shape[1]
         settings: dict[str, Any] = {"do_sample": workload.temperature > 0, "eos_token_id": None}
         if workload.temperature:
@@ -180,7 +172,7 @@ def run_rounds(
         return seconds, len(different)
 
     calls = {name: partial(measured, name, generate) for name, generate in contestants.items()}
-    return take_turns(calls, rounds, warm_up=1)
+    return measuring.take_turns(calls, rounds, warm_up=1)
 
 
 def is_near_tie(model: Any, prompt: list[int], one: list[int], other: list[int]) -> bool:
@@ -199,7 +191,7 @@ def report(
     for name, rounds in measured.items():
         seconds, ties = zip(*rounds, strict=True)
         median = statistics.median(seconds)
-        line = {**row, "impl": name, "rounds": len(rounds), **seconds_row(seconds)}
+        line = {**row, "impl": name, "rounds": len(rounds), **measuring.seconds_row(seconds)}
         line["new_tokens_per_second"] = round(sum(workload.ends) / median, 1)
         line["mfu"] = round(2 * workload.tokens * weight_seconds / median, 3)
         if name != "alignment":

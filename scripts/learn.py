@@ -19,24 +19,35 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 
+from alignment.algorithms.finetune import finetune
 from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, target_tokens
+from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig
 
+DATA = Path(os.environ.get("ALIGNMENT_DATA", "../shared/data"))
 NANO = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
 BLOCK = 64
+T5 = {
+    "model_type": "t5", "tie_word_embeddings": True, "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4,
+    "num_layers": 2, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+ENCODER = {  # pre-norm and rotary: at this size a post-norm BERT stays at the unigram distribution for a thousand steps
+    "model_type": "modernbert", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "global_attn_every_n_layers": 1,
+    "classifier_pooling": "mean",
+}  # fmt: skip
 
 
 def main() -> int:
@@ -46,9 +57,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=None)
     arguments = parser.parse_args()
-    data = Path(os.environ.get("ALIGNMENT_DATA", "../shared/data"))
     with tempfile.TemporaryDirectory() as folder:
-        return 0 if SHOWS[arguments.what](data, Path(folder), arguments) else 1
+        return 0 if SHOWS[arguments.what](Path(folder), arguments.seeds, arguments.steps) else 1
 
 
 def say(**row: Any) -> None:
@@ -56,135 +66,85 @@ def say(**row: Any) -> None:
     print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}), flush=True)
 
 
-def read_text(path: Path) -> str:
-    """A whole gzipped text."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
+def read_text(name: str) -> str:
+    """A whole gzipped text of the data folder."""
+    with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
         return file.read()
 
 
-def write_rows(path: Path, texts: Iterable[str]) -> str:
+def write_texts(path: Path, texts: Iterable[str]) -> str:
     """Texts as JSON lines; returns the path."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
+    return measuring.write_rows(path, ({"text": text} for text in texts))
 
 
-def last_line(output: str) -> dict[str, Any]:
-    """The last update's metrics."""
-    return json.loads(Path(output, "metrics.jsonl").read_text().splitlines()[-1])
+def train(config: PretrainConfig | finetune.FinetuneConfig) -> tuple[dict[str, Any], float]:
+    """The last update's metrics of a run, and its seconds."""
+    run = pretrain.run if isinstance(config, PretrainConfig) else finetune.run
+    seconds = measuring.seconds_of(lambda: run(config))
+    return json.loads(Path(config.output, "metrics.jsonl").read_text().splitlines()[-1]), seconds
 
 
-# --- characters of tinyshakespeare ----------------------------------------------------------------------------------
-
-
-def characters(data: Path, folder: Path) -> dict[str, str]:
-    """The first nine tenths of the training file, and the last."""
-    text = read_text(data / "tinyshakespeare" / "train.txt.gz")
+def nano_config(folder: Path, name: str, steps: int, seed: int, **changes: Any) -> PretrainConfig:
+    """nanoGPT's settings for a CPU, on tinyshakespeare: 12 windows of 64 characters an update, no dropout."""
+    text = read_text("tinyshakespeare/train.txt.gz")
     cut = len(text) * 9 // 10
-    return {
-        "train": write_rows(folder / "train.jsonl", [text[:cut]]),
-        "evaluation": write_rows(folder / "heldout.jsonl", [text[cut:]]),
-    }
+    files = {"train": write_texts(folder / "train.jsonl", [text[:cut]])}
+    files["evaluation"] = write_texts(folder / "heldout.jsonl", [text[cut:]])
+    fields: dict[str, Any] = {"model": NANO, "tokenizer_kind": "characters", **changes}
+    return PretrainConfig(
+        data=DataConfig(**files, max_length=BLOCK), output=str(folder / name),
+        optim=OptimConfig(1e-3, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=100, min_learning_rate_ratio=0.1),
+        training=TrainingConfig(max_steps=steps, batch_size=12, seed=seed), **fields,
+    )  # fmt: skip
 
 
-def nano_config(files: dict[str, str], output: Path, steps: int, seed: int, **changes: Any) -> PretrainConfig:
-    """nanoGPT's settings for a CPU: 12 windows of 64 characters an update, no dropout."""
-    fields: dict[str, Any] = {
-        "data": DataConfig(**files, max_length=BLOCK),
-        "output": str(output),
-        "model": NANO,
-        "tokenizer_kind": "characters",
-        "optim": OptimConfig(1e-3, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=100, min_learning_rate_ratio=0.1),
-        "training": TrainingConfig(max_steps=steps, batch_size=12, seed=seed),
-    }
-    return PretrainConfig(**(fields | changes))
-
-
-def shakespeare(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+def shakespeare(folder: Path, seeds: list[int] | None, steps: int | None) -> bool:
     """nanoGPT's published run, with its loss as the bound."""
-    losses, files = [], characters(data, folder)
-    for seed in arguments.seeds or [0]:
-        config = nano_config(files, folder / f"run{seed}", arguments.steps or 2000, seed)
-        began = time.perf_counter()
-        pretrain.run(config)
-        seconds = time.perf_counter() - began
-        losses.append(last_line(config.output)["held_out_loss"])
+    losses = []
+    for seed in seeds or [0]:
+        metrics, seconds = train(nano_config(folder, f"run{seed}", steps or 2000, seed))
+        losses.append(metrics["held_out_loss"])
         say(show="shakespeare", impl="alignment", seed=seed, held_out_loss=losses[-1], seconds=seconds)
     return max(losses) <= 1.90
 
 
-# --- a teacher ------------------------------------------------------------------------------------------------------
-
-
-def distillation(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+def distillation(folder: Path, seeds: list[int] | None, steps: int | None) -> bool:
     """Two layers distilled from a teacher of four, or trained on the text alone, at equal steps."""
-    files, steps = characters(data, folder), arguments.steps or 1000
-    teacher = str(pretrain.run(nano_config(files, folder / "teacher", 2 * steps, 0)))
-    say(show="distillation", who="teacher", held_out_loss=last_line(str(folder / "teacher"))["held_out_loss"])
-    half = {**NANO, "n_layer": 2}
-    own = {"model": half, "tokenizer": teacher, "tokenizer_kind": "bpe"}
+    steps, teacher = steps or 1000, str(folder / "teacher" / "model")
+    metrics, _ = train(nano_config(folder, "teacher", 2 * steps, 0))
+    say(show="distillation", who="teacher", held_out_loss=metrics["held_out_loss"])
+    own = {"model": {**NANO, "n_layer": 2}, "tokenizer": teacher, "tokenizer_kind": "bpe"}
     distillation = DistillationConfig(teacher, temperature=2.0, soft_coef=0.5, hard_coef=0.5)
     gains = []
-    for seed in arguments.seeds or range(3):
+    for seed in seeds or range(3):
         losses = {}
         for who, distil in (("hard labels", None), ("distilled", distillation)):
-            config = nano_config(files, folder / f"{who}{seed}", steps, seed, distillation=distil, **own)
-            pretrain.run(config)
-            losses[who] = last_line(config.output)["held_out_loss"]
+            metrics, _ = train(nano_config(folder, f"{who}{seed}", steps, seed, distillation=distil, **own))
+            losses[who] = metrics["held_out_loss"]
             say(show="distillation", who=who, seed=seed, held_out_loss=losses[who])
         gains.append(losses["hard labels"] - losses["distilled"])
     say(show="distillation", gain_nats=statistics.mean(gains), least=min(gains), most=max(gains))
     return min(gains) > 0
 
 
-# --- spans ----------------------------------------------------------------------------------------------------------
+def spans(folder: Path, seeds: list[int] | None, steps: int | None) -> bool:
+    """A small T5 on gsm8k's questions and worked answers, 200 of the test rows held out.
 
-
-def articles(data: Path) -> dict[str, list[str]]:
-    """Paragraphs of wikitext2's two files: the last twentieth is held out."""
-    lines = [
-        line
-        for name in ("valid", "test_part")
-        for line in read_text(data / "wikitext2" / f"{name}.txt.gz").splitlines()
-    ]
-    texts = [line.strip() for line in lines if len(line.split()) > 8]
-    cut = len(texts) * 19 // 20
-    return {"train": texts[:cut], "evaluation": texts[cut:]}
-
-
-def problems(data: Path) -> dict[str, list[str]]:
-    """Questions and worked answers of gsm8k: its training rows, and 200 of its test rows held out."""
-    found = {}
+    Its loss and accuracy on missing spans are compared with the words' own frequencies.
+    """
+    files = {}
     for part, name, most in (("train", "train", None), ("evaluation", "test", 200)):
-        rows = map(json.loads, read_text(data / "gsm8k" / f"{name}.jsonl.gz").strip().split("\n"))
-        found[part] = [f"{row['question']} {row['answer']}" for row in rows][:most]
-    return found
-
-
-def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
-    """A small T5 on worked problems; what it writes for missing spans against the words' own frequencies."""
-    files = {part: write_rows(folder / f"{part}.jsonl", texts) for part, texts in problems(data).items()}
-    shape = {
-        "d_model": 128,
-        "d_ff": 256,
-        "d_kv": 32,
-        "num_heads": 4,
-        "num_layers": 2,
-        "feed_forward_proj": "gated-gelu",
-    }
+        rows = map(json.loads, read_text(f"gsm8k/{name}.jsonl.gz").strip().split("\n"))
+        texts = [f"{row['question']} {row['answer']}" for row in rows][:most]
+        files[part] = write_texts(folder / f"{part}.jsonl", texts)
     config = PretrainConfig(
-        data=DataConfig(**files, max_length=64),
-        output=str(folder / "run"),
-        objective=SpanCorruption(),
-        model={"model_type": "t5", "tie_word_embeddings": True, **shape},
-        tokenizer_kind="unigram",
-        vocabulary=2000,
-        sentinels=32,
+        data=DataConfig(**files, max_length=64), output=str(folder / "run"), objective=SpanCorruption(), model=T5,
+        tokenizer_kind="unigram", vocabulary=2000, sentinels=32,
         optim=OptimConfig(3e-3, warmup_steps=50, weight_decay=0.01),
-        training=TrainingConfig(max_steps=arguments.steps or 1200, batch_size=64),
-    )
-    began = time.perf_counter()
-    directory = str(pretrain.run(config))
-    seconds = time.perf_counter() - began
+        training=TrainingConfig(max_steps=steps or 1200, batch_size=64),
+    )  # fmt: skip
+    _, seconds = train(config)
+    directory = str(folder / "run" / "model")
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     losses, right, guessed, baseline = span_figures(config, model, tokenizer)
     say(show="spans", seconds=seconds, loss=losses, unigram_loss=baseline, accuracy=right, commonest_accuracy=guessed)
@@ -211,7 +171,8 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     )
     loss = right = guessed = baseline = count = 0.0
     for batch in collate(fixed_seed_rows(held_out), micro_batch_tokens=8192):
-        labels, logits = target_tokens(batch), model(batch=batch, return_logits=True).logits
+        labels = batch.decoder.target_labels
+        logits = model(batch=batch, return_logits=True).logits
         written = ~torch.isin(labels, special)
         labels, logits = labels[written], logits[written]
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
@@ -222,37 +183,32 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     return loss / count, right / count, guessed / count, baseline / count
 
 
-# --- an encoder -----------------------------------------------------------------------------------------------------
-
-ENCODER = {  # pre-norm and rotary: at this size a post-norm BERT stays at the unigram distribution for a thousand steps
-    "model_type": "modernbert", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "global_attn_every_n_layers": 1,
-    "classifier_pooling": "mean",
-}  # fmt: skip
-
-
-def encoder(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+def encoder(folder: Path, seeds: list[int] | None, steps: int | None) -> bool:
     """Masked pretraining on wikitext2, then SST-2, compared with the same encoder from random weights; paired over seeds.
 
     A seed is one pretraining and, as fine-tuning is noisier than the gain, the mean of three fine-tunings of each start.
     """
     from scipy import stats
 
-    texts = [text for part in articles(data).values() for text in part]  # the judge is SST-2: none of it is held out
-    file, gains = write_rows(folder / "wikitext2.jsonl", texts), []
-    for seed in arguments.seeds or range(5):
-        began = time.perf_counter()
-        directory = pretrained_encoder(file, folder / f"pretrain{seed}", seed, arguments.steps or 1600)
-        seconds, loss = time.perf_counter() - began, last_line(str(folder / f"pretrain{seed}"))["loss"]
+    lines = [line for name in ("valid", "test_part") for line in read_text(f"wikitext2/{name}.txt.gz").splitlines()]
+    texts = (line.strip() for line in lines if len(line.split()) > 8)  # the judge is SST-2: none of it is held out
+    file, gains = write_texts(folder / "wikitext2.jsonl", texts), []
+    for seed in seeds or range(5):
+        config = PretrainConfig(
+            data=DataConfig(train=file, max_length=48), output=str(folder / f"pretrain{seed}"), model=ENCODER,
+            objective=Masked(masking=Masking(rate=0.25)), tokenizer_kind="wordpiece", vocabulary=8000,
+            optim=OptimConfig(2e-3, warmup_steps=100, weight_decay=0.1, betas=(0.9, 0.98)),
+            training=TrainingConfig(max_steps=steps or 1600, batch_size=64, seed=seed),
+        )  # fmt: skip
+        metrics, seconds = train(config)
+        directory = f"{config.output}/model"
         starts = {"pretrained": {"policy": directory}, "random": {"model": ENCODER, "tokenizer": directory}}
         found = {
-            who: statistics.mean(
-                sst2(data, folder / f"{who}{seed}-{run}", seed + run, **start) for run in (0, 100, 200)
-            )
+            who: statistics.mean(sst2(folder / f"{who}{seed}-{run}", seed + run, **start) for run in (0, 100, 200))
             for who, start in starts.items()
         }
         gains.append(found["pretrained"] - found["random"])
-        say(show="encoder", seed=seed, pretraining_seconds=seconds, masked_loss=loss, **found)
+        say(show="encoder", seed=seed, pretraining_seconds=seconds, masked_loss=metrics["loss"], **found)
     if len(gains) < 2:
         return gains[0] > 0
     interval = stats.t.interval(0.95, len(gains) - 1, statistics.mean(gains), stats.sem(gains))
@@ -260,45 +216,22 @@ def encoder(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
     return bool(interval[0] > 0)
 
 
-def pretrained_encoder(file: str, output: Path, seed: int, steps: int) -> str:
-    """Directory of an encoder that has read wikitext2 with a quarter of its tokens masked."""
-    config = PretrainConfig(
-        data=DataConfig(train=file, max_length=48),
-        output=str(output),
-        objective=Masked(masking=Masking(rate=0.25)),
-        model=ENCODER,
-        tokenizer_kind="wordpiece",
-        vocabulary=8000,
-        optim=OptimConfig(2e-3, warmup_steps=100, weight_decay=0.1, betas=(0.9, 0.98)),
-        training=TrainingConfig(max_steps=steps, batch_size=64, seed=seed),
-    )
-    return str(pretrain.run(config))
-
-
-def sst2(data: Path, output: Path, seed: int, **start: Any) -> float:
+def sst2(output: Path, seed: int, **start: Any) -> float:
     """Accuracy on the 2,157 rows of dev and test after fine-tuning on train."""
-    from alignment.algorithms.finetune import finetune
-
-    rows = {part: str(data / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
-    finetune.run(
-        finetune.FinetuneConfig(
-            task="classification",
-            data=DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64),
-            output=str(output),
-            optim=OptimConfig(5e-4, warmup_steps=50, weight_decay=0.01, schedule="linear"),
-            training=TrainingConfig(epochs=3, batch_size=32, seed=seed),
-            **start,
-        )
-    )
-    return last_line(str(output))["held_out_accuracy"]
+    rows = {part: str(DATA / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
+    data = DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64)
+    config = finetune.FinetuneConfig(
+        task="classification", data=data, output=str(output),
+        optim=OptimConfig(5e-4, warmup_steps=50, weight_decay=0.01, schedule="linear"),
+        training=TrainingConfig(epochs=3, batch_size=32, seed=seed), **start,
+    )  # fmt: skip
+    return train(config)[0]["held_out_accuracy"]
 
 
-SHOWS: dict[str, Callable[[Path, Path, argparse.Namespace], bool]] = {
-    "shakespeare": shakespeare,
-    "spans": spans,
-    "distillation": distillation,
-    "encoder": encoder,
-}
+Show = Callable[[Path, list[int] | None, int | None], bool]  # folder, --seeds, --steps -> within its bounds
+SHOWS: dict[str, Show] = {
+    "shakespeare": shakespeare, "spans": spans, "distillation": distillation, "encoder": encoder,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,12 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 Result = TypeVar("Result")
 
 
-def in_process(*command: str, python: str | Path = sys.executable, **variables: str) -> Any:
-    """The JSON in the last line that a script prints, run in a process of its own with these environment variables."""
-    environment = {**os.environ, **variables}
-    done = subprocess.run([str(python), *command], env=environment, capture_output=True, text=True)
+def in_process(
+    function: Callable[..., Any], *arguments: Any, python: str | Path = sys.executable, **variables: str
+) -> Any:
+    """The result of a script's function, run in a process of its own with these environment variables; JSON both ways."""
+    module = Path(function.__code__.co_filename).stem
+    code = f"import json, sys, {module} as script; found = script.{function.__name__}(*json.loads(sys.argv[1]))"
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
+    command = [str(python), "-c", f"{code}; print(json.dumps(found))", json.dumps(arguments)]
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{module}.{function.__name__} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -134,6 +140,20 @@ def write_checkpoint(
     save_model(model.to(getattr(torch, config.get("dtype", "float32"))), directory)
     save_tokenizer(tokenizer, directory)
     return tokenizer
+
+
+def write_reward_model(directory: Path, policy: Path, dtype: Any = None) -> None:
+    """Write a reward model with a policy's trunk, in the type of its files or another, and a random head."""
+    import torch
+
+    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.loading import load_tokenizer
+    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
+
+    torch.manual_seed(1)
+    directory.mkdir(exist_ok=True)
+    save_model(load_scalar_model(policy, dtype, new_head="normal"), directory)
+    save_tokenizer(load_tokenizer(str(policy)), directory)
 
 
 def matrix_weights(checkpoint: Path) -> int:

@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_rows
+import torch
+from measuring import in_process, reset_peak, resident, write_checkpoint, write_rows
+
+from alignment.adapters import LoRASpec
+from alignment.adapters.attach import attach, save_adapter
+from alignment.data.config import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.models.weight_bytes import total_bytes
+from alignment.models.weights_config import WeightsConfig
+from alignment.pipeline.stages import find_stage
+from alignment.training import Engine, TrainingConfig
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 512, "tie_word_embeddings": True}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -30,7 +41,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20
 SIZES = {"tiny": {**LLAMA, **TINY, "vocab_size": 1000}, "large": {**LLAMA, **LARGE, "vocab_size": 32_000}}
 RANK = 8
 WORDS = "guest pool spa desk room opens closes at in the on every day night of hotel"
-CHILD = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+CHILD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 MEASUREMENTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, `weights` of its config
     "sft lora": ("sft", {}),
     "sft lora float32": ("sft", {"dtype": "float32"}),
@@ -47,12 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
     parser.add_argument("--small", action="store_true", help="only the tiny model, to try the script")
-    parser.add_argument("--measure", nargs=3, metavar=("NAME", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        name, size, folder = arguments.measure
-        print(json.dumps(measure(*MEASUREMENTS[name], Path(folder), size)))
-        return
     size, rows = "tiny" if arguments.small else "large", []
     with tempfile.TemporaryDirectory() as folder:
         for each in {"tiny", size}:
@@ -61,7 +67,7 @@ def main() -> None:
             write_networks(Path(folder) / each, SIZES[each], texts, 300, RANK)
             write_rows(Path(folder) / each / "rows.jsonl", ({"prompt": x[:20], "completion": x[20:]} for x in texts))
         for name in arguments.only:
-            found = in_process(__file__, "--measure", name, size, folder, **CHILD)
+            found = in_process(measure, *MEASUREMENTS[name], folder, size, **CHILD)
             rows.append({"bench": name, "size": size, **found})
             print(json.dumps(rows[-1]), flush=True)
     print(f"{'':20}{'weights MB':>12}{'peak MB':>10}{'seconds':>9}")
@@ -71,11 +77,6 @@ def main() -> None:
 
 def write_networks(folder: Path, config: dict[str, Any], texts: Iterable[str], vocabulary: int, rank: int) -> None:
     """A base model in bfloat16, and two adapters on it: of a policy and of a reward model."""
-    from alignment.adapters import LoRASpec
-    from alignment.adapters.attach import attach, save_adapter
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
-
     base, spec = folder / "base", LoRASpec(rank=rank, alpha=2 * rank)
     tokenizer = write_checkpoint(base, {**config, "dtype": "bfloat16"}, texts, vocabulary)
     loaders = {"policy": load_language_model, "reward": partial(load_scalar_model, new_head="normal")}
@@ -85,10 +86,9 @@ def write_networks(folder: Path, config: dict[str, Any], texts: Iterable[str], v
         save_tokenizer(tokenizer, folder / name)
 
 
-def measure(stage: str, weights: dict[str, Any], folder: Path, size: str) -> dict[str, float]:
+def measure(stage: str, weights: dict[str, Any], parents: str, size: str) -> dict[str, float]:
     """Run a stage on the tiny model, then on the one of this size, and return the figures of the second run in MB."""
-    from alignment.training import Engine
-
+    folder = Path(parents)
     run_stage(stage, weights, folder / "tiny", folder / f"out-{os.getpid()}-tiny")
     found: list[int] = []
     update = Engine.update
@@ -107,12 +107,6 @@ def measure(stage: str, weights: dict[str, Any], folder: Path, size: str) -> dic
 
 def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) -> None:
     """Few short rows, one update: what is measured is the weights."""
-    from alignment.adapters import LoRASpec
-    from alignment.data.config import DataConfig
-    from alignment.models.weights_config import WeightsConfig
-    from alignment.pipeline.stages import find_stage
-    from alignment.training import TrainingConfig
-
     own: dict[str, Any] = {"policy": str(parents / "base")}
     if stage == "ppo":
         own = {"policy": str(parents / "policy"), "reward_model": str(parents / "reward")}
@@ -129,10 +123,6 @@ def run_stage(stage: str, weights: dict[str, Any], parents: Path, output: Path) 
 
 def weights_alive() -> int:
     """Bytes of the tensors of all modules alive, each counted once."""
-    import torch
-
-    from alignment.models.weight_bytes import total_bytes
-
     return total_bytes(*(thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)))
 
 

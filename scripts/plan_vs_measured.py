@@ -1,9 +1,7 @@
 """`alignment plan` against the measured peak of the same run on a CPU, for nine configs; exit code 1 where they lie more than
 10 % apart.
 
-    python scripts/plan_vs_measured.py                       # all of them, about 15 minutes on one core
-    python scripts/plan_vs_measured.py --only full nf4
-    python scripts/plan_vs_measured.py --width 1024 --layers 16
+    python scripts/plan_vs_measured.py [--only full nf4 ...] [--width 768] [--layers 12]     # about 15 minutes on one core
 
 Each run has a process of its own. What is measured there: the peak of its resident memory (VmHWM of /proc/self/status,
 reset after the networks are loaded) from the first update to the end of the last, minus its resident memory before the
@@ -21,22 +19,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from measuring import ROOT, in_process, reset_peak, resident, write_checkpoint, write_rows
+import torch
+from measuring import in_process, reset_peak, resident, write_checkpoint, write_reward_model, write_rows
 from memory import write_networks
 
-MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-CHILD = {**MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+from alignment.algorithms.ppo import ppo
+from alignment.commands.plan import plan_config
+from alignment.config.load import load_config
+from alignment.pipeline.stages import find_stage
+from alignment.training import Engine
+
+CHILD = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+CHILD["MALLOC_TRIM_THRESHOLD_"] = "65536"
 LORA = {"kind": "lora", "rank": 16, "alpha": 32}
 VOCABULARY, ROW_TOKENS, MICRO_BATCH_TOKENS, ROWS = 8192, 256, 1024, 8
 PROMPT_TOKENS, NEW_TOKENS = 96, 32
 
-SFT = {
-    "policy": "INPUTS/base",
-    "data": {"train": "INPUTS/rows.jsonl", "max_length": ROW_TOKENS, "max_cut_share": 1.0},
-    "optim": {"learning_rate": 1e-4},
-}
+ROWS_DATA = {"train": "INPUTS/rows.jsonl", "max_length": ROW_TOKENS, "max_cut_share": 1.0}
+SFT = {"policy": "INPUTS/base", "data": ROWS_DATA, "optim": {"learning_rate": 1e-4}}
 PHI3 = {**SFT, "policy": "INPUTS/phi3"}
-REWARD = {**SFT, "data": {**SFT["data"], "train": "INPUTS/pairs.jsonl"}}
+REWARD = {**SFT, "data": {**ROWS_DATA, "train": "INPUTS/pairs.jsonl"}}
 CHECKPOINTING = {"training": {"gradient_checkpointing": True}}
 PPO = {
     "data": {"train": "INPUTS/prompts.jsonl", "max_length": PROMPT_TOKENS, "max_cut_share": 1.0}, "epochs": 1,
@@ -56,15 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage, config
 
 
 def main() -> int:
+    """Print the table; 1 where a plan is outside its bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--measure", nargs=3, metavar=("STAGE", "CONFIG", "WARM_UP"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure:
-        print(json.dumps(measure(*arguments.measure)))
-        return 0
     bad = 0
     print(f"| config | planned, GB | measured, GB | planned / measured | phase | start, GB |\n|{'---|' * 6}")
     with tempfile.TemporaryDirectory() as folder:
@@ -72,27 +71,22 @@ def main() -> int:
         write_inputs(large, width=arguments.width, layers=arguments.layers)
         write_inputs(small, width=64, layers=2)
         for name in arguments.only:
-            planned, phase = plan(name, large)
             stage, config = write_config(name, large, "measured")
             _, warm_up = write_config(name, small, "measured")
-            found = in_process(__file__, "--measure", stage, config, warm_up, **CHILD)
-            ratio = planned / found["peak"]
+            peak = plan_config(write_config(name, large, "planned")[1], [], stage=stage, tflops=1.0).peak
+            found = in_process(measure, stage, config, warm_up, **CHILD)
+            ratio = peak.total / found["peak"]
             bad += not 0.9 <= ratio <= 1.1
-            figures = (f"{size / 1e9:.3f}" for size in (planned, found["peak"]))
+            figures = (f"{size / 1e9:.3f}" for size in (peak.total, found["peak"]))
             print(
-                f"| {name} | {' | '.join(figures)} | {ratio:.3f} | {phase} | {found['start'] / 1e9:.3f} |", flush=True
+                f"| {name} | {' | '.join(figures)} | {ratio:.3f} | {peak.phase} | {found['start'] / 1e9:.3f} |",
+                flush=True,
             )
     return int(bad > 0)
 
 
 def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     """A base model, an adapter for a policy and one for a reward model on it, a whole reward model, rows and prompts."""
-    import torch
-
-    from alignment.data.tokenizers.load import save_tokenizer
-    from alignment.loading import load_tokenizer
-    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
-
     text = " ".join(f"w{number * 7 % 50}" for number in range(400))
     heads = max(1, width // 64)
     llama = {
@@ -102,11 +96,8 @@ def write_inputs(folder: Path, *, width: int, layers: int) -> None:
     phi3 = {"model_type": "phi3", "num_key_value_heads": max(1, heads // 2), "tie_word_embeddings": False}
     write_networks(folder, llama, [text] * 20, 400, LORA["rank"])
     write_checkpoint(folder / "phi3", {**llama, **phi3, "dtype": "bfloat16"}, [text] * 20, 400)
-    (folder / "whole_reward").mkdir()
-    save_model(load_scalar_model(folder / "base", torch.bfloat16, new_head="normal"), folder / "whole_reward")
-    save_tokenizer(load_tokenizer(str(folder / "base")), folder / "whole_reward")
-    rows = [{"prompt": text[:40], "completion": " " + text * 3}] * 2 * ROWS
-    write_rows(folder / "rows.jsonl", rows)
+    write_reward_model(folder / "whole_reward", folder / "base", torch.bfloat16)
+    write_rows(folder / "rows.jsonl", [{"prompt": text[:40], "completion": " " + text * 3}] * 2 * ROWS)
     pair = {"prompt": text[:40], "chosen": " " + text * 3, "rejected": " " + text[10:] * 3}
     write_rows(folder / "pairs.jsonl", [pair] * 2 * ROWS)
     prompts = ({"prompt": text[: PROMPT_TOKENS * 3 + number]} for number in range(2 * ROWS))
@@ -124,22 +115,8 @@ def write_config(name: str, inputs: Path, output: str) -> tuple[str, str]:
     return stage, f"{output}.yaml"
 
 
-def plan(name: str, inputs: Path) -> tuple[int, str]:
-    """Bytes and name of the largest phase of the plan."""
-    from alignment.commands.plan import plan_config
-
-    stage, file = write_config(name, inputs, "planned")
-    peak = plan_config(file, [], stage=stage, tflops=1.0).peak
-    return peak.total, peak.phase
-
-
 def measure(stage: str, config: str, warm_up: str) -> dict[str, int]:
     """Run a config and return the resident bytes at its start and how far they rose in its updates."""
-    from alignment.algorithms.ppo import ppo
-    from alignment.config.load import load_config
-    from alignment.pipeline.stages import find_stage
-    from alignment.training.engine import Engine
-
     config_class, run = find_stage(stage)
     run(load_config(config_class, warm_up))
     start = reset_peak()

@@ -23,7 +23,14 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-from measuring import ROOT, in_process, resident, write_checkpoint
+from measuring import in_process, resident, write_checkpoint
+
+from alignment.algorithms import sft
+from alignment.data import prepare as preparation
+from alignment.data.config import DataConfig
+from alignment.loading import load_tokenizer
+from alignment.training import TrainingConfig
+from alignment.training.run.directory import Run
 
 SMALL, COMPARED = 10_000, 200_000
 LLAMA = {
@@ -41,13 +48,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--measure", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        name, folder = options.measure
-        print(json.dumps(MEASURES[name](Path(folder), options.rows, options.processes)))
-        return
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {"OMP_NUM_THREADS": "1"}
     variables |= {"TOKENIZERS_PARALLELISM": "false"} if options.processes > 1 else {}
     with tempfile.TemporaryDirectory(prefix="alignment-scale-") as folder:
         compared = min(COMPARED, options.rows)
@@ -56,11 +58,11 @@ def main() -> None:
         with open(f"{folder}/rows-{SMALL}.jsonl", encoding="utf-8") as file:
             texts = (row["prompt"] + row["completion"] for row in map(json.loads, file))
             write_checkpoint(Path(folder) / "model", LLAMA, texts, 1024)
-        trained = [("train", rows) for rows in (SMALL, SMALL, options.rows, options.rows)]
-        for name, rows in [("prepare", compared), ("datasets_map", compared), *trained]:
-            row = {"measure": name, "rows": rows, "processes": options.processes}
-            arguments = ["--measure", name, folder, "--rows", str(rows), "--processes", str(options.processes)]
-            print(json.dumps(row | in_process(__file__, *arguments, **variables)), flush=True)
+        trained = [(train, rows) for rows in (SMALL, SMALL, options.rows, options.rows)]
+        for measure, rows in [(prepare, compared), (datasets_map, compared), *trained]:
+            row = {"measure": measure.__name__, "rows": rows, "processes": options.processes}
+            found = in_process(measure, folder, rows, options.processes, **variables)
+            print(json.dumps(row | found), flush=True)
 
 
 def write_demonstrations(folder: Path, rows: int) -> None:
@@ -73,32 +75,22 @@ def write_demonstrations(folder: Path, rows: int) -> None:
             file.write(f'{{"prompt": "Guest {number}: {prompt}?\\n", "completion": "{completion} {number}."}}\n')
 
 
-def data_config(folder: Path, rows: int, processes: int, cache: str) -> Any:
-    from alignment.data.config import DataConfig
-
-    return DataConfig(str(folder / f"rows-{rows}.jsonl"), max_length=256, processes=processes, cache=cache)
-
-
-def measure_prepare(folder: Path, rows: int, processes: int) -> dict[str, Any]:
-    from alignment.data.prepare import prepare
-    from alignment.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(str(folder / "model"))
+def prepare(folder: str, rows: int, processes: int) -> dict[str, Any]:
+    tokenizer = load_tokenizer(f"{folder}/model")
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        started = time.perf_counter()
-        table, counts = prepare(data_config(folder, rows, processes, cache), "demonstrations", tokenizer)
-        seconds = time.perf_counter() - started
+        data = DataConfig(f"{folder}/rows-{rows}.jsonl", max_length=256, processes=processes, cache=cache)
+        began = time.perf_counter()
+        table, counts = preparation.prepare(data, "demonstrations", tokenizer)
+        seconds = time.perf_counter() - began
     return {"tokens": counts.tokens, "seconds": seconds, "rows_per_second": len(table) / seconds}
 
 
-def measure_datasets_map(folder: Path, rows: int, processes: int) -> dict[str, Any]:
+def datasets_map(folder: str, rows: int, processes: int) -> dict[str, Any]:
     import datasets
 
-    from alignment.loading import load_tokenizer
-
-    tokenizer: Any = load_tokenizer(str(folder / "model"))
+    tokenizer: Any = load_tokenizer(f"{folder}/model")
     datasets.disable_progress_bars()
-    file, cache = str(folder / f"rows-{rows}.jsonl"), str(folder / "datasets")
+    file, cache = f"{folder}/rows-{rows}.jsonl", f"{folder}/datasets"
     table: Any = datasets.load_dataset("json", data_files=file, split="train", cache_dir=cache)
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -111,11 +103,7 @@ def measure_datasets_map(folder: Path, rows: int, processes: int) -> dict[str, A
     return {"seconds": seconds, "rows_per_second": len(done) / seconds}
 
 
-def measure_train(folder: Path, rows: int, processes: int) -> dict[str, Any]:
-    from alignment.algorithms import sft
-    from alignment.training import TrainingConfig
-    from alignment.training.run.directory import Run
-
+def train(folder: str, rows: int, processes: int) -> dict[str, Any]:
     first: list[float] = []
     log = Run.log
 
@@ -123,16 +111,15 @@ def measure_train(folder: Path, rows: int, processes: int) -> dict[str, Any]:
         first.append(time.time() - psutil.Process().create_time())
         log(run, step, metrics)
 
-    data = data_config(folder, rows, processes, str(folder / "cache"))
+    cache = f"{folder}/cache"
+    data = DataConfig(f"{folder}/rows-{rows}.jsonl", max_length=256, processes=processes, cache=cache)
     training = TrainingConfig(batch_size=8, max_steps=100, save_every_steps=0)
     with tempfile.TemporaryDirectory(dir=folder) as output, patch.object(Run, "log", timed):
-        sft.run(sft.SFTConfig(policy=str(folder / "model"), data=data, output=output, training=training))
+        sft.run(sft.SFTConfig(policy=f"{folder}/model", data=data, output=output, training=training))
         notes = json.loads((Path(output) / "lineage.json").read_text())["notes"]
     cached = any("read from the cache" in note for note in notes)
     return {"cached": cached, "peak_mb": resident("VmHWM") / 2**20, "first_update_seconds": first[0]}
 
-
-MEASURES = {"prepare": measure_prepare, "datasets_map": measure_datasets_map, "train": measure_train}
 
 if __name__ == "__main__":
     main()

@@ -31,9 +31,9 @@ def test_log_normal_ends_have_their_mean_and_stay_in_range(count, sigma):
 
 
 def test_a_process_that_fails_ends_the_script_with_its_error():
-    assert measuring.in_process("-c", "print('note'); print('[1]')") == [1]
-    with pytest.raises(SystemExit, match="no such thing"):
-        measuring.in_process("-c", "raise ValueError('no such thing')")
+    assert measuring.in_process(measuring.log_normal_ends, 1, 3, 3, 0.1) == [3]
+    with pytest.raises(SystemExit, match=r"(?s)log_normal_ends failed.*missing 3"):
+        measuring.in_process(measuring.log_normal_ends, 1)
 
 
 def test_the_peak_is_of_this_process_and_begins_anew():
