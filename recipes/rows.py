@@ -60,11 +60,7 @@ class SplitConfig(Settings):
 
 
 def split(config: SplitConfig) -> Path:
-    """Write one file per part and `results.json`, and return the directory.
-
-    Raises:
-        UserError: bad rows, all at once; a part that would be empty.
-    """
+    """Write one file per part and `results.json`, and return the directory; a part that would be empty is refused."""
     output, losses = Path(config.output), []
     sources = [config.source] if isinstance(config.source, str) else config.source
     parts: dict[str, list[Any]] = {name: [] for name in config.parts}

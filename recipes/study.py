@@ -150,8 +150,7 @@ def _missing_series(config: StudyConfig) -> Iterator[str]:
 def run(config: StudyConfig) -> Path:
     """Gather the points, write `results.json` and `report.html`, and return the path of the results.
 
-    Raises:
-        UserError: missing runs, results, items or columns, all at once; points that a figure cannot be made of.
+    Missing runs, results, items and columns are told all at once.
     """
     points: dict[str, list[Point]] = {}
     problems = []
@@ -193,11 +192,7 @@ def run(config: StudyConfig) -> Path:
 
 
 def read_points(series: SeriesConfig) -> list[Point]:
-    """The points of a series.
-
-    Raises:
-        UserError: no such file, key or item; a column that no line of a run has, or that an item of results lacks.
-    """
+    """The points of a series; each column must be in a line of the run, or in every item of the results."""
     source, rows = _rows(series)
     points: list[Point] = [
         {"name": name} | {key: _number(row, column) for key, column in series.columns.items()} for name, row in rows

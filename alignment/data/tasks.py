@@ -74,16 +74,12 @@ class TaskFormat:
 
 @dataclass(frozen=True, slots=True)
 class LabeledRow:
-    """A row of a downstream task.
+    """A row of a downstream task; an answer is its text and the index of its first character in the context."""
 
-    Attributes:
-        inputs: text and None, or both texts of a pair; a list of words; question and context; context and list of choices.
-        labels: the class; the class of each word; each answer as its text and the index of its first character in the
-            context, none where the context does not answer; the index of the right choice.
-    """
-
-    inputs: tuple[Any, ...]
-    labels: tuple[Any, ...]
+    inputs: tuple[
+        Any, ...
+    ]  # text and None; both of a pair; a list of words; question, context; context, list of choices
+    labels: tuple[Any, ...]  # the class; the class of each word; the answers, if any; the index of the right choice
     row_id: str
 
     @property

@@ -111,18 +111,12 @@ class ProbeConfig(Settings):
 
 
 class Probe(NamedTuple):
-    """A linear layer over standardized states.
+    """A linear layer over standardized states."""
 
-    Attributes:
-        mean, scale: of the states that it was fitted on, [D].
-        weight: [D, C].
-        bias: share of each class among the rows of the fit, [C].
-    """
-
-    mean: np.ndarray
-    scale: np.ndarray
-    weight: np.ndarray
-    bias: np.ndarray
+    mean: np.ndarray  # of the states that it was fitted on, [D]
+    scale: np.ndarray  # their deviation, [D]
+    weight: np.ndarray  # [D, C]
+    bias: np.ndarray  # share of each class among the rows of the fit, [C]
 
     def classify(self, states: np.ndarray) -> np.ndarray:
         """The class with the highest output for each row; states [N, D] -> [N]."""

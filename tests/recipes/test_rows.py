@@ -172,3 +172,10 @@ def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, re
     assert read(tmp_path / "out/demonstrations.jsonl") == [{"prompt": prompt, "completion": response}]
     assert STORY.startswith(prompt + response)
     assert json.loads((tmp_path / "out/results.json").read_text()) == {"demonstrations": 1, "paragraphs": 2}
+
+
+def test_shares_are_kept():
+    parts = {"a": 0.7, "b": 0.2, "c": 0.1}
+    found = [rows_of.part_of(str(number), parts) for number in range(4000)]
+    # the standard deviation of a share p is sqrt(p (1 - p) / 4000) < 0.008
+    assert all(abs(found.count(name) / 4000 - share) < 0.03 for name, share in parts.items())

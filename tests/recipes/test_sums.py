@@ -59,3 +59,12 @@ def test_no_two_files_share_a_pair_of_numbers(rows):
     assert all(fold_of(*pair) in RANGES[name] for name, pairs in found.items() for pair in pairs)
     for one, other in combinations(found, 2):
         assert not found[one] & found[other], (one, other)
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path):
+    few = SumCounts(3, 3, 3, 3, 3)
+    first, again, other = (
+        {path.name: path.read_bytes() for path in run(SumsConfig(str(tmp_path / name), seed, rows=few)).iterdir()}
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first == again and first != other and len(first) == len(RANGES)

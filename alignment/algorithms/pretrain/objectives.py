@@ -6,12 +6,13 @@ The corruption of the text is in data/pretraining/corruption.py, one objective a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Interval
 
 from alignment.data.batches import collate
+from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.prepare import (
     SentencePairBatch,
@@ -132,7 +133,7 @@ def task_of(objective: Objective) -> str:
 
 
 def collate_for_objective(
-    objective: Objective, tokenizer: Tokenizer, examples: Sequence[Any], *, start_id: int | None, max_length: int
+    objective: Objective, tokenizer: Tokenizer, examples: Sequence[Example], *, start_id: int | None, max_length: int
 ) -> Collate:
     """The function (seeded rows, micro_batch_tokens) -> micro-batches; each row is corrupted by its own generator.
 
