@@ -115,9 +115,7 @@ def test_I1_a_rollout_trains_on_what_was_drawn_and_nothing_else():
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])
-def test_I2_every_document_of_every_stage_has_one_BOS(
-    form, world, checkpoints, make_stage, tokenizer, tmp_path, monkeypatch
-):
+def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, ran, tokenizer, tmp_path, monkeypatch):
     """Proves: pretraining, SFT, reward model, DPO, PPO, generation and scoring show the models documents that begin with
     the one BOS there is, also where the tokenizer adds it and the chat template writes it too (H03)."""
     policy = checkpoints["llama"]
@@ -140,9 +138,8 @@ def test_I2_every_document_of_every_stage_has_one_BOS(
         more = {"reward_model": str(tmp_path / "reward/model"), "minibatches": 1, "epochs": 1} if kind == "ppo" else {}
         more |= {"max_new_tokens": 1} if kind == "ppo" else {}  # an untrained policy may well draw a BOS
         data = DataConfig(train=world[rows], max_length=256)
-        run, config = make_stage(kind, policy, tmp_path / kind, data=data, training=one_step, **more)
         before = len(seen)
-        run(config)
+        ran(kind, policy, tmp_path / kind, data=data, training=one_step, **more)
         assert len(seen) >= before + 4
     prompt = read_jsonl(world["prompts"])[0]["prompt"]
     judge = load_reward_model(str(tmp_path / "reward/model"))  # scores its canaries
@@ -441,28 +438,23 @@ STARTS = {"full": ("sft", None), "LoRA on LoRA": ("sft lora", ADAPTERS["LoRA"]),
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_I7_the_first_dpo_loss_is_log_two(start, stage, make_stage, tmp_path, read_metrics):
+def test_I7_the_first_dpo_loss_is_log_two(start, stage, ran, tmp_path, read_metrics):
     """Proves: at its first update the policy is its own reference, so that loss = ln 2 and both rewards are 0; a LoRA on
     an SFT adapter has the SFT policy as its reference, not the base under it (H39, H40)."""
     parent, adapter = STARTS[start]
     training = TrainingConfig(batch_size=8, max_steps=2)
     optim = OptimConfig(learning_rate=3e-2)
-    run, config = make_stage(
-        "dpo", str(stage(parent) / "model"), tmp_path, adapter=adapter, training=training, optim=optim
-    )
-    run(config)
+    ran("dpo", str(stage(parent) / "model"), tmp_path, adapter=adapter, training=training, optim=optim)
     first, second = read_metrics(tmp_path)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(first["chosen_reward"]) <= 1e-5 and abs(first["rejected_reward"]) <= 1e-5
     assert abs(second["chosen_reward"]) > 1e-4  # and then it moves away from it
 
 
-def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(
-    stage, checkpoints, make_stage, tmp_path, read_metrics
-):
+def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(stage, checkpoints, ran, tmp_path, read_metrics):
     """Proves: the test above can tell the two references apart; one that is named explicitly is the one used (H40)."""
     training = TrainingConfig(batch_size=8, max_steps=1)
-    run, config = make_stage(
+    ran(
         "dpo",
         str(stage("sft lora") / "model"),
         tmp_path,
@@ -470,7 +462,6 @@ def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(
         reference=checkpoints["llama"],
         training=training,
     )
-    run(config)
     assert abs(read_metrics(tmp_path)[0]["loss"] - math.log(2)) > 1e-3
 
 

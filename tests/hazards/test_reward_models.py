@@ -28,12 +28,11 @@ TEXT = [("How is the pool?", " It is lovely."), ("How is the bus?", " Late, as e
 
 
 @pytest.fixture(scope="session")
-def normalized(make_stage, world, checkpoints, tmp_path_factory):
+def normalized(ran, world, checkpoints, tmp_path_factory):
     """A reward model with its scale fitted on the held-out rows."""
     data = DataConfig(train=world["comparisons"], evaluation=world["comparisons_heldout"], max_length=256)
     output = tmp_path_factory.mktemp("normalized")
-    run, config = make_stage("reward", checkpoints["llama"], output, data=data, normalize=NormalizeConfig(samples=12))
-    return run(config)
+    return ran("reward", checkpoints["llama"], output, data=data, normalize=NormalizeConfig(samples=12))
 
 
 # H23: the score is read at the wrong token
@@ -157,16 +156,13 @@ def test_h25_transformers_logits_stay_raw(normalized):
     assert reward.calibration.fitted and not torch.allclose(reward.score_ids(ids), raw, atol=0.05)
 
 
-def test_h25_ppo_scales_such_scores_no_second_time(normalized, make_stage, stage, tmp_path, read_metrics, monkeypatch):
+def test_h25_ppo_scales_such_scores_no_second_time(normalized, ran, stage, tmp_path, read_metrics, monkeypatch):
     from alignment.algorithms.ppo import ppo
 
     states = []
     build = ppo.build_state
     monkeypatch.setattr(ppo, "build_state", lambda *args: states.append(build(*args)) or states[0])
-    run, config = make_stage(
-        "ppo", str(stage("sft") / "model"), tmp_path / "run", reward_model=str(normalized), normalize_scores=True
-    )
-    run(config)
+    ran("ppo", str(stage("sft") / "model"), tmp_path / "run", reward_model=str(normalized), normalize_scores=True)
     normalizer = states[0].normalizer
     assert normalizer.fitted and (normalizer.scale, normalizer.shift) == (1.0, 0.0)
 
