@@ -22,7 +22,7 @@ from alignment.models.families.family import Architecture
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
-from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config, set_end_tokens
+from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, warn_of_slow_bfloat16
 
@@ -226,4 +226,22 @@ def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer)
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
     model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
-    set_end_tokens(model, ends, tokenizer.pad_token_id)
+    _set_end_tokens(model, ends, tokenizer.pad_token_id)
+
+
+def _set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_id: int | None) -> None:
+    """Set the end tokens (if there are any) and the padding token in both configs of a model that generates."""
+    if not hasattr(model, "new_cache"):
+        return
+    config = model.generation_config
+    if config is None:  # transformers takes the same keys of config.json in its place
+        from transformers import GenerationConfig
+
+        keys = [key for key in vars(GenerationConfig()) if not key.startswith("_") and key != "transformers_version"]
+        config = {key: model.config[key] for key in keys if model.config.get(key) is not None}
+    model.generation_config = dict(config)
+    if end_ids:
+        model.config["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
+        model.generation_config["eos_token_id"] = model.config["eos_token_id"]
+    if pad_id is not None:
+        model.generation_config["pad_token_id"] = pad_id

@@ -156,7 +156,7 @@ def save_external(
                 path.unlink()
         for path in written:
             os.replace(path, directory / path.name)
-    write_generation_config(model, directory)
+    write_generation_config(model.generation_config, directory)
 
 
 def external_architecture(directory: Path) -> Architecture:

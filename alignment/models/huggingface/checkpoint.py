@@ -201,7 +201,7 @@ def save_model(
     config = _config_to_save(model)  # before it is written to: a wrong config leaves no half of a model
     whole = stream_to_hf(_checked(tensors, names, locations), {name: locations[name] for name in names})
     dtype = write_weights(whole, directory, byte_count(max_shard_size))
-    write_generation_config(model, directory)
+    write_generation_config(model.generation_config, directory)
     write_json(directory / CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
 
 
