@@ -289,7 +289,7 @@ def forward_per_token(model: nn.Module, length: int) -> float:
     An adapter's own matrices come on top.
     """
     if isinstance(model, AdapterEnsemble):  # each member runs the base by itself
-        return sum(forward_per_token(member, length) for member in model.members.children())
+        return sum(forward_per_token(member, length) for member in model.members)
     adapters = sum(x.numel() for name, x in model.named_parameters() if "lora_" in name)
     if isinstance(model.spec, TransformerSpec) and is_counted(model.spec):
         return forward_operations(model.spec, length) + 2 * adapters
