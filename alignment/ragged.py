@@ -52,21 +52,13 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class SharedPrompts(DeviceBatch):
-    """Prompts that stand once in a batch and begin several of its documents.
+    """Prompts that stand once in a batch and begin several of its documents."""
 
-    Attributes:
-        lengths: tokens of each prompt; those that begin the most documents come first, [P].
-        of_documents: prompt of each document; None: the document shares nothing, [B].
-        documents: index of each token of each whole document, documents end to end, [S].
-        before: index of the token that predicts each target, [M].
-        repeated: targets that a prompt's last token predicts, as it does others, [at most B].
-    """
-
-    lengths: tuple[int, ...]
-    of_documents: tuple[int | None, ...]
-    documents: Tensor
-    before: Tensor
-    repeated: Tensor
+    lengths: tuple[int, ...]  # tokens of each prompt; those that begin the most documents come first, [P]
+    of_documents: tuple[int | None, ...]  # prompt of each document; None: the document shares nothing, [B]
+    documents: Tensor  # index of each token of each whole document, documents end to end, [S]
+    before: Tensor  # index of the token that predicts each target, [M]
+    repeated: Tensor  # targets that a prompt's last token predicts, as it does others, [at most B]
 
     @cached_property
     def of_each(self) -> tuple[int, ...]:

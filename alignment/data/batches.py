@@ -67,17 +67,11 @@ class UnpairedBatch(RaggedBatch):
 
 @dataclass(frozen=True)
 class StepBatch(RaggedBatch):
-    """Responses with S labeled steps in all, which are its weight.
+    """Responses with S labeled steps in all, which are its weight."""
 
-    Attributes:
-        ends: index of each step's last token among the tokens of the batch, [S].
-        labels: True for each right step, [S], bool.
-        rows: document of each step, [S].
-    """
-
-    ends: Tensor
-    labels: Tensor
-    rows: Tensor
+    ends: Tensor  # index of each step's last token among the tokens of the batch, [S]
+    labels: Tensor  # True for each right step, [S], bool
+    rows: Tensor  # document of each step, [S]
 
     @property
     def counted_sources(self) -> Tensor | None:

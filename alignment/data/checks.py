@@ -76,20 +76,13 @@ REFUSAL = re.compile(
 
 
 class CheckedRow(NamedTuple):
-    """A record with its texts.
-
-    Attributes:
-        prompt: text of the prompt, or the document.
-        responses: the text of each.
-        plain_prompt: the prompt where it is plain text and has responses, else ''.
-        messages: the prompt where it is messages, else none.
-    """
+    """A record with its texts."""
 
     record: Any
-    prompt: str
-    responses: list[str]
-    plain_prompt: str
-    messages: Messages
+    prompt: str  # text of the prompt, or the document
+    responses: list[str]  # the text of each
+    plain_prompt: str  # the prompt where it is plain text and has responses, else ''
+    messages: Messages  # the prompt where it is messages, else none
 
 
 def checked_row(record: Record) -> CheckedRow:
@@ -279,17 +272,11 @@ TOKEN_FAULTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation: an error would spoil training, a warning may.
+    """One observation: an error would spoil training, a warning may."""
 
-    Attributes:
-        level: error, warning or note.
-        text: how many rows, what they have, and the first few of them.
-        name: of the fault.
-    """
-
-    level: str
-    text: str
-    name: str = ""
+    level: str  # error, warning or note
+    text: str  # how many rows, what they have, and the first few of them
+    name: str = ""  # of the fault
 
 
 class Checks:

@@ -59,17 +59,12 @@ BATCH_ROWS = 1024  # rows of one call of the tokenizer
 
 
 class Preparation(NamedTuple):
-    """The way from rows of one kind to examples.
+    """The way from rows of one kind to examples."""
 
-    Attributes:
-        name: tells preparations apart that differ in nothing else of the key.
-        whole: True where `tokenize` must see all records at once.
-    """
-
-    name: str
+    name: str  # tells preparations apart that differ in nothing else of the key
     kind: Kind
     tokenize: Tokenize
-    whole: bool = False
+    whole: bool = False  # True where `tokenize` must see all records at once
 
 
 class Job(NamedTuple):

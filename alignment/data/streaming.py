@@ -47,27 +47,16 @@ class File(NamedTuple):
 
 @dataclass
 class StreamState:
-    """State of the stream of some files.
+    """State of the stream of some files."""
 
-    Attributes:
-        epoch: passes over all files before it.
-        window: its number in the epoch.
-        file: number of the window's first file in the order of the epoch.
-        position: of the window's first row in this file.
-        taken: examples of the window before the next one.
-        before: tally of the windows before.
-        last: epoch of the last example; -1 before the first.
-        noted: lost rows at the last note of them.
-    """
-
-    epoch: int = 0
-    window: int = 0
-    file: int = 0
-    position: Position = None
-    taken: int = 0
-    before: Tally = field(default_factory=Tally)
-    last: int = -1
-    noted: int = 0
+    epoch: int = 0  # passes over all files before it
+    window: int = 0  # its number in the epoch
+    file: int = 0  # number of the window's first file in the order of the epoch
+    position: Position = None  # of the window's first row in this file
+    taken: int = 0  # examples of the window before the next one
+    before: Tally = field(default_factory=Tally)  # tally of the windows before
+    last: int = -1  # epoch of the last example; -1 before the first
+    noted: int = 0  # lost rows at the last note of them
 
 
 class Window(RowSequence[Any]):

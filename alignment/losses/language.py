@@ -32,29 +32,18 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A target token's loss in place of its negative log-likelihood; see `smoothed_token_loss`.
+    """A target token's loss in place of its negative log-likelihood; see `smoothed_token_loss`."""
 
-    Attributes:
-        label_smoothing: eps, the share of the target that is spread evenly over the vocabulary, in [0, 1).
-        z_loss: coefficient of log(Z)^2, at least 0; PaLM has 1e-4.
-    """
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = 0.0  # eps, the share of the target that is spread evenly over the vocabulary, in [0, 1)
+    z_loss: float = 0.0  # coefficient of log(Z)^2, at least 0; PaLM has 1e-4
 
 
 class TokenOutputs(NamedTuple):
-    """Numbers computed from the logits behind each target, [M] each, fp32.
+    """Numbers computed from the logits behind each target, [M] each, fp32."""
 
-    Attributes:
-        log_probs: log-probability of the target, nats.
-        entropy: of the distribution, nats; None where it was not asked for.
-        losses: `smoothed_token_loss` of the target; None where it was not asked for.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None = None
-    losses: Tensor | None = None
+    log_probs: Tensor  # log-probability of the target, nats
+    entropy: Tensor | None = None  # of the distribution, nats; None where it was not asked for
+    losses: Tensor | None = None  # `smoothed_token_loss` of the target; None where it was not asked for
 
 
 def log_softmax(logits: Tensor) -> Tensor:

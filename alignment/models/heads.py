@@ -44,15 +44,11 @@ class TransformSpec:
 
 @dataclass(frozen=True)
 class LanguageHeadSpec:
-    """From hidden states to one logit per token: softcap(scale * predict(transform(x))).
-
-    Attributes:
-        offset: untrained constants, saved with the weights, are added to the logits (BART).
-    """
+    """From hidden states to one logit per token: softcap(scale * predict(transform(x)))."""
 
     transform: TransformSpec | None = None
     bias: bool = False
-    offset: bool = False
+    offset: bool = False  # untrained constants, saved with the weights, are added to the logits (BART)
     scale: float = 1.0
     softcap: float | None = None
 

@@ -27,15 +27,11 @@ UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where a
 
 @dataclass(frozen=True)
 class ProjectionSpec:
-    """A linear layer from a token table of `width` columns to D (factorised embeddings).
-
-    Attributes:
-        before_positions: positions are D wide and added after it (OPT); else all that is added is narrow (ALBERT).
-    """
+    """A linear layer from a token table of `width` columns to D (factorised embeddings)."""
 
     width: int
     bias: bool
-    before_positions: bool
+    before_positions: bool  # positions are D wide and added after it (OPT); else all that is added is narrow (ALBERT)
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,14 @@ PREFETCHED_BLOCKS = 2  # of FSDP2 and ZeRO-3: the block that runs and the next o
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a run.
+    """One device of a run."""
 
-    Attributes:
-        gpu: False: the processor, whose memory all processes of the machine share.
-        memory: bytes; None: not known, so that nothing is said about whether a run fits.
-        tflops: the most it computes in the run's precision, 10^12 operations per second.
-        bandwidth: bytes per second that it reads from its memory.
-        assumed: the kind was guessed, from the memory or for want of a table's row.
-    """
-
-    gpu: bool
-    memory: int | None
+    gpu: bool  # False: the processor, whose memory all processes of the machine share
+    memory: int | None  # bytes; None: not known, so that nothing is said about whether a run fits
     name: str
-    tflops: float
-    bandwidth: float = CPU_BANDWIDTH
-    assumed: bool = False
+    tflops: float  # the most it computes in the run's precision, 10^12 operations per second
+    bandwidth: float = CPU_BANDWIDTH  # bytes per second that it reads from its memory
+    assumed: bool = False  # the kind was guessed, from the memory or for want of a table's row
 
     def reserve(self, peak: int, gpus: int) -> int:
         """Bytes of a process beside its tensors: libraries, communication, what the allocator cannot use."""
@@ -96,22 +88,14 @@ def free_memory() -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a network in training that each device holds.
-
-    Attributes:
-        gpus: processes, one per device.
-        shard_over: devices that one copy of the weights is spread over; fewer than `gpus` under hybrid sharding.
-        offload: weights, gradients and optimizer state live in host memory (CPU offload).
-        offload_optimizer: optimizer state alone does.
-        reshard: a block's weights are sharded again after its forward.
-    """
+    """The parts of a network in training that each device holds."""
 
     backend: Backend = "single"
-    gpus: int = 1
-    shard_over: int = 1
-    offload: bool = False
-    offload_optimizer: bool = False
-    reshard: bool = True
+    gpus: int = 1  # processes, one per device
+    shard_over: int = 1  # devices that one copy of the weights is spread over; fewer than `gpus` under hybrid sharding
+    offload: bool = False  # weights, gradients and optimizer state live in host memory (CPU offload)
+    offload_optimizer: bool = False  # optimizer state alone does
+    reshard: bool = True  # a block's weights are sharded again after its forward
 
     @property
     def sharded(self) -> bool:

@@ -68,21 +68,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that train together. With one process no method communicates or waits for a device.
+    """The processes that train together. With one process no method communicates or waits for a device."""
 
-    Attributes:
-        kind: single, ddp (replicas), fsdp2 or deepspeed (ZeRO).
-        rank: number of this process, from 0.
-        size: number of processes.
-        device: of this process; its models live there.
-        accelerator: Accelerate's object, which reads the launch configuration.
-    """
-
-    kind: str
-    rank: int
-    size: int
-    device: torch.device
-    accelerator: Any
+    kind: str  # single, ddp (replicas), fsdp2 or deepspeed (ZeRO)
+    rank: int  # number of this process, from 0
+    size: int  # number of processes
+    device: torch.device  # of this process; its models live there
+    accelerator: Any  # Accelerate's object, which reads the launch configuration
 
     @property
     def is_main(self) -> bool:

@@ -52,18 +52,12 @@ class LossSum:
 
 @dataclass(frozen=True)
 class Term:
-    """One part of an update's objective: coef * (sum of loss over all micro-batches) / (sum of their weights).
+    """One part of an update's objective: coef * (sum of loss over all micro-batches) / (sum of their weights)."""
 
-    Attributes:
-        micro_batches: of this rank; at least one.
-        loss_fn: calls the engine's model and returns sums.
-        name: prefixes the term's metrics with `name_`; a named term also logs its own mean loss as `name_loss`.
-    """
-
-    micro_batches: Sequence[Batch]
-    loss_fn: LossFn
+    micro_batches: Sequence[Batch]  # of this rank; at least one
+    loss_fn: LossFn  # calls the engine's model and returns sums
     coef: float = 1.0
-    name: str = ""
+    name: str = ""  # prefixes the term's metrics with `name_`; a named term also logs its own mean loss as `name_loss`
 
     def key(self, metric: str) -> str:
         """The name under which a metric is logged."""

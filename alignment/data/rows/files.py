@@ -27,21 +27,13 @@ CHUNK_ROWS = 4096  # most rows of a chunk that cannot be read by its position in
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as it is in the file.
+    """A row as it is in the file."""
 
-    Attributes:
-        location: FILE:LINE, or the name of a Hub data set with the row's number.
-        values: column -> value; None where the row cannot be read.
-        problem: why it cannot be read, with the location.
-        reason: why, without the location.
-        end: position behind the row.
-    """
-
-    location: str
-    values: dict[str, Any] | None
-    problem: str = ""
-    reason: str = ""
-    end: Position = None
+    location: str  # FILE:LINE, or the name of a Hub data set with the row's number
+    values: dict[str, Any] | None  # column -> value; None where the row cannot be read
+    problem: str = ""  # why it cannot be read, with the location
+    reason: str = ""  # why, without the location
+    end: Position = None  # position behind the row
 
 
 def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
@@ -54,17 +46,11 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A file or data set that can be read from any position.
+    """A file or data set that can be read from any position."""
 
-    Attributes:
-        name: of the file or data set.
-        version: name and size, which a resumed run must find again.
-        read: position -> the rows from there on.
-    """
-
-    name: str
-    version: list[str | int]
-    read: Callable[[Position], Iterator[RawRow]]
+    name: str  # of the file or data set
+    version: list[str | int]  # name and size, which a resumed run must find again
+    read: Callable[[Position], Iterator[RawRow]]  # position -> the rows from there on
 
 
 def open_sources(source: str, split: str) -> list[OpenSource]:

@@ -41,19 +41,12 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """The values that a config key may have.
+    """The values that a config key may have."""
 
-    Attributes:
-        type: of the value; an integer also passes for float.
-        least: smallest value allowed.
-        nullable: null is allowed; it also is where the default is null.
-        options: all texts allowed; none listed: any.
-    """
-
-    type: type
-    least: float | None = None
-    nullable: bool = False
-    options: tuple[str, ...] = ()
+    type: type  # of the value; an integer also passes for float
+    least: float | None = None  # smallest value allowed
+    nullable: bool = False  # null is allowed; it also is where the default is null
+    options: tuple[str, ...] = ()  # all texts allowed; none listed: any
 
     def problem(self, name: str, value: object) -> str | None:
         """The message that `value` is not allowed, or None."""

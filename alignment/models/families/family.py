@@ -27,23 +27,14 @@ GATE_UP = ("trunk.blocks.{}.feedforward.gate", "trunk.blocks.{}.feedforward.up")
 
 @dataclass(frozen=True)
 class Task:
-    """One model class of a family: the trunk with one kind of head.
+    """One model class of a family: the trunk with one kind of head."""
 
-    Attributes:
-        hf_class: transformers' class, `architectures` in config.json.
-        names: the head's weight table.
-        head: config's values -> specification of the head; None for language and scalar.
-        trunk_prefix: prefix of the trunk's names in files of this class; None: the family's.
-        kept_by_new_head: tensors of the file that a new head starts from, such as BERT's pooler.
-        unused: patterns of tensors that files of other classes have and this one drops.
-    """
-
-    hf_class: str
-    names: tuple[Name, ...]
-    head: Head | None = None
-    trunk_prefix: str | None = None
-    kept_by_new_head: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    hf_class: str  # transformers' class, `architectures` in config.json.
+    names: tuple[Name, ...]  # the head's weight table
+    head: Head | None = None  # config's values -> specification of the head; None for language and scalar
+    trunk_prefix: str | None = None  # prefix of the trunk's names in files of this class; None: the family's
+    kept_by_new_head: tuple[str, ...] = ()  # tensors of the file that a new head starts from, such as BERT's pooler
+    unused: tuple[str, ...] = ()  # patterns of tensors that files of other classes have and this one drops
 
 
 @dataclass(frozen=True)

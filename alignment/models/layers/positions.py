@@ -67,14 +67,10 @@ class SinusoidalPositions(nn.Module):
 
 @dataclass(frozen=True)
 class AlibiSpec:
-    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes.
-
-    Attributes:
-        bfloat16: the model was trained with slopes, positions and their products in bfloat16.
-    """
+    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes."""
 
     scale: float = 1.0
-    bfloat16: bool = False
+    bfloat16: bool = False  # the model was trained with slopes, positions and their products in bfloat16
 
     def build(self, heads: int, causal: bool) -> nn.Module:
         """relative positions [..., Q, T] -> biases [..., H, Q, T]."""

@@ -77,14 +77,10 @@ RotaryScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | L
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Queries and keys rotated by an angle that grows with the position.
-
-    Attributes:
-        width: leading coordinates of each head that are rotated; the rest stay ("partial rotary").
-    """
+    """Queries and keys rotated by an angle that grows with the position."""
 
     theta: float
-    width: int
+    width: int  # leading coordinates of each head that are rotated; the rest stay ("partial rotary")
     scaling: RotaryScaling | None = None
 
     @property
