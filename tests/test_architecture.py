@@ -31,9 +31,9 @@ BESIDE = {  # the neighbors on one floor that may be looked at
     ("reward_model", "adapters"), ("reward_model", "loading"), ("training", "config"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
-    "narrow": 35,
-    "called": 68,
-    "any": 52,
+    "narrow": 31,
+    "called": 66,
+    "any": 50,
     "positional": 0,
     "long": 0,
     "doubled": 0,
@@ -41,12 +41,12 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "words": 10,
     "clauses": 0,
     "loose": 6,
-    "small": 3,
-    "files": 257,
-    "lines": 49311,
-    "statements": 24254,
+    "small": 2,
+    "files": 248,
+    "lines": 46346,
+    "statements": 23784,
 }
-FILES_LOADED = {"sft": 50, "reward": 55, "dpo.dpo": 56}  # files loaded with the algorithm, without models/; target 50
+FILES_LOADED = {"sft": 48, "reward": 53, "dpo.dpo": 52}  # files loaded with the algorithm, without models/; target 50
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ def run(config: WinRateConfig) -> Path:
     if form is not None and judge is None:
         write_form(config, form, prompts, responses)
     models = {
-        name: measure_contestant(config, name, responses, prompts, scores=scores, texts=texts) for name in responses
+        name: measure_responses(config, name, responses, prompts, scores=scores, texts=texts) for name in responses
     }
     for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
         models[name]["pairs"] = measured
@@ -310,7 +310,7 @@ def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any
     return [score(str(prompt.prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
-def measure_contestant(
+def measure_responses(
     config: WinRateConfig,
     name: str,
     responses: Responses,
