@@ -10,9 +10,8 @@ import torch
 
 from alignment.adapters.files import is_adapter, read_base, read_members, read_revision
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.text.named_templates import with_chat_template
-from alignment.data.tokenizers.load import add_new_tokens, read_tokenizer_files
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.text.templates import with_chat_template
+from alignment.data.tokenizers.tokenizer import Tokenizer, add_new_tokens, read_tokenizer_files
 from alignment.errors import UserError
 from alignment.files import check_directory
 from alignment.models.external.load import external_architecture

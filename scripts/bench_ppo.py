@@ -179,8 +179,8 @@ class Phases:
 def run_ours(settings: Settings, folder: Path) -> Phases:
     """Iterations of `alignment.algorithms.ppo`, as `alignment ppo` runs them."""
     from alignment.algorithms.ppo import ppo, setup
+    from alignment.data.batches import Example
     from alignment.data.config import DataConfig
-    from alignment.data.examples import Example
     from alignment.data.stream import stream_of
     from alignment.loading import load_tokenizer
     from alignment.training import Engine, OptimConfig, TrainingConfig

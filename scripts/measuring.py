@@ -123,7 +123,7 @@ def write_checkpoint(
     """
     import torch
 
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
     from alignment.data.tokenizers.train import train_bpe
     from alignment.models.build import build_language_model
     from alignment.models.huggingface.checkpoint import save_model
@@ -146,7 +146,7 @@ def write_reward_model(directory: Path, policy: Path, dtype: Any = None) -> None
     """Write a reward model with a policy's trunk, in the type of its files or another, and a random head."""
     import torch
 
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
     from alignment.loading import load_tokenizer
     from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 

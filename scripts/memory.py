@@ -28,7 +28,7 @@ from measuring import in_process, reset_peak, resident, write_checkpoint, write_
 from alignment.adapters import LoRASpec
 from alignment.adapters.attach import attach, save_adapter
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.weight_bytes import total_bytes
 from alignment.models.weights_config import WeightsConfig

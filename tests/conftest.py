@@ -73,7 +73,7 @@ def tokenizer(world):
 @pytest.fixture(scope="session")
 def write_checkpoint(tokenizer) -> Callable[..., str]:
     """Writes a model directory, `write_checkpoint(directory, "llama", **config changes)`, and returns its name."""
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
     from alignment.models.build import build_language_model
     from alignment.models.huggingface.checkpoint import save_model
 
@@ -147,7 +147,7 @@ def ran(make_stage) -> Callable[..., Path]:
 @pytest.fixture
 def foreign(tmp_path, world) -> str:
     """Directory of a reward model with a tokenizer of its own."""
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
     from alignment.data.tokenizers.train import train_bpe
     from alignment.models.build import build_scalar_model
     from alignment.models.huggingface.checkpoint import save_model

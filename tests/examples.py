@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from alignment.data.examples import Example, join_examples
+from alignment.data.batches import Example, join_examples
 
 example = Example.single
 

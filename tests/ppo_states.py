@@ -8,7 +8,7 @@ from torch import nn
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import PPOState
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.training import Run
 
 

@@ -31,8 +31,8 @@ BESIDE = {  # the neighbors on one floor that may be looked at
     ("reward_model", "adapters"), ("reward_model", "loading"), ("training", "config"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
-    "narrow": 31,
-    "called": 66,
+    "narrow": 30,
+    "called": 60,
     "any": 50,
     "positional": 0,
     "long": 0,
@@ -42,11 +42,11 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "clauses": 0,
     "loose": 6,
     "small": 2,
-    "files": 248,
-    "lines": 46346,
-    "statements": 23784,
+    "files": 242,
+    "lines": 46320,
+    "statements": 23738,
 }
-FILES_LOADED = {"sft": 48, "reward": 53, "dpo.dpo": 52}  # files loaded with the algorithm, without models/; target 50
+FILES_LOADED = {"sft": 43, "reward": 48, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from alignment import load_reward_model
 from alignment.algorithms.scoring import RewardSource
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation.win_rate_run import WinRateConfig, proxy_scores

@@ -170,7 +170,7 @@ def as_messages(world, folder):
 
 def with_template(policy, tokenizer, directory):
     """The checkpoint, its tokenizer with a template that writes the BOS itself."""
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from alignment.algorithms.runs import check_rows
 from alignment.algorithms.scoring import RewardSource
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.data.prepare import preparation_of, prepare_with
 from alignment.data.rows.read import ROW_FORMATS
 from alignment.data.rows.records import Kind, Message

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from alignment.adapters.files import is_scalar_adapter, read_base, read_revision, score_rows
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
-from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import (

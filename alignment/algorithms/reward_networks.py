@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from alignment.adapters.files import member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
-from alignment.data.examples import Example
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.batches import Example
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.loading import Checkpoint, architecture_of, set_special_tokens
 from alignment.models.classifiers import SequenceClassifier

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from alignment.data.batches import TokenizedRow
 from alignment.data.config import NO_STREAMING, DataConfig
-from alignment.data.examples import TokenizedRow
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
+from alignment.data.rows.files import source_files
 from alignment.data.rows.read import NO_EFFECT
 from alignment.data.rows.records import Kind
-from alignment.data.rows.sources import source_files
 from alignment.data.stream import Stream, describe_mixture, source_shares, stream_of
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of
 from alignment.data.tokenize import PLAIN_PROMPT

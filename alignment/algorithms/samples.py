@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from alignment.algorithms.policies import Policy
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.data.text.chat import stop_token_ids
 from alignment.models.model import check_lengths
 from alignment.settings import NonNegativeFloat, PositiveInt, Settings

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from alignment.algorithms.policies import Role
 from alignment.algorithms.runs import check_rows
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.data.rows.records import Prompt
 from alignment.data.table import column_of
 from alignment.data.tokenize import encode_prompts

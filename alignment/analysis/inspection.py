@@ -17,8 +17,7 @@ from torch import Tensor
 
 from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
 from alignment.generation import SamplingConfig, decode_responses

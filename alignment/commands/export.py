@@ -12,8 +12,8 @@ import torch
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
 from alignment.adapters.files import read_members, score_rows
-from alignment.data.text.named_templates import with_template_tokens
-from alignment.data.tokenizers.load import add_new_tokens, save_tokenizer
+from alignment.data.text.templates import with_template_tokens
+from alignment.data.tokenizers.tokenizer import add_new_tokens, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import find_base, find_directory, load_model, load_tokenizer, set_special_tokens, torch_dtype

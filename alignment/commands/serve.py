@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from alignment.adapters import load_adapter
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import read_prompts, start_token_of

@@ -1,17 +1,226 @@
-"""From YAML, the user's or the package's own, to checked config dataclasses; all mistakes at once."""
+"""From YAML, the user's or the package's own, to checked config dataclasses; all mistakes at once, each with a way out.
 
+Values of keys that hold secrets are not shown."""
+
+import dataclasses
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeGuard,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from alignment.config.problems import explain_errors, fill_placeholder, is_number
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
-from alignment.errors import UserError, is_hidden, raise_all, suggest
-from alignment.settings import broken_rules, deferred_checks
+from alignment.errors import UserError, is_hidden, raise_all, suggest, without_secrets
+from alignment.settings import BOUNDS, broken_rules, default_text, deferred_checks, limit_text
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+EXPECTED = {  # pydantic error type -> what the value must be
+    "bool_type": "must be true or false", "dataclass_type": "must be a section of keys",
+    "dict_type": "must be a section of keys", "finite_number": "must be a finite number",
+    "float_type": "must be a number", "int_type": "must be a whole number", "list_type": "must be a list",
+    "none_required": "must be null", "string_type": "must be text", "tuple_type": "must be a list",
+}  # fmt: skip
+
+KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, and what differs
+    "base_model": "policy", "beta": "kl_coef", "bf16": "training.precision (fp32 or bf16)", "cliprange": "clip_range",
+    "cliprange_value": "value_clip_range", "dataset_name": "data.train",
+    "eval_steps": "training.evaluate_every_steps", "fp16": "training.precision (fp32 or bf16)",
+    "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
+    "init_kl_coef": "kl_coef", "lam": "gae_lambda", "load_in_4bit": "weights.quantize=nf4",
+    "load_in_8bit": "weights.quantize=int8", "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank", "lora_target_modules": "adapter.layers", "lr": "optim.learning_rate",
+    "lr_scheduler": "optim.schedule", "lr_scheduler_type": "optim.schedule",
+    "max_completion_length": "max_new_tokens",
+    "max_prompt_length": "data.max_length (tokens of prompt and response together)",
+    "max_seq_length": "data.max_length",
+    "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)", "model_name_or_path": "policy",
+    "num_epochs": "training.epochs", "num_generations": "responses_per_prompt", "num_ppo_epochs": "epochs",
+    "num_train_epochs": "training.epochs", "output_dir": "output", "peft_config": "adapter",
+    "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
+    "quantization": "weights.quantize (nf4 or int8)", "quantize": "weights.quantize (nf4 or int8)",
+    "r": "adapter.rank", "ref_model": "reference", "report_to": "training.trackers",
+    "reward_funcs": "rewards (a list of entries, such as function: module:name)", "reward_model_path": "reward_model",
+    "reward_weights": "rewards (each entry has a weight)", "save_steps": "training.save_every_steps",
+    "save_total_limit": "training.keep_last_checkpoints", "sequence_len": "data.max_length",
+    "sft_model_path": "policy", "target_modules": "adapter.layers",
+}  # fmt: skip
+
+
+class _Located(NamedTuple):
+    """One of pydantic's errors: the path of keys to the value, and the union members that pydantic names on the way."""
+
+    key: Key
+    members: tuple[str, ...]
+    error: "ErrorDetails"
+
+
+def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[tuple[Key, str]]:
+    """Each wrong key, and why, of what pydantic found in `values`."""
+    by_key: dict[Key, list[_Located]] = {}
+    for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
+        by_key.setdefault(each.key, []).append(each)
+    for key, group in by_key.items():  # a key that one member of a union knows is not unknown to the user
+        by_key[key] = [each for each in group if each.error["type"] != "unexpected_keyword_argument"] or group
+    return [(key, _reason(cls, group)) for key, group in by_key.items()]
+
+
+def fill_placeholder(cls: type, values: object, key: Key) -> Key | None:
+    """Let another value stand in for a wrong or missing one: the default, or a value of its type that means nothing.
+
+    Returns the key (of a list's item, that of the list: the others would change places); None where nothing can stand in.
+    """
+    while key and isinstance(key[-1], int):
+        key = key[:-1]
+    section = functools.reduce(lambda inner, part: inner[part], key[:-1], cast(Any, values))
+    if not key or not isinstance(section, dict):
+        return None
+    name = str(key[-1])
+    section.pop(name, None)
+    for each in _sections(cls, key[:-1]):
+        for entry in dataclasses.fields(each):
+            if entry.name == name and MISSING is entry.default is entry.default_factory:
+                section[name] = _value_of(get_type_hints(each)[name], name)
+    return key
+
+
+def _value_of(hint: Any, name: str) -> object:
+    while get_origin(hint) in (Union, UnionType, Literal):
+        hint = get_args(hint)[0]
+    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
+        return {}
+    return {list: [], tuple: [], str: name, float: 1.0, int: 1}.get(get_origin(hint) or hint, hint)
+
+
+def _locate(values: Any, error: "ErrorDetails") -> _Located:
+    """Separate keys from union members in an error's location: a key is in the values, or missing from them."""
+    key: list[str | int] = []
+    members: list[str] = []
+    location = error["loc"][1:]
+    for depth, part in enumerate(location):
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+        elif isinstance(values, list) and isinstance(part, int):
+            values = values[part] if part < len(values) else None
+        elif depth < len(location) - 1 or error["type"] != "missing":
+            members.append(str(part))
+            continue
+        key.append(part)
+    return _Located(tuple(key), tuple(members), error)
+
+
+def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
+    """The errors of those union members that the user's value matches best.
+
+    Pydantic tries `adapter: {kind: lora, rnk: 8}` as every kind of adapter and reports each failure; only those of `lora`
+    help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
+    """
+    wrong_kinds = [
+        each
+        for each in located
+        if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error"
+    ]
+    others = {  # errors of a member whose `kind` is not the value's
+        id(each)
+        for each in located
+        for wrong in wrong_kinds
+        if each.key[: len(wrong.key) - 1] == wrong.key[:-1] and each.members[: len(wrong.members)] == wrong.members
+    }
+    matching = [each for each in located if id(each) not in others]
+    explained = {each.key[:depth] for each in matching if each.members for depth in range(len(each.key) + 1)}
+    deeper = {each.key[:depth] for each in matching for depth in range(len(each.key))}
+    kinds = [each for each in wrong_kinds if each.key[:-1] not in explained]  # no member matches: the kind is wrong
+    return [*kinds, *(each for each in matching if not (each.members and each.key in deeper))]
+
+
+def _reason(cls: type, group: Sequence[_Located]) -> str:
+    """Why one key is wrong, and the way out: what each member of a union expects, and the value it got."""
+    first, *others = dict.fromkeys(_expected(cls, each) for each in group)
+    text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    key, error = group[0].key, group[0].error
+    if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or is_hidden(key):
+        return text
+    got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
+    shown = got if len(got) <= 80 else got[:77] + "..."
+    unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
+    sections = _sections(cls, key[:-1]) if error.get("ctx", {}).keys() & BOUNDS.keys() else []
+    default = default_text(sections[0], str(key[-1])) if sections else ""
+    return f"{text}, got {shown}{default}" + ("; put it in quotes" if unquoted else "")
+
+
+def _expected(cls: type, located: _Located) -> str:
+    """Description of a right value, or the message of the config's own check."""
+    key, members, error = located
+    kind, context, name = error["type"], error.get("ctx", {}), str(key[-1]) if key else ""
+    if kind == "unexpected_keyword_argument":
+        sections = _sections(cls, key[:-1])
+        matching = [section for section in sections if section.__name__ in members] or sections
+        names = {field.name for section in matching for field in dataclasses.fields(section)}
+        return f"unknown key; {_key_here(cls, name) or suggest(name, names)}"
+    if kind == "missing":
+        return "is missing; add it"
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if kind == "value_error":
+        return str(context["error"])
+    if bounds := context.keys() & BOUNDS.keys():
+        (bound,) = bounds
+        return limit_text(bound, context[bound])
+    message = error["msg"]
+    return EXPECTED[kind] if kind in EXPECTED else message[:1].lower() + message[1:]
+
+
+def _key_here(cls: type, name: str) -> str:
+    """Our name for a key of another library or another section; empty where it is unknown."""
+    ours = KEYS_OF_OTHER_LIBRARIES.get(name, "")
+    if ours and has_key(cls, tuple(re.split("[ =]", ours)[0].split("."))):
+        return f"here it is called {ours}"
+    below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if has_key(cls, (field.name, name))]
+    return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""
+
+
+def has_key(cls: type, key: Key) -> bool:
+    """True where a config class has a key."""
+    return any(key[-1] == field.name for section in _sections(cls, key[:-1]) for field in dataclasses.fields(section))
+
+
+@functools.cache
+def _sections(kind: Hashable, key: Key) -> list[Any]:
+    """The dataclasses that the value at a key may be, `kind` being the type of the whole."""
+    if dataclasses.is_dataclass(kind):
+        if not key:
+            return [kind]
+        hint = get_type_hints(kind).get(str(key[0]))
+        return [] if hint is None else _sections(hint, key[1:])
+    is_container = get_origin(kind) in (list, tuple, dict)
+    if is_container and not key:
+        return []
+    return [section for part in get_args(kind) for section in _sections(part, key[1:] if is_container else key)]
+
+
+def is_number(value: object) -> TypeGuard[bool | int | float]:
+    """True for a number or a truth value, which quotes would make text."""
+    return isinstance(value, (bool, int, float))
+
 
 T = TypeVar("T")
 Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys that are wrong, and why

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-from alignment.data.examples import Example, TokenizedRow
+from alignment.data.batches import Example, TokenizedRow
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import NO_RANKED_REPLIES, NO_STEPS
 from alignment.data.rows.read import prompt_key, record_key, text_hash

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
 
+from alignment.data.rows.files import find_rows, hub_source, suffix_of, unread_files
 from alignment.data.rows.records import Tally, Turns
-from alignment.data.rows.sources import find_rows, hub_source, suffix_of, unread_files
 from alignment.errors import UserError
 from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 

@@ -4,15 +4,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from alignment.data.batches import Example
 from alignment.data.checks import Checks, Finding
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.text.named_templates import with_chat_template
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import TOKENIZE
-from alignment.data.tokenizers.load import read_tokenizer_files
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, read_tokenizer_files
 from alignment.errors import UserError
 
 SHOWN_TOKENS = 160  # of an example

@@ -10,11 +10,20 @@ from typing import cast
 
 import torch
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
-from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, TIED_RANKING, counted, label_values, refused_rows
+from alignment.data.tokenize import (
+    EQUAL,
+    PROMPT_CUT,
+    RESPONSE_CUT,
+    TIED_RANKING,
+    counted,
+    label_values,
+    refused_rows,
+    text_budget,
+    truncate,
+)
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 

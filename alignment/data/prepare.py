@@ -21,7 +21,7 @@ import numpy as np
 
 from alignment.data.cache import get_entry, table_key
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
-from alignment.data.rows.files import Chunk, read_chunks
+from alignment.data.rows.files import Chunk, read_chunks, source_files
 from alignment.data.rows.read import (
     HasRowId,
     RecordParser,
@@ -33,9 +33,8 @@ from alignment.data.rows.read import (
     text_hash,
 )
 from alignment.data.rows.records import SHOWN_IDS, Kind, Tally, choose_turns
-from alignment.data.rows.sources import source_files
 from alignment.data.table import EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples, tables_of
-from alignment.data.text.named_templates import with_chat_template
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, STEPS_CUT, TOKENIZE, Tokenize, tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError

@@ -16,15 +16,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from alignment.data.batches import RowSequence
 from alignment.data.config import DataConfig
-from alignment.data.examples import RowSequence
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
 from alignment.data.rows.read import choose_parser, raise_bad_rows
 from alignment.data.rows.records import Tally
 from alignment.data.stream import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.table import JoinedTables, Table
-from alignment.data.text.named_templates import with_chat_template
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import hash_of

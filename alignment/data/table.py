@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from alignment.data.examples import Example, RowSequence, TokenizedRow
+from alignment.data.batches import Example, RowSequence, TokenizedRow
 from alignment.data.rows.records import Tally
 from alignment.errors import raise_all
 from alignment.files import hash_of

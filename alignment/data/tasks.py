@@ -21,7 +21,7 @@ from alignment.data.text.special_tokens import (
     special_token_template,
     tokenize_with_offsets,
 )
-from alignment.data.text.truncation import text_budget, truncate_longest
+from alignment.data.tokenize import text_budget, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.losses.language import IGNORED

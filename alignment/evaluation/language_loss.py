@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alignment.data.batches import collate
+from alignment.data.batches import Example, collate
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError

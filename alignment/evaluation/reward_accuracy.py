@@ -14,13 +14,13 @@ from annotated_types import Interval
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
-from alignment.data.examples import Example
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
 from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally
-from alignment.data.text.named_templates import with_chat_template
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from alignment.data.text.chat import prompt_ids, stop_token_ids
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, naming_panics
 from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import Generation, decode_responses

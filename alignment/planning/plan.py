@@ -17,8 +17,8 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.config.yaml_source import read_yaml
+from alignment.data.batches import TokenizedRow
 from alignment.data.config import DataConfig
-from alignment.data.examples import TokenizedRow
 from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Demonstration, Prompt, Record, Steps, Text, replies_of

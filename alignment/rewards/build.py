@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.generation import response_text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.errors import UserError
 
 if TYPE_CHECKING:

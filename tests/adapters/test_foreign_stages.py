@@ -18,7 +18,7 @@ def gptj(tmp_path_factory, tokenizer):
     """Directory of a random GPT-J with the tests' tokenizer."""
     import transformers
 
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
 
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.generation import generate
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
 from alignment.models.build import build_model

@@ -103,7 +103,7 @@ def test_a_plain_run_logs_no_sources(checkpoints, ran, tmp_path, read_metrics):
 
 def test_each_source_is_rendered_by_a_template_of_its_own(checkpoints, tmp_path):
     from alignment.data.prepare import prepare
-    from alignment.data.text.named_templates import with_chat_template
+    from alignment.data.text.templates import with_chat_template
     from alignment.loading import load_tokenizer
 
     row = {"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]}

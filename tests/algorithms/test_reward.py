@@ -9,9 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.reward_losses import objective_loss_fn
-from alignment.data.batches import collate_pairs
+from alignment.data.batches import Example, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.losses.preference import bradley_terry_loss
 from alignment.models.outputs import ValueOutput
 from alignment.reward_model import load_reward_model

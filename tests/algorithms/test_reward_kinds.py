@@ -13,10 +13,9 @@ from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig
 from alignment.algorithms.reward_losses import bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
-from alignment.data.batches import collate_pairs, collate_rankings
+from alignment.data.batches import Example, collate_pairs, collate_rankings
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.models.build import build_model

@@ -8,8 +8,8 @@ import torch
 from alignment.algorithms.ppo import setup
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.setup import choose_rollout_weights, sampling_bytes
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig

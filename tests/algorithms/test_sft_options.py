@@ -7,9 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from alignment.algorithms.samples import SamplesConfig, prompt_of
-from alignment.data.batches import collate, collate_whole
+from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
 from alignment.training.settings import EarlyStopping

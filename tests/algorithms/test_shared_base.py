@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.algorithms.policies import load_policy, reference_of
 from alignment.algorithms.ppo import iterate
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.shared_weights import SharedWeights

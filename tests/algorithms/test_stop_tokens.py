@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.commands.export import export_model
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.generation import generate
 from alignment.loading import load_model, load_tokenizer

@@ -18,7 +18,7 @@ from alignment.algorithms.sft import SFTConfig
 from alignment.commands.export import export_model
 from alignment.commands.generate import generate_responses
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_frozen_model, load_model
 from alignment.models.build import build_model

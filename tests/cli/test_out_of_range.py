@@ -140,7 +140,7 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
 
 
 def test_every_key_that_another_program_s_name_leads_to_exists():
-    from alignment.config.problems import KEYS_OF_OTHER_LIBRARIES, has_key
+    from alignment.config.load import KEYS_OF_OTHER_LIBRARIES, has_key
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
     for ours in KEYS_OF_OTHER_LIBRARIES.values():

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from alignment.data.batches import collate, collate_pairs, collate_rankings
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate, collate_pairs, collate_rankings
 from tests.examples import pair_example, ranked_example
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Masking
-from alignment.data.text.truncation import truncate_longest
+from alignment.data.tokenize import truncate_longest
 
 MASK, ORDINARY = 4, np.arange(10, 1000)
 

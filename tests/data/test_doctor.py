@@ -2,10 +2,10 @@
 
 import pytest
 
+from alignment.data.batches import Example
 from alignment.data.doctor import check_file, show_example
-from alignment.data.examples import Example
 from alignment.data.rows.records import Tally, Text
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 

@@ -5,8 +5,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.examples import Example
 from alignment.data.stream import Stream, epoch_rows, mixing_shares, stream_of
 from alignment.data.table import JoinedTables
 from alignment.errors import UserError

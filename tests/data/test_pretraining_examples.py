@@ -18,7 +18,7 @@ from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.table import mask_of
 from alignment.data.text.special_tokens import sentinel_ids, special_token_template
-from alignment.data.text.truncation import even_slices
+from alignment.data.tokenize import even_slices
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
 

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from alignment.data.batches import collate_pairs, collate_rankings
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate_pairs, collate_rankings
 from alignment.ragged import Ragged, common_prompt, with_virtual_tokens
 from tests.examples import pair_example, ranked_example
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.data.rows.records import Tally
 from alignment.data.table import (
     JoinedTables,

@@ -22,7 +22,7 @@ from alignment.data.tasks import (
     read_labeled,
     window_starts,
 )
-from alignment.data.tokenizers.load import read_tokenizer_files
+from alignment.data.tokenizers.tokenizer import read_tokenizer_files
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.losses.language import IGNORED

@@ -11,7 +11,7 @@ from alignment.data.doctor import check_file
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.records import ALL_TIED
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
-from alignment.data.tokenizers.load import read_tokenizer_files
+from alignment.data.tokenizers.tokenizer import read_tokenizer_files
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "other", "hello", "there", "friend", "price", "today", "tomorrow"]
 MAX_LENGTH = 96

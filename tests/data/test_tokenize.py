@@ -8,7 +8,6 @@ from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
 from alignment.data.text import chat
-from alignment.data.text.truncation import truncate
 from alignment.data.tokenize import (
     EMPTY,
     EQUAL,
@@ -19,6 +18,7 @@ from alignment.data.tokenize import (
     tokenize_demonstrations,
     tokenize_prompts,
     tokenize_texts,
+    truncate,
 )
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.data.batches import collate
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged

@@ -10,7 +10,7 @@ import torch
 from alignment import cli
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import responses as sampling

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.evaluation.language_loss import compare_pairs, language_loss, pair_log_probs
 from alignment.loading import load_model

@@ -114,7 +114,7 @@ def test_draws_follow_the_model(checkpoints):
 
 def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoints, tmp_path):
     """H32: top_k = 1 in it would make 64 samples from a nearly uniform model one and the same."""
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
 
     model = build_language_model(load_language_model(checkpoints["llama"]).config)
     save_model(model, tmp_path)

@@ -11,9 +11,8 @@ from torch.testing import assert_close
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, kin
 from alignment.algorithms.dpo.kin import GlobalInputs, PreferenceUpdates, RewardShift, cost_of_kin
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
-from alignment.data.batches import collate_labeled, collate_pairs
+from alignment.data.batches import Example, collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.models.build import build_language_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
 from tests.examples import labeled_example, pair_example, sides

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignment.data.batches import collate_pairs
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate_pairs
 from alignment.models.build import build_language_model
 from tests.examples import sides
 

@@ -11,9 +11,8 @@ from torch.testing import assert_close
 
 from alignment.algorithms.reward import NormalizeConfig
 from alignment.algorithms.reward_losses import objective_loss_fn, score_metrics
-from alignment.data.batches import StepBatch, collate_pairs
+from alignment.data.batches import Example, StepBatch, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.errors import UserError
 from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights

@@ -72,7 +72,7 @@ def foreign(tmp_path_factory, tokenizer) -> Path:
     """A tiny model of an architecture that runs as transformers' class, in two shards."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
 
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("foreign")

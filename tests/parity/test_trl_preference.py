@@ -12,9 +12,8 @@ from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.algorithms.dpo.kin import GlobalInputs, with_positions
-from alignment.data.batches import collate_labeled, collate_pairs
+from alignment.data.batches import Example, collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.losses import kto_loss, orpo_loss
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_language_model

@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.algorithms.sft import SFTConfig, language_loss_fn
-from alignment.data.batches import collate, collate_whole
+from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example
 from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.huggingface.checkpoint import save_model

@@ -17,8 +17,8 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.examples import Example
 from alignment.data.rows.records import Comparison, LabeledResponse, Prompt, Ranking, Steps, Text
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig

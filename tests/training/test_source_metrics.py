@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.data.batches import collate, collate_pairs
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate, collate_pairs
 from alignment.training.terms import LossSum, Sources, averages
 from tests.examples import pair_example
 

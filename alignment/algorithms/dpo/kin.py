@@ -21,19 +21,19 @@ from alignment.algorithms.dpo.responses import (
     response_log_probs,
 )
 from alignment.data.batches import (
+    Example,
     PairBatch,
     PreferenceBatch,
     RankedBatch,
+    TokenizedRow,
     UnpairedBatch,
     collate_labeled,
     collate_pairs,
     collate_rankings,
     padded_groups,
 )
-from alignment.data.examples import Example, TokenizedRow
 from alignment.data.prepare import Preparation
-from alignment.data.text.truncation import truncate
-from alignment.data.tokenize import last_span, tokenize_ordered_rankings
+from alignment.data.tokenize import last_span, tokenize_ordered_rankings, truncate
 from alignment.losses import preference
 from alignment.losses.preference import BatchOrder
 from alignment.losses.ranking import ranked_dpo_loss

@@ -23,8 +23,7 @@ from alignment.algorithms.dpo.config import DPOConfig
 from alignment.algorithms.dpo.kin import joint_batches
 from alignment.algorithms.dpo.responses import sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
-from alignment.data.batches import collate
-from alignment.data.examples import Example, RowSequence
+from alignment.data.batches import Example, RowSequence, collate
 from alignment.data.stream import Stream
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic

@@ -33,8 +33,7 @@ from alignment.data.tasks import (
     collate_tasks,
     prepare_labeled,
 )
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.loading import architecture_of, find_directory, load_tokenizer
 from alignment.models.families import family_of, is_external_type

@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError

@@ -25,8 +25,7 @@ from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
 from alignment.algorithms.ppo.state import SamplingState, Saved
 from alignment.algorithms.runs import open_run, sources_of
-from alignment.data.batches import collate_pairs
-from alignment.data.examples import Example, join_examples
+from alignment.data.batches import Example, collate_pairs, join_examples
 from alignment.data.text.chat import stop_token_ids
 from alignment.errors import UserError
 from alignment.models.shared_prompts import prompt_sharing

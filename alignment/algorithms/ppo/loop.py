@@ -18,7 +18,7 @@ from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
 from alignment.algorithms.ppo.setup import RolloutData, choose_rollout_weights
 from alignment.algorithms.ppo.state import HeldOut, SampledResponses, SamplingState
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores

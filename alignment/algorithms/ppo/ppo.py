@@ -21,7 +21,7 @@ from alignment.algorithms.ppo.setup import build_state, note_distant_start, read
 from alignment.algorithms.ppo.state import PPOState
 from alignment.algorithms.runs import open_run
 from alignment.algorithms.sft import language_loss_fn
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.rewards.functions import function_files
 from alignment.training import Term, ZeroWeightBatch

@@ -13,7 +13,7 @@ from torch import Tensor
 from alignment.algorithms.policies import Reference
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.state import PPOState, SampledResponses, SamplingState
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.generation import Generation, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
 from alignment.models.model import Model

@@ -24,8 +24,7 @@ from alignment.algorithms.ppo.state import (
 )
 from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.algorithms.scoring import RewardSource
-from alignment.data.batches import collate
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate
 from alignment.data.stream import Stream, stream_of
 from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.data.examples import Example
+from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.generation import Generation, SamplingConfig
 from alignment.models.classifiers import values_before_targets

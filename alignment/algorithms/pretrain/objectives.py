@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Interval
 
-from alignment.data.batches import collate
-from alignment.data.examples import Example
+from alignment.data.batches import Example, collate
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.prepare import (
     SentencePairBatch,

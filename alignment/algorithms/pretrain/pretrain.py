@@ -33,9 +33,8 @@ from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
 from alignment.data.table import Rows, describe_cache
-from alignment.data.text.named_templates import read_chat_template
-from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.text.templates import read_chat_template
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer

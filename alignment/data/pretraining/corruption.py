@@ -11,7 +11,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 import numpy as np
 from annotated_types import Interval
 
-from alignment.data.examples import TokenizedRow
+from alignment.data.batches import TokenizedRow
 from alignment.data.stream import Stream
 from alignment.data.streaming import OrderState, StreamedOrder
 from alignment.settings import Rule, Settings, Share

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.data.batches import Example
 from alignment.data.config import DataConfig, Part
-from alignment.data.examples import Example
 from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
@@ -30,8 +30,7 @@ from alignment.data.text.special_tokens import (
     special_token_template,
     tokenize_with_offsets,
 )
-from alignment.data.text.truncation import even_slices, text_budget, truncate_longest
-from alignment.data.tokenize import TEXT_CUT, tokenize_texts
+from alignment.data.tokenize import TEXT_CUT, even_slices, text_budget, tokenize_texts, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import Ragged, RaggedBatch, Seq2Seq, group_rows_by_length

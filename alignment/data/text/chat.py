@@ -1,4 +1,4 @@
-"""Texts and dialogues to token ids, for every stage, sampling and evaluation alike. Truncation is in truncation.py.
+"""Texts and dialogues to token ids, for every stage, sampling and evaluation alike. Truncation is in data/tokenize.py.
 
 The rules: a sequence has exactly one BOS where the tokenizer or its template has one, and a response exactly one end
 token; prompt and response are tokenized apart and joined by ids, as sampling does; a control string typed inside a text

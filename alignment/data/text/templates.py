@@ -5,9 +5,12 @@ is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat
 where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user, in a tool's
 answer, in reasoning, in the arguments of a call) are replaced by private-use characters before rendering; afterwards the
 text is split there and the strings are tokenized as plain text.
-"""
 
+Templates by name, in the formats that the field uses, are our own writing."""
+
+import copy
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from alignment.data.rows.records import Message, Messages, Tools
 from alignment.data.text.rendering import Cut, RenderError, RenderTask, TemplateEnded, render_tasks
 from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
-from alignment.errors import UserError
+from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
 # Templates in trl's folder that rewrite earlier turns, and have a training variant that keeps them.
@@ -268,3 +271,72 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, 
         encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
         ids.update(zip(same, encoded, strict=True))
     return ids
+
+
+FOLDER = Path(__file__).parent / "chat_templates"
+# The tokens that a template needs in the vocabulary, beside the tokenizer's own BOS and EOS.
+NAMED: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "llama2": (),
+    "mistral": (),
+    "zephyr": (),
+    "alpaca": (),
+    "vicuna": (),
+    "plain": (),
+}
+
+
+def read_chat_template(chosen: str) -> str:
+    """The text of a chat template: of a built-in name (`NAMED`), of a file, or the Jinja text itself."""
+    if chosen in NAMED:
+        return (FOLDER / f"{chosen}.jinja").read_text(encoding="utf-8")
+    if "{{" in chosen or "{%" in chosen:
+        return chosen
+    path = Path(os.path.expanduser(chosen))
+    if not path.is_file():
+        raise UserError(
+            f"chat_template {chosen}: no such file, and no built-in template of that name; {suggest(chosen, NAMED)}; "
+            f"built in: {', '.join(NAMED)}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"chat_template {chosen}: cannot be read as text: {error}") from error
+
+
+def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
+    """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is."""
+    if chosen is None:
+        return tokenizer
+    template, name = read_chat_template(chosen), str(tokenizer.name_or_path or "the tokenizer")
+    if missing := _missing_tokens(tokenizer, chosen):
+        free = ", ".join(each for each, needed in NAMED.items() if not needed)
+        raise UserError(
+            f"chat_template {chosen}: {name} has no special token {', '.join(missing)}. `alignment export --model {name} "
+            f"--chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; or take a "
+            f"template that needs none of its own: {free}"
+        )
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    if chat_format(changed).end is None:
+        raise UserError(
+            f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the assistant's "
+            "turn with no control token of the vocabulary, so nothing could learn to stop; write {{ eos_token }} or "
+            "another special token there"
+        )
+    return changed
+
+
+def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
+    """The tokenizer, itself changed, with another chat template and the special tokens that it needs."""
+    tokenizer.add_tokens(_missing_tokens(tokenizer, chosen), special_tokens=True)
+    return with_chat_template(tokenizer, chosen)
+
+
+def _missing_tokens(tokenizer: Tokenizer, chosen: str) -> list[str]:
+    """Special tokens that a built-in template needs and the tokenizer lacks."""
+    return [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]

@@ -5,13 +5,15 @@ All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them f
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TokenizerKind = Literal["bpe", "wordpiece", "unigram", "bytes", "characters"]
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -22,7 +24,7 @@ SIZED = ("bpe", "wordpiece", "unigram")  # kinds whose vocabulary size is a sett
 
 def wrap(
     tokenizer: Backend, single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
-) -> Tokenizer:
+) -> "PreTrainedTokenizerFast":
     """The tokenizer in transformers' form; `single` and `pair` are `TemplateProcessing`'s, `added` their special tokens."""
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +33,7 @@ def wrap(
             single=single, pair=pair, special_tokens=[(token, tokenizer.token_to_id(token)) for token in added]
         )
     options = {"clean_up_tokenization_spaces": False, **options}
-    return cast("Tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def byte_level(tokenizer: Backend, **options: Any) -> Backend:
@@ -49,7 +51,7 @@ def bert_pipeline(tokenizer: Backend, *, lowercase: bool) -> Backend:
     return tokenizer
 
 
-def wordpiece(ids: dict[str, int], *, lowercase: bool) -> Tokenizer:
+def wordpiece(ids: dict[str, int], *, lowercase: bool) -> "PreTrainedTokenizerFast":
     """BERT's tokenizer of a vocabulary; a text is [CLS] A [SEP], a pair [CLS] A [SEP] B [SEP] with types 0 and 1."""
     model = models.WordPiece(vocab=ids, unk_token="[UNK]", max_input_chars_per_word=100)
     return wrap(
@@ -63,7 +65,7 @@ def wordpiece(ids: dict[str, int], *, lowercase: bool) -> Tokenizer:
     )
 
 
-def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> Tokenizer:
+def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> "PreTrainedTokenizerFast":
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
     tokenizer.add_special_tokens([*T5_TOKENS, *(f"<extra_id_{number}>" for number in sentinels)])
     return wrap(
@@ -75,7 +77,7 @@ def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> Tokenizer:
 
 def train_tokenizer(
     kind: TokenizerKind, texts: Iterable[str], vocabulary: int | None = None, **options: Any
-) -> Tokenizer:
+) -> "PreTrainedTokenizerFast":
     """A tokenizer of the given kind fitted to the texts.
 
     Args:
@@ -93,7 +95,7 @@ def train_bpe(
     vocab_size: int,
     special_tokens: Sequence[str] = ("<s>", "</s>", "<pad>"),
     chat_template: str | None = None,
-) -> Tokenizer:
+) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer fitted to the texts; it puts BOS before every text.
 
     The special tokens (BOS, EOS, PAD, then any others) take the first ids. Few texts may give fewer tokens than asked for.
@@ -122,7 +124,7 @@ def train_bpe(
     return fast
 
 
-def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> Tokenizer:
+def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> "PreTrainedTokenizerFast":
     """BERT's kind: words, cut greedily into the longest known pieces; pieces within a word begin with ##.
 
     Source: Devlin et al. 2019, arXiv:1810.04805; Wu et al. 2016, arXiv:1609.08144, section 4.1.
@@ -149,7 +151,9 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
     return wordpiece(pipeline.get_vocab(), lowercase=lowercase)
 
 
-def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False) -> Tokenizer:
+def train_unigram(
+    texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False
+) -> "PreTrainedTokenizerFast":
     """SentencePiece's kind: a blank is part of the word after it, the cut is the likeliest under a unigram model.
 
     T5's sentinels <extra_id_0>, <extra_id_1>, ... take the last ids, <extra_id_0> the very last.
@@ -189,7 +193,7 @@ def _in_order(tokenizer: Backend) -> Any:
     return models.Unigram(vocab=[*special, *ordered], unk_id=T5_TOKENS.index("<unk>"), byte_fallback=False)
 
 
-def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokenizer:
+def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> "PreTrainedTokenizerFast":
     """ByT5's kind: a token is a byte of the text's UTF-8, its id the byte + 3; <extra_id_0>, ... follow from id 259.
 
     Source: Xue et al. 2022, arXiv:2105.13626, section 3.1.
@@ -202,7 +206,7 @@ def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokeni
     return wrap_t5(tokenizer, range(sentinels))
 
 
-def train_characters(texts: Iterable[str]) -> Tokenizer:
+def train_characters(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """One token per character (code point) that occurs in the texts; nothing is put around a text.
 
     Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modeling).
@@ -217,7 +221,7 @@ def train_characters(texts: Iterable[str]) -> Tokenizer:
     return wrap(tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-KINDS: dict[str, Callable[..., Tokenizer]] = {
+KINDS: dict[str, Callable[..., "PreTrainedTokenizerFast"]] = {
     "bpe": train_bpe,
     "wordpiece": train_wordpiece,
     "unigram": train_unigram,

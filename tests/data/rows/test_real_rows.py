@@ -9,7 +9,7 @@ from alignment.data.batches import collate_pairs
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, read_rows
 from alignment.data.tokenize import tokenize_comparisons
-from alignment.data.tokenizers.load import read_tokenizer_files
+from alignment.data.tokenizers.tokenizer import read_tokenizer_files
 from alignment.errors import UserError
 
 pytestmark = pytest.mark.real_data

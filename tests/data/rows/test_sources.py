@@ -8,9 +8,8 @@ import pytest
 from alignment.data.config import DataConfig
 from alignment.data.doctor import check_file
 from alignment.data.prepare import preparation_of, prepare
-from alignment.data.rows.files import open_sources
+from alignment.data.rows.files import open_sources, source_files
 from alignment.data.rows.read import read_rows
-from alignment.data.rows.sources import source_files
 from alignment.data.streaming import open_stream
 from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records

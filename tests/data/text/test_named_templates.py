@@ -6,7 +6,7 @@ import pytest
 
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.text import chat
-from alignment.data.text.named_templates import FOLDER, NAMED, read_chat_template, with_chat_template
+from alignment.data.text.templates import FOLDER, NAMED, read_chat_template, with_chat_template
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from alignment.data.rows.records import Comparison, Demonstration, Prompt
 from alignment.data.text import chat
-from alignment.data.text.named_templates import with_chat_template
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations, tokenize_prompts
 from alignment.errors import UserError
 from tests.data.text.published import NAMES, spans, tokenizer_of

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from alignment.data.text import chat
-from alignment.data.tokenizers.load import check_vocabulary, read_tokenizer_files, save_tokenizer
+from alignment.data.tokenizers.tokenizer import check_vocabulary, read_tokenizer_files, save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 

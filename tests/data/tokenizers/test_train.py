@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.tokenizers.load import read_tokenizer_files, save_tokenizer
+from alignment.data.tokenizers.tokenizer import read_tokenizer_files, save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
