@@ -47,7 +47,7 @@ def refusal(tmp_path, monkeypatch, capsys):
     ("adapter", "why"),
     [
         ("adapter={kind: lora, dropout: 1.5}", "dropout: must be below 1, got 1.5"),
-        ("adapter={kind: lora, layers: '('}", "layers: is no regular expression"),
+        ("adapter={kind: lora, layers: '('}", "layers: pattern '(' is no regular expression"),
         ("adapter={kind: prefix, tokens: 0}", "tokens: must be at least 1, got 0"),
         ("adapter={rank: 0}", "rank: must be at least 1, got 0"),  # LoRA is meant, though not named
         ("adapter.rank=1000000000", "rank: must be at most 65,536"),
