@@ -87,7 +87,7 @@ def dpo_loss_fn(
         policy: in training.
         reference: computes no gradients; None where batches hold its log-probabilities, or no loss needs them.
         config: names the losses.
-        sources: told apart in metrics, and weighed.
+        sources: told apart in metrics.
     """
     losses, reference = config.losses, reference if config.refers else None
 
