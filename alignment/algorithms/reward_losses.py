@@ -120,7 +120,7 @@ def objective_loss_fn(
         theta: of rao_kupper.
         bootstrap: row ids -> weight of each row for each member, [rows, k]; None: all count alike.
         is_encoder: True where the model gives one score per document, whatever is read.
-        sources: told apart in metrics, and weighed.
+        sources: told apart in metrics.
     """
 
     def loss_fn(batch: RaggedBatch) -> LossSum:

@@ -129,7 +129,7 @@ def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_l
 
     Args:
         model: called on a batch.
-        sources: told apart in metrics, and weighed.
+        sources: told apart in metrics.
         token_loss: label smoothing and z-loss; -log p(token) itself is then the metric `nll`.
     """
 
