@@ -1,9 +1,10 @@
 """Keys of config.json: the type and limits of each, and transformers' defaults for those that a file leaves out."""
 
-import inspect
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from alignment.errors import spelling_hint
@@ -108,15 +109,9 @@ KEYS: dict[str, Key] = {
 
 
 @cache
-def transformers_defaults(model_type: str) -> dict[str, Any]:
-    """The default of each key of a `model_type`, as transformers' own config class has it."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # only a config with keys left out needs it
-
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(CONFIG_MAPPING[model_type]).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+def transformers_defaults() -> dict[str, dict[str, Any]]:
+    """Family -> default of each key, as transformers' own config class has it; to import those classes takes over a second."""
+    return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
 def refused_keys(

@@ -102,7 +102,7 @@ class Family:
 
     def default(self, key: str) -> Any:
         """The value of one of `keys` where the config leaves it out."""
-        return self.defaults[key] if key in self.defaults else transformers_defaults(self.name)[key]
+        return self.defaults[key] if key in self.defaults else transformers_defaults()[self.name][key]
 
     def values(self, config: HFConfig) -> HFConfig:
         """The config under present names, with the defaults of `keys` filled in; nothing is checked."""
