@@ -43,7 +43,7 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "loose": 6,
     "small": 2,
     "files": 242,
-    "lines": 46320,
+    "lines": 46315,
     "statements": 23738,
 }
 FILES_LOADED = {"sft": 43, "reward": 48, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
