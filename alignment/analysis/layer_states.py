@@ -47,7 +47,6 @@ def block_inputs(trunk: Transformer) -> Iterator[list[Tensor]]:
     with ExitStack() as hooks:
         for block in trunk.blocks:
             hooks.enter_context(block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])))
-        hooks.enter_context(trunk.register_forward_hook(lambda _, __, output: states.append(output)))
         yield states
 
 
