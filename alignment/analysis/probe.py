@@ -63,7 +63,7 @@ def fit_probe(states: np.ndarray, classes: np.ndarray, *, count: int, ridge: flo
 
 
 class ProbeRows(NamedTuple):
-    """What probes are fitted or judged on: a row for each text, or for each labeled word."""
+    """Rows that probes are fitted or judged on: one for each text, or for each labeled word."""
 
     states: Sequence[np.ndarray]  # of each layer, [N, D]
     classes: np.ndarray  # the label of each row, [N]
