@@ -95,6 +95,7 @@ def compare(
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
+            + (judge.failure_text() if isinstance(judge, LoggedJudge) else "")
         )
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second

@@ -163,6 +163,14 @@ class LoggedJudge:
         self._known[str(row["key"])] = row
         self._written.add((str(row["key"]), *_models_of(row)))
 
+    def failure_text(self) -> str:
+        """The reason why items have no verdict, in words."""
+        usage = self.usage()
+        unread = f". {usage['unread']} of {usage['calls']} answers of {self.name} cannot be read, such as {usage.get('unread_example')!r}"
+        return (unread if usage["unread"] else "") + (
+            f". Calls without an answer: {dict(self.failures)}" if self.failures else ""
+        )
+
     def usage(self) -> dict[str, Any]:
         """Calls of this start, what became of them, their tokens and time: for results."""
         if self.rater is not None:
