@@ -1,5 +1,6 @@
 """Evaluation of models: win rates, judges, language-model loss. The HTML report is in report/."""
 
+from alignment.evaluation.agreement import agreement
 from alignment.evaluation.judges import (
     Judge,
     JudgeResult,
@@ -10,7 +11,7 @@ from alignment.evaluation.judges import (
     write_annotation_form,
 )
 from alignment.evaluation.language_loss import LanguageLoss, language_loss
-from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
+from alignment.evaluation.winrate import WinRate, merge_orders, win_rate
 
 __all__ = [
     "Judge", "JudgeResult", "LanguageLoss", "WinRate", "agreement", "compare", "file_judge", "language_loss",
