@@ -57,6 +57,28 @@ def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[obje
     return found
 
 
+def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
+    """Precision, recall and F1 of the labels that anyone was given or gave, each the plain mean over labels."""
+    hot = _one_hot(list(zip(predicted, true, strict=True)))
+    right, given, wanted = (hot[:, 0] * hot[:, 1]).sum(0), hot[:, 0].sum(0), hot[:, 1].sum(0)
+    scores = {"precision": right / np.maximum(given, 1), "recall": right / np.maximum(wanted, 1)}
+    return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
+
+
+def clustered_mean(values: Sequence[float], clusters: Sequence[object]) -> Figures:
+    """Mean of values with its 95 % interval, Student's on the cluster-robust error; `value`, `low`, `high` and `n`.
+
+    error^2 = G / (G - 1) * sum_g (sum_i (v_i - mean))^2 / n^2
+    """
+    from scipy.stats import t
+
+    found, n = np.array(values, float), len(values)
+    if n < 2 or len(sums := np.bincount(_numbers(clusters), found - found.mean())) < 2:
+        return {"value": float(found.mean()) if n else None, "low": None, "high": None, "n": n}
+    half = float(t.ppf(0.975, len(sums) - 1)) * float((sums**2).sum() * len(sums) / (len(sums) - 1)) ** 0.5 / n
+    return {"value": float(found.mean()), "low": float(found.mean()) - half, "high": float(found.mean()) + half, "n": n}
+
+
 # Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
 
 
