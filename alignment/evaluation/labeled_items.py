@@ -16,12 +16,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+from alignment.data.config import OnBadRow
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Comparison, Prompt
 from alignment.errors import raise_all
 from alignment.evaluation.agreement import majority
 from alignment.evaluation.inputs import print_tally
+from alignment.evaluation.judgments import read_judgments
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.settings import PATTERN_SECONDS, Settings, Share, compile_pattern
 
@@ -51,14 +53,16 @@ class LabelColumns(Settings):
             label (people's; several columns are several people), annotator (who gave it), verdict (the judge's),
             first_model and second_model, or pair (one name for both), subset, cluster (equal for rows that are not
             independent; the prompt where there is none). Several columns of a text are joined.
-        values: a label as it is written -> 1, 0.5 or 0 for the first response. None: 1 or model_a or first, 2 or model_b
-            or second, tie, and 0 for a tie beside 1 and 2; of a column `verdict` the numbers themselves.
-        annotators: regular expression that the names of the people match who count; None: all do.
+        values: a label as it is written -> 1, 0.5 or 0 for the first response, beside 1, model_a or first, 2, model_b or
+            second, tie, and 0 for a tie where there are 1 and 2; in a column `verdict` 1, 0.5 and 0 stand for themselves.
+        annotators: regular expression that the whole name of a person matches whose labels count.
+        on_bad_row: of comparisons: report all bad rows and stop, or skip and count them.
     """
 
     columns: dict[str, str | list[str]] = field(default_factory=dict)
-    values: dict[str, Share] | None = None
-    annotators: str | None = None
+    values: dict[str, Share] = field(default_factory=dict)
+    annotators: str = ".*"
+    on_bad_row: OnBadRow = "error"
 
 
 @dataclass
@@ -70,7 +74,7 @@ class LabeledItem:
         first, second: the texts, or the names of the models where there are no texts.
         pair: names of both models, the first one first; "" where the rows do not say.
         has_texts: False where a judge has nothing to read.
-        votes: of people. One who gave two verdicts, in two orders, that differ has voted for a tie.
+        votes: of people, by name. One who gave two that differ, in two orders, has voted for a tie.
         verdicts: of the judge in a file; True: of the order in which `first` was shown second.
     """
 
@@ -81,7 +85,7 @@ class LabeledItem:
     subset: str
     cluster: str
     has_texts: bool
-    votes: dict[str, Verdict] = field(default_factory=dict)
+    votes: dict[str, float] = field(default_factory=dict)
     verdicts: dict[bool, Verdict] = field(default_factory=dict)
 
     @property
@@ -92,7 +96,7 @@ class LabeledItem:
     @property
     def mean_vote(self) -> Verdict:
         """Mean of people's verdicts; None without any."""
-        return fmean(given) if (given := [vote for vote in self.votes.values() if vote is not None]) else None
+        return fmean(self.votes.values()) if self.votes else None
 
 
 Items = dict[tuple[str, ...], LabeledItem]  # by id and sides
@@ -102,67 +106,60 @@ def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: boo
     """Add the rows of a file to `items`, those that are there or new ones.
 
     Args:
-        by_judge: its labels are the judge's verdicts; its rows are of a known form, and `config` says nothing of them.
+        by_judge: its labels are the judge's verdicts; its rows are of a known form, and `config.columns` are not theirs.
         subset: of rows that do not say.
 
     Raises:
         UserError: rows without the columns, and labels of people that stand for nothing, with file:line.
     """
-    rows = _rows(source)
+    rows = _rows(source, config.on_bad_row)
     form = next((form for name, form in FORMS.items() if name in rows[0][1]), {})
-    columns = {ours: names for ours, names in form.items() if all(name in rows[0][1] for name in names)}
-    columns |= {} if by_judge else {k: [own] if isinstance(own, str) else own for k, own in config.columns.items()}
-    wanted = {name for names in columns.values() for name in names}
-    lacking = (
-        (at, sorted(wanted - values.keys()) or ["label"] * ("label" not in columns), values) for at, values in rows
-    )
+    known = {ours: names for ours, names in form.items() if all(name in rows[0][1] for name in names)}
+    mapped = {} if by_judge else {k: [own] if isinstance(own, str) else own for k, own in config.columns.items()}
+    columns = {"label": ["label"], **known, **mapped}
     raise_all(
-        f"{at}: no column {', '.join(map(repr, names))}; it has {', '.join(values)}: say in `columns` which are meant"
-        for at, names, values in lacking
-        if names
+        f"{at}: no column {name!r}; it has {', '.join(values)}: say in `columns` which are meant"
+        for at, values in rows
+        for name in sorted({name for names in columns.values() for name in names} - values.keys())
     )
-    labels, problems = columns["label"], list[str]()
+    labels, people, problems = columns["label"], compile_pattern(config.annotators), list[str]()
     twos = any(str(values[name]) == "2" for _, values in rows for name in labels)
-    words = SHARES if labels == ["verdict"] else WORDS | ({"0": TIE} if twos else {})
-    words = words if by_judge or config.values is None else config.values
+    words = (SHARES if labels == ["verdict"] else WORDS | ({"0": TIE} if twos else {})) | config.values
     for at, values in rows:
         item, swapped = _item_of(items, values, columns, at, subset)
-        for name in labels:
+        for name in labels if by_judge else columns.get("verdict", ()):
+            item.verdicts[swapped] = _verdict(values[name], words, swapped)
+        for name in () if by_judge else labels:
             who = str(values[columns["annotator"][0]]) if "annotator" in columns and len(labels) == 1 else name
             verdict = _verdict(values[name], words, swapped)
-            if by_judge:
-                item.verdicts[swapped] = verdict
-            elif verdict is None and values[name] not in (None, ""):
-                problems.append(f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for")
-            elif config.annotators is None or compile_pattern(config.annotators).fullmatch(
-                who, timeout=PATTERN_SECONDS
-            ):
+            if verdict is None:
+                problems += [f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for"] * bool(
+                    values[name]
+                )
+            elif people.fullmatch(who, timeout=PATTERN_SECONDS):
                 item.votes[who] = verdict if item.votes.get(who, verdict) == verdict else TIE
-        for name in columns.get("verdict", ()):
-            item.verdicts[swapped] = _verdict(values[name], words, swapped)
     raise_all(problems)
 
 
 def labels_for(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str]) -> list[Verdict]:
     """People's mean verdict for our response to each prompt, from a file of judgments; None of those that it has none on."""
-    items: Items = {}
-    read_items(str(path), LabelColumns(), items)
-    known: dict[tuple[str, str, str], float] = {}
-    for item in items.values():
-        if (vote := item.mean_vote) is not None:
-            known[item.prompt.row_id, item.first, item.second] = vote
-            known[item.prompt.row_id, item.second, item.first] = 1 - vote
-    return [known.get((prompt.row_id, a, b)) for prompt, a, b in zip(prompts, ours, theirs, strict=True)]
+    votes: dict[tuple[str, str, str], list[float]] = {}
+    for row in read_judgments(path):
+        if row.verdict is not None:
+            votes.setdefault((row.id, row.first, row.second), []).append(row.verdict)
+            votes.setdefault((row.id, row.second, row.first), []).append(1 - row.verdict)
+    keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, theirs, strict=True)]
+    return [fmean(votes[key]) if key in votes else None for key in keys]
 
 
-def _rows(source: str) -> list[tuple[str, Values]]:
+def _rows(source: str, on_bad_row: OnBadRow) -> list[tuple[str, Values]]:
     """Location and columns of each row; a comparison has its prompt apart, and its responses in alphabetical order."""
     raw = list(read_raw(source))
     raise_all((row.problem for row in raw if row.values is None) if raw else [f"{source}: no rows in this file"])
     rows: list[tuple[str, Values]] = [(row.location, row.values or {}) for row in raw]
     if not {"chosen", "rejected"} <= rows[0][1].keys():
         return rows
-    records, tally = read_rows(source, "comparisons")
+    records, tally = read_rows(source, "comparisons", on_bad_row=on_bad_row)
     print_tally("comparisons", tally)
     pairs = {record.row_id: cast("Comparison", record) for record in records}
     sides = {at: (pair, *sorted([(pair.chosen, WIN), (pair.rejected, LOSS)])) for at, pair in pairs.items()}
