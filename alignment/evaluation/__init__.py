@@ -1,4 +1,4 @@
-"""Evaluation of models: win rates, judges, language-model loss. The HTML report is in report/."""
+"""Evaluation of models: win rates, ratings, judges, language-model loss. The HTML report is in report/."""
 
 from alignment.evaluation.agreement import agreement
 from alignment.evaluation.judges import (
@@ -11,9 +11,20 @@ from alignment.evaluation.judges import (
     write_annotation_form,
 )
 from alignment.evaluation.language_loss import LanguageLoss, language_loss
-from alignment.evaluation.winrate import WinRate, merge_orders, win_rate
+from alignment.evaluation.length_control import LengthControlledRate, length_controlled_win_rate
+from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_ratings
+from alignment.evaluation.winrate import (
+    WinRate,
+    detectable_difference,
+    holm,
+    merge_orders,
+    sign_test,
+    win_rate,
+)
 
 __all__ = [
-    "Judge", "JudgeResult", "LanguageLoss", "WinRate", "agreement", "compare", "file_judge", "language_loss",
-    "longer_judge", "merge_orders", "score_judge", "win_rate", "write_annotation_form",
+    "Judge", "JudgeResult", "LanguageLoss", "LengthControlledRate", "Ratings", "WinRate", "agreement",
+    "bradley_terry_ratings", "compare", "detectable_difference", "elo_ratings", "file_judge", "holm", "language_loss",
+    "length_controlled_win_rate", "longer_judge", "merge_orders", "score_judge", "sign_test", "win_rate",
+    "write_annotation_form",
 ]  # fmt: skip
