@@ -5,6 +5,7 @@ are analytic (`clustered_rate`), those of coefficients percentiles of a bootstra
 all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,6 +58,28 @@ def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[obje
     return found
 
 
+def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
+    """Precision, recall and F1 of the labels that anyone was given or gave, each the plain mean over labels."""
+    hot = _one_hot(list(zip(predicted, true, strict=True)))
+    right, given, wanted = (hot[:, 0] * hot[:, 1]).sum(0), hot[:, 0].sum(0), hot[:, 1].sum(0)
+    scores = {"precision": right / np.maximum(given, 1), "recall": right / np.maximum(wanted, 1)}
+    return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
+
+
+def clustered_mean(values: Sequence[float], clusters: Sequence[object]) -> Figures:
+    """Mean of values with its 95 % interval, Student's on the cluster-robust error; `value`, `low`, `high` and `n`.
+
+    error^2 = G / (G - 1) * sum_g (sum_i (v_i - mean))^2 / n^2
+    """
+    from scipy.stats import t
+
+    found, n = np.array(values, float), len(values)
+    if n < 2 or len(sums := np.bincount(_numbers(clusters), found - found.mean())) < 2:
+        return {"value": float(found.mean()) if n else None, "low": None, "high": None, "n": n}
+    half = float(t.ppf(0.975, len(sums) - 1)) * float((sums**2).sum() * len(sums) / (len(sums) - 1)) ** 0.5 / n
+    return {"value": float(found.mean()), "low": float(found.mean()) - half, "high": float(found.mean()) + half, "n": n}
+
+
 # Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
 
 
@@ -69,10 +92,8 @@ def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Seque
 
     Source: Cohen 1960, Educational and Psychological Measurement 20, 37-46.
     """
-    labels = list(zip(first, second, strict=True))
-    kept = [i for i, pair in enumerate(labels) if None not in pair]
-    hot = _one_hot([labels[i] for i in kept])
-    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, _chosen(clusters, kept))
+    hot = _one_hot(list(zip(first, second, strict=True)))
+    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, clusters)
 
 
 def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[object] | None = None) -> Figures:
@@ -82,7 +103,7 @@ def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[object] |
     """
     counts = {sum(label is not None for label in row) for row in labels}
     raise_all([f"Fleiss' kappa needs as many labels for each item, found {sorted(counts)}"] if len(counts) > 1 else [])
-    return _with_interval(_coincidences(labels), partial(_pooled, sample=0), clusters)
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=0), clusters)
 
 
 def krippendorff_alpha(
@@ -101,19 +122,12 @@ def krippendorff_alpha(
 
     Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
-    kept = [i for i, row in enumerate(labels) if sum(label is not None for label in row) > 1]
-    pooled = partial(_pooled, sample=1, level=level)
-    return _with_interval(_coincidences([labels[i] for i in kept]), pooled, _chosen(clusters, kept))
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=1, level=level), clusters)
 
 
 def _numbers(clusters: Sequence[object]) -> np.ndarray:
     """Clusters as numbers from 0."""
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(each, len(known)) for each in clusters], int)
-
-
-def _chosen(clusters: Sequence[object] | None, rows: Sequence[int]) -> list[object] | None:
-    return None if clusters is None else [clusters[row] for row in rows]
+    return np.unique([str(each) for each in clusters], return_inverse=True)[1]
 
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
@@ -138,31 +152,32 @@ def _cohen(tables: np.ndarray) -> np.ndarray:
     return (equal - expected) / (n - expected)
 
 
-def _pooled(tables: np.ndarray, *, sample: int, level: Level = "nominal") -> np.ndarray:
-    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `sample` 1 draws labels without replacement."""
+def _pooled(tables: np.ndarray, *, drawn: int, level: Level = "nominal") -> np.ndarray:
+    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `drawn` 1: without replacement."""
     margins = tables.sum(-1)
     n, rows, columns = margins.sum(-1), margins[..., :, None], margins[..., None, :]
     distance = 1 - np.eye(tables.shape[-1])
     if level == "ordinal":  # labels between two, both ends counting half
         middle = margins.cumsum(-1) - margins / 2
         distance = (middle[..., :, None] - middle[..., None, :]) ** 2
-    return 1 - (tables * distance).sum((-2, -1)) * (n - sample) / (rows * columns * distance).sum((-2, -1))
+    return 1 - (tables * distance).sum((-2, -1)) * (n - drawn) / (rows * columns * distance).sum((-2, -1))
 
 
 def _with_interval(
     tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[object] | None
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
-    if not len(tables):
+    kept = tables.any((1, 2))  # the others lack a label
+    tables, size = tables[kept], int(kept.sum())
+    if not size:
         return {"value": None, "low": None, "high": None, "n": 0}
-    number = np.arange(len(tables)) if clusters is None else _numbers(clusters)
-    sums = np.zeros((number.max() + 1, *tables.shape[1:]))
-    np.add.at(sums, number, tables)
-    rng, size = np.random.default_rng(0), len(sums)
-    draws = (np.bincount(rng.integers(size, size=size), minlength=size) for _ in range(BOOTSTRAPS))
-    drawn = np.array([np.tensordot(counts, sums, 1) for counts in draws])
+    number = _numbers(np.arange(len(kept)) if clusters is None else clusters)[kept]
+    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])
+    sums = sums[:, np.unique(number)]  # [cells, clusters]
+    rng, count = np.random.default_rng(0), sums.shape[-1]
+    draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(BOOTSTRAPS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
-        value, spread = float(coefficient(tables.sum(0))), coefficient(drawn)
-    known = spread[np.isfinite(spread)] if size > 1 else spread[:0]
-    low, high = np.quantile(known, [0.025, 0.975]).tolist() if len(known) else (None, None)
-    return {"value": value if np.isfinite(value) else None, "low": low, "high": high, "n": len(tables)}
+        value, *spread = coefficient(np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])).tolist()
+    known = [each for each in spread if math.isfinite(each)]
+    low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
+    return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": size}
