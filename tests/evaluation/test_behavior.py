@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignment.config.load import load_config, packaged_folder
+from alignment.config.load import packaged_folder
 from alignment.errors import UserError
 from alignment.evaluation import behavior
 from alignment.evaluation.behavior import BehaviorConfig, ResponsesConfig, failure_rates, label_predictions, run
@@ -104,13 +104,18 @@ def test_a_model_of_two_labels_is_neutral_where_it_is_undecided():
 
 CASES = [
     *(BehaviorCase(test="words", type="MFT", capability="words", label=2, examples=[w]) for w in ("good", "fine")),
-    *(BehaviorCase(test="bad words", type="MFT", capability="words", label=0, examples=[w]) for w in ("bad", "poor", "sad")),
+    *(
+        BehaviorCase(test="bad words", type="MFT", capability="words", label=0, examples=[w])
+        for w in ("bad", "poor", "sad")
+    ),
     *(
         BehaviorCase(test="names", type="INV", capability="names", examples=[f"Ann is {w}", f"Bob is {w}"])
         for w in ("good", "bad")
     ),
     *(
-        BehaviorCase(test="and", type="DIR", capability="more", change="does not rise", of={"2": 1}, examples=[w, f"{w} and bad"])
+        BehaviorCase(
+            test="and", type="DIR", capability="more", change="does not rise", of={"2": 1}, examples=[w, f"{w} and bad"]
+        )
         for w in ("good", "fine")
     ),
 ]
@@ -156,9 +161,291 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
 
 def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
     results = [True] * 3 + [False] * 7 + [None] * 2
-    judged = [(BehaviorCase(test="t", type="MFT", label=1, examples=[str(i)]), behavior.CaseResult(r)) for i, r in enumerate(results)]
+    judged = [
+        (BehaviorCase(test="t", type="MFT", label=1, examples=[str(i)]), behavior.CaseResult(r))
+        for i, r in enumerate(results)
+    ]
     own = failure_rates(judged, "test")["t"]
     assert (own["cases"], own["say_nothing"], own["failed"]) == (12, 2, 3)
-    assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx([0.3, 0.1078, 0.6032], abs=1e-4)  # Wilson
+    assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(
+        [0.3, 0.1078, 0.6032], abs=1e-4
+    )  # Wilson
     nothing = failure_rates([(judged[0][0], behavior.CaseResult(None))], "test")["t"]
     assert nothing["failure"] is None
+
+
+# Files of cases
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [  # the product of the lists, without the pairs that `where` leaves out, at most 500
+        ("hotel_reviews", [8 * 4, 8 * 4, 28 * 8, 28 * 8, 14 * 4 * 4]),
+        ("inference_heuristics", [56 * 6, 56 * 5, 56 * 5, 500, 500, 56 * 4, 500, 500, 500]),
+        ("minimal_pairs", [8 * 3 * 4, 8 * 3 * 4, 8 * 8 * 2 * 2, 4 * 8 * 3, 4 * 3, 4 * 4 * 3]),
+        ("refusal", [3 * 8, 3 * 8]),
+        ("sycophancy", [8 * 3 * 2, 4 * 3, 4 * 3]),
+    ],
+)
+def test_packaged_templates_have_as_many_different_cases_as_their_lists_say(name, counts):
+    cases = read_cases([str(TEMPLATES / f"{name}.yaml")])
+    tests = list(dict.fromkeys(case.test for case in cases))
+    assert [sum(case.test == test for case in cases) for test in tests] == counts
+    assert len({(case.test, *case.examples) for case in cases}) == len(cases)
+
+
+def test_templates_of_pairs_fill_both_texts_and_draw_the_same_cases_each_time():
+    test = BehaviorCase(
+        test="t", type="MFT", label="no", examples=[("{{ a.name }} saw {{ b }}.", "{{ b }} saw {{ a.name }}, {{ a.age }}.")],
+        fill={"a": [{"name": "Ann", "age": 8}, {"name": "Bo", "age": 9}], "b": ["Bo", "Cy"]}, where="a.name != b",
+    )  # fmt: skip
+    assert [case.examples for case in fill_templates(test)] == [
+        [("Ann saw Bo.", "Bo saw Ann, 8.")], [("Ann saw Cy.", "Cy saw Ann, 8.")], [("Bo saw Cy.", "Cy saw Bo, 9.")],
+    ]  # fmt: skip
+    many = BehaviorCase(test="t", type="MFT", label=1, examples=["{{ i }}"], fill={"i": list(range(900))}, max_cases=40)
+    assert len({case.examples[0] for case in fill_templates(many)}) == 40
+    assert fill_templates(many) == fill_templates(many)
+
+
+def test_rows_take_the_rule_of_their_test_and_lists_come_from_files(tmp_path):
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        {"test": "not bad", "type": "MFT", "capability": "negation", "description": "x", "label": None, "examples": ["a"], "index": 3},
+        {"test": "no", "type": "MFT", "label": 1, "examples": ["b"]},
+        {"test": "own", "type": "DIR", "change": "rises", "examples": ["c", "d"]},
+    )  # fmt: skip
+    write_rows(tmp_path / "prompts.jsonl", {"prompts_final": "Why?"}, {"prompts_final": "How {{ a }}?"})
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("not bad: {label: [1, 2]}\nno: {accept: {1: [1, 2]}}\nown: {change: falls, tolerance: 0}\n")
+    asked = tmp_path / "asked.yaml"
+    asked.write_text(
+        f"harmful: {{type: MFT, label: refusal, examples: ['{{{{ p }}}}'], fill: {{p: '{tmp_path}/prompts.jsonl#prompts_final'}}}}"
+    )
+    first, second, third, *prompts = read_cases([rows, str(asked)], str(rules))
+    assert (first.accepted, first.capability, second.accepted) == (["1", "2"], "negation", ["1", "2"])
+    assert (third.change, third.tolerance) == ("rises", 0)  # its own key stands
+    assert [case.examples for case in prompts] == [["Why?"], ["How {{ a }}?"]]
+
+
+def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        {"test": "a", "type": "MFT", "label": 1, "examples": ["fine"]},
+        {"test": "b", "type": "MFT", "examples": ["no label"]},
+        {"test": "c", "type": "INV", "examples": ["only one"]},
+        {"test": "d", "type": "DIR", "examples": ["x", "y"], "chnge": "rises"},
+        {"test": "e", "type": "XYZ", "label": 1, "examples": ["x"]},
+        {"test": "f", "type": "INV", "tolerance": -1, "examples": ["x", "y"]},
+        {"type": "MFT", "label": 1, "examples": "x"},
+    )
+    (tmp_path / "bad.yaml").write_text(
+        "unknown name:\n  type: MFT\n  label: 1\n  examples: ['{{ b }}']\n  fill: {a: [x]}\n"
+        "bad syntax:\n  type: MFT\n  label: 1\n  examples: ['{{ a']\n  fill: {a: [x]}\n"
+        "none left:\n  type: MFT\n  label: 1\n  examples: ['{{ a }}']\n  fill: {a: [x]}\n  where: a == 'y'\n"
+    )
+    config = BehaviorConfig(str(tmp_path / "out"), [rows, str(tmp_path / "bad.yaml")], classifier="nowhere")
+    with pytest.raises(UserError) as error:
+        run(config)
+    message = str(error.value)
+    for place in (
+        "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
+        "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
+        "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
+        "bad.yaml:15: none left: `where` leaves none of 1",
+    ):  # fmt: skip
+        assert place in message
+    (tmp_path / "broken.jsonl").write_text('{"test": \n')
+    with pytest.raises(UserError, match=r"broken.jsonl:1:\d+: not JSON"):
+        read_cases([str(tmp_path / "broken.jsonl")])
+    with pytest.raises(UserError, match=r"nothing\.yaml: cannot be read"):
+        read_cases([rows], str(tmp_path / "nothing.yaml"))
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match=r"list\.yaml:1: .*must be a section"):
+        read_cases([str(tmp_path / "list.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, "classifier or reward_model or policy must be given"),
+        ({"classifier": "a", "policy": "b"}, "one of the three"),
+        ({"classifier": "a", "answers": {" A": "A"}}, "policy is needed for"),
+        ({"policy": "a", "answers": {" A": "A"}, "responses": ResponsesConfig()}, "does not go with `answers`"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(keys, why):
+    with pytest.raises(ValueError, match=why):
+        BehaviorConfig("out", ["tests.jsonl"], **keys)
+    with pytest.raises(ValueError, match="patterns pattern '\\(' is no regular expression"):
+        ResponsesConfig(patterns={"refusal": ["("]})
+
+
+# Models
+
+
+WORDS = [
+    "the",
+    "a",
+    "dog",
+    "cat",
+    "saw",
+    "by",
+    "was",
+    "slept",
+    "and",
+    "not",
+    "good",
+    "bad",
+    "man",
+    ".",
+    ",",
+    "?",
+    "[UNK]",
+]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A directory that transformers wrote, with three classes."""
+    import transformers
+
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
+    from alignment.data.tokenizers.train import train_wordpiece
+
+    folder = tmp_path_factory.mktemp("bert")
+    tokenizer = train_wordpiece([" ".join(WORDS)] * 4, 80)
+    save_tokenizer(tokenizer, folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, id2label={0: "entailment", 1: "neutral", 2: "contradiction"},
+        label2id={"entailment": 0, "neutral": 1, "contradiction": 2},
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return str(folder), model, tokenizer
+
+
+def behavior_config(tmp_path: Path, **keys: Any) -> BehaviorConfig:
+    return BehaviorConfig(str(tmp_path / "out"), [str(tmp_path / "rows.jsonl")], **keys)
+
+
+@torch.no_grad()
+def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_path):
+    folder, model, tokenizer = bert
+    labels = {"neutral": "non-entailment", "contradiction": "non-entailment"}
+    texts = [("the man saw the dog .", "the dog saw the man ."), ("the cat slept", "the dog slept and the cat was bad")]
+    config = behavior_config(tmp_path, classifier=folder, labels=labels)
+    found = behavior.predict(config, [*texts, "a good dog"])
+    for one, text in zip(found, [*texts, ("a good dog",)], strict=True):
+        p = model(**tokenizer(*text, return_tensors="pt")).logits[0].softmax(-1)
+        assert one.values == pytest.approx({"entailment": float(p[0]), "non-entailment": float(p[1] + p[2])}, abs=1e-5)
+        assert one.label == ("entailment" if p.argmax() == 0 else "non-entailment")
+    assert found[0].values != found[1].values
+
+
+def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):
+    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    write_rows(tmp_path / "rows.jsonl", {"test": "mine", "type": "MFT", "label": "positive", "examples": ["good"]})
+    with pytest.raises(
+        UserError, match="mine: expects positive, and the model gives contradiction, entailment, neutral; map"
+    ):
+        run(behavior_config(tmp_path, classifier=bert[0]))
+    with pytest.raises(UserError, match="mine: expects positive, and the model gives scores alone"):
+        run(behavior_config(tmp_path, reward_model=foreign))
+    with pytest.raises(UserError, match="neutral_label: is between two labels, and there are 3"):
+        run(behavior_config(tmp_path, classifier=bert[0], neutral_label="neither"))
+    with pytest.raises(UserError, match="a model of one score; give it as reward_model"):
+        run(behavior_config(tmp_path, classifier=foreign))
+
+
+def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
+    texts = ["The pool is warm.", ("Hotel Oak.\nConcierge:", " The pool opens in May.")]
+    found = behavior.predict(behavior_config(tmp_path, reward_model=foreign), texts)
+    assert [one.label for one in found] == [None, None]
+    assert [one.values["score"] for one in found] == pytest.approx(
+        load_reward_model(foreign).score(texts).tolist(), abs=1e-6
+    )
+
+
+@torch.no_grad()
+def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_answers(checkpoints, tokenizer, tmp_path):
+    source = checkpoints["llama"]
+    model = load_model(source)
+
+    def log_prob(ids: list[int], start: int) -> float:
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(float(log_probs[i - 1, ids[i]]) for i in range(start, len(ids)))
+
+    text, plain = "The pool is warm.", tokenizer.encode("The pool is warm.", add_special_tokens=False)
+    [scored] = behavior.predict(behavior_config(tmp_path, policy=source), [text])
+    assert scored.values["score"] == pytest.approx(log_prob([tokenizer.bos_token_id, *plain], 1), abs=1e-4)
+    config = behavior_config(tmp_path, policy=source, answers={" yes": "Y", " no": "N"})
+    [found] = behavior.predict(config, [text])
+    head = [tokenizer.bos_token_id, *plain]
+    sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
+    expected = torch.tensor(sums).softmax(-1).tolist()
+    assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(UserError, match="a pair of texts"):
+        behavior.predict(config, [("a", "b")])
+
+
+REFUSING = [
+    "I'm sorry, but I can't help with that.", "I am afraid that is not something I will do.", "I cannot provide instructions for that.",
+    "As an AI language model, I must decline.", "I’m unable to assist.", "We simply won't discuss this.",
+    "That would be against our safety guidelines.", "I really can't tell you how to do that.",
+]  # fmt: skip
+ANSWERING = [
+    "Open the task manager and end the process.", "You can't go wrong with balloons.", "I can't wait to show you: first, butter the bread.",
+    "Sure! I will help you with that.", "People who cannot provide proof must wait.", "The policy of the shop is on its page.", "",
+]  # fmt: skip
+
+
+def test_refusals_are_told_from_answers_by_the_named_phrases():
+    rule = ResponsesConfig()
+    assert [rule.label_of(text) for text in REFUSING] == ["refusal"] * len(REFUSING)
+    assert [rule.label_of(text) for text in ANSWERING] == ["answer"] * len(ANSWERING)
+    own = ResponsesConfig(patterns={"A": [r"\(A\)"], "B": [r"\(B\)"]}, otherwise="none")
+    assert [own.label_of(text) for text in ("It is (B).", "(A), not (B)", "?")] == ["B", "A", "none"]
+
+
+def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier(
+    checkpoints, bert, tmp_path, monkeypatch
+):
+    write_rows(
+        tmp_path / "rows.jsonl",
+        {
+            "test": "harmful",
+            "type": "MFT",
+            "capability": "refusal",
+            "label": "refusal",
+            "examples": ["Hotel Oak: pool is warm."],
+        },
+        {
+            "test": "harmless",
+            "type": "MFT",
+            "capability": "over-refusal",
+            "label": "answer",
+            "examples": ["Guest David: Please"],
+        },
+    )
+    sampling = SamplingConfig(max_new_tokens=6, temperature=0.0)
+    own = ResponsesConfig(sampling=sampling)
+    first = json.loads(run(behavior_config(tmp_path, policy=checkpoints["llama"], responses=own)).read_text())
+    kept = [json.loads(line) for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in kept] == ["Hotel Oak: pool is warm.", "Guest David: Please"]
+    assert first["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
+    assert first["capabilities"]["over-refusal"]["failure"]["rate"] == 0
+    assert first["tests"]["harmful"]["examples"][0]["text_response"] == kept[0]["responses"]["policy"]
+    assert first["labeled_by"]["patterns"]["refusal"] == behavior.REFUSALS
+    monkeypatch.setattr(behavior, "sample_responses", lambda *_, **__: pytest.fail("sampled again"))
+    labels = {"entailment": "refusal", "neutral": "answer", "contradiction": "answer"}
+    second = run(behavior_config(
+        tmp_path, policy=checkpoints["llama"], labels=labels, responses=ResponsesConfig(classifier=bert[0], sampling=sampling)
+    ))  # fmt: skip
+    found = json.loads(second.read_text())["tests"]
+    assert {label for own in found.values() for label in own["labels"]} <= {"refusal", "answer"}
