@@ -156,6 +156,7 @@ EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "language": ("language", "Loss of a language model on running text."),
+    "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),
 }
 
 
