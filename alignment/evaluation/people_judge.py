@@ -15,8 +15,9 @@ from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
+from alignment.evaluation.agreement import agreement
 from alignment.evaluation.judgments import Judgment, read_judgments
-from alignment.evaluation.winrate import TIE, Verdict, agreement
+from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import hash_of, write_text
 
 Pair = tuple[str, str, str]  # id of the prompt, text shown first, text shown second
