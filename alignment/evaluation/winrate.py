@@ -223,14 +223,6 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
     return Merged(merged, inconsistent, merged.count(None))
 
 
-def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
-    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    if not pairs:
-        raise_all(["agreement needs at least one item that both have judged, and there is none"])
-    return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
-
-
 def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """Difference of two accuracies on the same items (1.0 for each right answer, else 0.0), with its 95 % interval."""
     leads = [ours - theirs for ours, theirs in zip(right, baseline, strict=True)]
