@@ -51,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
 )
-evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
+evaluate = typer.Typer(no_args_is_help=True, help="Win rates, judges, reward-model accuracy, language-model loss.")
 data = typer.Typer(no_args_is_help=True, help="Check data files as training reads them.")
 app.add_typer(evaluate, name="evaluate")
 inspect = typer.Typer(no_args_is_help=True, help="Show what a model computes.")
@@ -154,6 +154,7 @@ for _verb, _help in TRAINING.items():
 
 EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
+    "judge": ("judge", "How far a judge agrees with people, and win rates corrected by their labels."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "language": ("language", "Loss of a language model on running text."),
     "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),

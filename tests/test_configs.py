@@ -21,6 +21,7 @@ EVALUATIONS = {  # the others are win rates
     "evaluate/reward_tiny": "reward_eval",
     "evaluate/language_tiny": "language",
     "evaluate/behavior_tiny": "behavior",
+    "evaluate/judge_tiny": "judge",
 }
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
