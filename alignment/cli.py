@@ -156,6 +156,7 @@ EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "language": ("language", "Loss of a language model on running text."),
+    "benchmarks": ("benchmarks", "Benchmark tasks over local rows, and lm-eval's, on several models side by side."),
 }
 
 
@@ -179,6 +180,10 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
             show_result(results, checked.output)
         if stage == "winrate":
             from alignment.evaluation.report.recipe_report import print_results
+
+            print_results(json.loads(results.read_text(encoding="utf-8")))
+        if stage == "benchmarks":
+            from alignment.evaluation.benchmarks.run import print_results
 
             print_results(json.loads(results.read_text(encoding="utf-8")))
 

@@ -26,6 +26,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "winrate": "alignment.evaluation.win_rate_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
+    "benchmarks": "alignment.evaluation.benchmarks.run:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }
 
