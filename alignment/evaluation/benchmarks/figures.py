@@ -61,7 +61,9 @@ def baselines(task: Task) -> dict[str, Baseline]:
     unigram: log p(word) = log((count + 1) / (words + different words + 1)), counted in the choices, or in the texts
     """
     items, kind = task.items, task.settings.kind
-    texts = [text for item in items for text in (*item.choices, *([item.prompt] if kind in ("last_word", "rolling") else []))]
+    texts = [
+        text for item in items for text in (*item.choices, *([item.prompt] if kind in ("last_word", "rolling") else []))
+    ]
     words = Counter(word for text in texts for word in text.split())
     total = words.total() + len(words) + 1
     answers = [item.solution if kind != "answers" else item.references[0] for item in items]
@@ -247,9 +249,10 @@ def share_interval(values: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[fl
 
     Source: Liang and Zeger 1986, Biometrika 73, 13-22, for the variance; Kish 1965, "Survey sampling", for the effect.
     """
-    n, clusters, mean, spread = len(values), len(groups), values.mean(), values.var()
-    between = sum(float((group - mean).sum()) ** 2 for group in groups) * clusters / max(1, clusters - 1)
-    effect = max(1.0, between / (n * spread)) if spread and clusters > 1 else n / clusters
+    n, clusters, mean = len(values), len(groups), values.mean()
+    rows, between = (sum(float((one - mean).sum()) ** 2 for one in parts) for parts in (values, groups))
+    effect = between * clusters / (clusters - 1) / (rows * n / (n - 1)) if rows and clusters > 1 else n / clusters
+    effect = max(1.0, effect)
     wins, losses = ((values == outcome).sum() / effect for outcome in (1, 0))
     return paired_interval(wins, losses, n / effect)
 
