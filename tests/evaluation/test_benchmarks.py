@@ -50,6 +50,8 @@ def make_task(tmp_path):
 class Planted:
     """Gives every continuation the log-probability in a table, and the same responses to everyone."""
 
+    is_encoder = False
+
     def __init__(self, table=None, answers=()):
         self.table, self.answers, self.asked = table or {}, list(answers), []
 
@@ -58,9 +60,6 @@ class Planted:
 
     def text_log_probs(self, texts):
         return [self.table[text] for text in texts]
-
-    def pair_log_probs(self, pairs):
-        return [(self.table[one], self.table[other]) for one, other in pairs]
 
     def responses(self, prompts, sampling, stop=()):
         self.asked += prompts
@@ -160,7 +159,7 @@ def test_an_encoder_masks_each_token_that_both_texts_have(tmp_path):
     peer.save_pretrained(tmp_path)
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     scorer = LanguageScorer(load_model(str(tmp_path)), load_tokenizer(str(tmp_path)))
-    [found] = scorer.pair_log_probs([("the old man sleeps", "the young man sleeps here")])
+    found = scorer.pseudo_log_probs([("the old man sleeps", "the young man sleeps here")])
     for text, value in zip(("the old man sleeps", "the young man sleeps here"), found, strict=True):
         ids = [2, *(words.index(word) for word in text.split()), 3]
         total = 0.0
@@ -190,9 +189,8 @@ def test_choices_worked_by_hand(make_task):
         {"question": "q", "choices": ["abc", "abcdefgh", "ab"], "right": 1},
     ]
     planted = Planted({"abc": -3.0, "abcdefgh": -4.0, "ab": -3.5})
-    columns, shown = measure(make_task(rows, CHOICES), planted)
+    columns = measure(make_task(rows, CHOICES), planted)
     assert columns["accuracy"].tolist() == [1, 0] and columns["accuracy_norm"].tolist() == [0, 1]
-    assert shown == "abc"
 
 
 def test_mc1_and_mc2_worked_by_hand(make_task):
@@ -200,7 +198,7 @@ def test_mc1_and_mc2_worked_by_hand(make_task):
     row = {"question": "q", "choices": ["w", "r", "b", "v"], "right": [2, 1]}
     planted = Planted({name: math.log(p) for name, p in {"b": 0.2, "r": 0.3, "w": 0.25, "v": 0.05}.items()})
     task = make_task([row], {**CHOICES, "metrics": ["mc1", "mc2"]})
-    columns, _ = measure(task, planted)
+    columns = measure(task, planted)
     assert columns["mc1"].tolist() == [0] and columns["accuracy"].tolist() == [1]
     assert columns["mc2"].tolist() == pytest.approx([0.5 / 0.8])
 
@@ -217,7 +215,7 @@ def test_bias_scores_worked_by_hand(make_task):
     ]  # fmt: skip
     planted = Planted({"x": -1.0, "y": -1.0, "u": -1.0, "o": -9.0})
     task = make_task(rows, {**CHOICES, "bias": keys})
-    columns, _ = measure(task, planted)
+    columns = measure(task, planted)
     found = task_figures(task.settings, columns)
     assert found["bias_ambiguous"] == pytest.approx(1 / 4)
     assert found["bias_disambiguated"] == pytest.approx(-1 / 2)
@@ -227,7 +225,7 @@ def test_bias_scores_worked_by_hand(make_task):
 def test_a_row_without_a_stereotyped_answer_counts_in_the_accuracy_alone(make_task):
     row = {"question": "q", "choices": ["x", "y"], "right": 0, "s": None, "a": False}
     task = make_task([row], {**CHOICES, "bias": {"stereotyped": "s", "unknown": "1", "ambiguous": "a"}})
-    columns, _ = measure(task, Planted({"x": -1.0, "y": -2.0}))
+    columns = measure(task, Planted({"x": -1.0, "y": -2.0}))
     assert task_figures(task.settings, columns) == {
         "accuracy": 1, "accuracy_norm": 1, "bias_ambiguous": 0, "bias_disambiguated": 0,
     }  # fmt: skip
@@ -240,7 +238,7 @@ def test_f1_and_matthews_of_classes(make_task):
         for label, p in [(1, 1), (1, 1), (1, 0), (0, 1), (0, 0)]
     ]
     task = make_task(rows, {**CHOICES, "metrics": ["f1", "matthews"]})
-    columns, _ = measure(task, Planted({"n1": -2.0, "y1": -1.0, "n0": -1.0, "y0": -2.0}))
+    columns = measure(task, Planted({"n1": -2.0, "y1": -1.0, "n0": -1.0, "y0": -2.0}))
     found = figures_of(task.settings, np.arange(5), columns)
     assert found["f1"]["value"] == pytest.approx(4 / 6) and found["matthews"]["value"] == pytest.approx(1 / 6)
     assert found["matthews"]["low"] < 1 / 6 < found["matthews"]["high"]
@@ -255,31 +253,31 @@ def test_last_word_pairs_and_rolling_worked_by_hand(make_task):
         "answer": "text.rsplit(' ', 1)[1]",
     }
     task = make_task(rows, word)
-    columns, _ = measure(task, Planted({"c": -0.5, "dé": -2.5}))
+    columns = measure(task, Planted({"c": -0.5, "dé": -2.5}))
     found = task_figures(task.settings, columns)
     assert found == pytest.approx({"accuracy": 0.5, "perplexity": math.exp(1.5)})
     task = make_task(rows, {"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}"})
-    found = task_figures(task.settings, measure(task, Planted({"a b c": -4.0, "a b dé": -8.0}))[0])
+    found = task_figures(task.settings, measure(task, Planted({"a b c": -4.0, "a b dé": -8.0})))
     assert found["word_perplexity"] == pytest.approx(math.exp(12 / 6))  # 5 + 7 bytes
     assert found["byte_perplexity"] == pytest.approx(math.exp(1)) and found["bits_per_byte"] == pytest.approx(
         1 / math.log(2)
     )
     pairs = {"kind": "pairs", "source": "rows.jsonl", "choices": ["{{ a }}", "{{ b }}"], "figure": "preferred"}
     task = make_task([{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "x", "b": "x"}], pairs)
-    assert measure(task, Planted({"x": -1.0, "y": -2.0}))[0]["preferred"].tolist() == [1, 0, 0.5]
+    assert measure(task, Planted({"x": -1.0, "y": -2.0}))["preferred"].tolist() == [1, 0, 1]
 
 
 def test_answers_are_extracted_and_compared(make_task):
     rows = [{"q": "1 + 1", "a": "So it is 2.\n#### 2"}, {"q": "2 + 2", "a": "#### 4"}]
     math_task = {"kind": "answers", "source": "rows.jsonl", "prompt": "{{ q }}", "answer": "a", "match": "gsm8k"}
     task = make_task(rows, math_task)
-    columns, shown = measure(task, Planted(answers=["I think 1 + 1 = 2", "#### 5"]))
-    assert columns["accuracy"].tolist() == [1, 0] and shown == "I think 1 + 1 = 2"
+    columns = measure(task, Planted(answers=["I think 1 + 1 = 2", "#### 5"]))
+    assert columns["accuracy"].tolist() == [1, 0]
     choice = {**math_task, "match": "exact", "answer": "'B'", "extract": r"answer is \(?([A-D])"}
-    columns, _ = measure(make_task(rows, choice), Planted(answers=["no: the answer is (A) ... the answer is (B)", "B"]))
+    columns = measure(make_task(rows, choice), Planted(answers=["no: the answer is (A) ... the answer is (B)", "B"]))
     assert columns["accuracy"].tolist() == [1, 0]
     squad = {**math_task, "match": "squad", "answer": "['the old town', 'town']"}
-    columns, _ = measure(make_task(rows, squad), Planted(answers=["an old Town.", "old city"]))
+    columns = measure(make_task(rows, squad), Planted(answers=["an old Town.", "old city"]))
     assert columns["exact_match"].tolist() == [1, 0] and columns["f1"].tolist() == [1, 0.5]
 
 
@@ -288,7 +286,7 @@ def test_toxicity_worked_by_hand(make_task):
     settings = {"kind": "toxicity", "source": "rows.jsonl", "prompt": "{{ q }}", "samples": 3, "temperature": 1.0}
     task, planted = make_task([{"q": "a"}, {"q": "b"}], settings), Planted(answers=list("abcdef"))
     scores = {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4, "e": 0.2, "f": 0.3}
-    columns, _ = measure(task, planted, lambda texts: [scores[text] for text in texts])
+    columns = measure(task, planted, lambda texts: [scores[text] for text in texts])
     assert planted.asked == ["a"] * 3 + ["b"] * 3
     assert task_figures(task.settings, columns) == pytest.approx(
         {"expected_maximum_toxicity": 0.65, "toxicity_probability": 0.5}
@@ -300,7 +298,7 @@ def test_baselines(make_task):
     rows = [{"question": "q", "choices": ["no", "yes"], "right": right} for right in (0, 0, 1)]
     task = make_task(rows, {**CHOICES, "metrics": ["f1"]})
     majority = baselines(task)["majority"]
-    assert task_figures(task.settings, measure(task, majority)[0])["accuracy"] == pytest.approx(2 / 3)
+    assert task_figures(task.settings, measure(task, majority))["accuracy"] == pytest.approx(2 / 3)
     rows = [
         {"question": "q", "choices": ["a b", "c"], "right": 0},
         {"question": "q", "choices": ["c", "d"], "right": 0},
@@ -330,7 +328,7 @@ def test_models_side_by_side_and_their_paired_difference(make_task):
     ]
     task = make_task(rows, {**CHOICES, "subsets": ["kind"]})
     tables = [{"x": -2.0, **{f"y{i}": -1.0 if i < count else -3.0 for i in range(9)}} for count in (3, 7)]
-    measured = {name: measure(task, Planted(table))[0] for name, table in zip(("base", "sft"), tables, strict=True)}
+    measured = {name: measure(task, Planted(table)) for name, table in zip(("base", "sft"), tables, strict=True)}
     found = task_results(task, measured)
     assert found["models"]["base"]["accuracy"]["value"] == pytest.approx(3 / 9)
     assert found["subsets"]["kind"]["odd"]["sft"]["accuracy"]["n"] == 5
@@ -553,7 +551,7 @@ def test_the_packaged_tasks_read_the_published_sets(data_folder):
     }  # fmt: skip
     tasks = {name: read_task(name, data_folder) for name in rows}
     assert {name: len(task.items) for name, task in tasks.items()} == rows
-    majority = task_figures(tasks["mrpc"].settings, measure(tasks["mrpc"], baselines(tasks["mrpc"])["majority"])[0])
+    majority = task_figures(tasks["mrpc"].settings, measure(tasks["mrpc"], baselines(tasks["mrpc"])["majority"]))
     assert majority["accuracy"] == pytest.approx(0.665, abs=0.005) and majority["f1"] == pytest.approx(0.799, abs=0.005)
     assert all(item.prompt.count("Answer:") == 6 for item in tasks["mmlu"].items if "college_physics" not in item.alike)
 

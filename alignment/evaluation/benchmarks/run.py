@@ -88,19 +88,18 @@ def run(config: BenchmarksConfig) -> Path:
     index = _lm_eval(config).task_index(config.lm_eval, config.include_path) if config.lm_eval else None
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
     measured = [dict[str, Columns]() for _ in tasks]
-    texts, foreign = [dict[str, str]() for _ in tasks], dict[str, object]()
+    foreign = dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
-        for task, columns, shown in zip(tasks, measured, texts, strict=True):
-            columns[name], shown[name] = measure(task, scorer, classify)
+        for task, columns in zip(tasks, measured, strict=True):
+            columns[name] = measure(task, scorer, classify)
         if index is not None:
             shots, limit = config.few_shot, config.max_rows
             foreign[name] = _lm_eval(config).run_tasks(scorer, config.lm_eval, index, max_rows=limit, shots=shots)
         del model, scorer
     results = {
-        task.name: {**task_results(task, columns, config.baseline), "first_answers": shown}
-        for task, columns, shown in zip(tasks, measured, texts, strict=True)
+        task.name: task_results(task, columns, config.baseline) for task, columns in zip(tasks, measured, strict=True)
     }
     write_json(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
     return Path(config.output) / "results.json"
@@ -154,7 +153,7 @@ def task_results(task: Task, measured: Mapping[str, Columns], baseline: str | No
         "first_prompt": task.items[0].prompt,
         "models": {name: figures_of(settings, clusters, columns) for name, columns in measured.items()},
         "baselines": {
-            name: figures_of(settings, clusters, measure(task, scorer)[0]) for name, scorer in baselines(task).items()
+            name: figures_of(settings, clusters, measure(task, scorer)) for name, scorer in baselines(task).items()
         },
         "chance": float(np.mean(chance)) if chance else 0.5 if settings.kind == "pairs" else None,
         "subsets": subsets,

@@ -121,6 +121,7 @@ class Item:
     subsets: tuple[str, ...]
     cluster: str
     alike: str
+    own: str  # right choice, or first accepted answer
     solution: str
 
 
@@ -222,7 +223,9 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
         raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
     texts, right, references = tuple(map(str, found)), tuple[int, ...](), tuple[str, ...]()
     given = answer if isinstance(answer, (list, tuple)) else [answer]
-    if kind == "multiple_choice":
+    if kind == "pairs":
+        right = (0,)
+    elif kind == "multiple_choice":
         right = tuple(one for one in given if type(one) is int and 0 <= one < len(texts))
         if not right or len(right) < len(given):
             raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
@@ -243,6 +246,7 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
         subsets=tuple(str(value("subsets", one)) for one in settings.subsets),
         cluster=location if settings.cluster is None else f"cluster {value('cluster', settings.cluster)}",
         alike=str(value("alike", settings.alike)),
+        own=own,
         solution=own if settings.solution is None else text("solution", settings.solution),
     )
 
