@@ -158,6 +158,7 @@ EVALUATIONS = {  # command: (stage, help)
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "language": ("language", "Loss of a language model on running text."),
     "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),
+    "benchmarks": ("benchmarks", "Benchmark tasks over local rows, and lm-eval's, on several models side by side."),
 }
 
 
@@ -181,6 +182,10 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
             show_result(results, checked.output)
         if stage == "winrate":
             from alignment.evaluation.report.recipe_report import print_results
+
+            print_results(json.loads(results.read_text(encoding="utf-8")))
+        if stage == "benchmarks":
+            from alignment.evaluation.benchmarks.run import print_results
 
             print_results(json.loads(results.read_text(encoding="utf-8")))
 

@@ -28,6 +28,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
     "behavior": "alignment.evaluation.behavior:run",
+    "benchmarks": "alignment.evaluation.benchmarks.run:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }
 
