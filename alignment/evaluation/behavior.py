@@ -3,7 +3,6 @@
 Cases and their rules are in behavior_cases.py.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +49,9 @@ REFUSALS = [  # phrases that decline, in the first person; one of them can stand
     r"(?i)\bas an? (?:AI|(?:large )?language model)\b",
     r"(?i)\bagainst (?:my|our) (?:\w+ )?(?:guidelines|policy|policies|principles|rules)\b",
 ]  # fmt: skip
+
+
+Judged = tuple[BehaviorCase, CaseResult]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class BehaviorConfig(Settings):
         Rule("classifier", lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
              "or reward_model or policy must be given, one of the three"),
         Rule("policy", lambda c: c.policy is None and (c.answers or c.responses), "is needed for `answers` and `responses`"),
+        Rule("weights", lambda c: c.classifier and c.weights.quantize, "quantizes no classifier; leave `quantize` out"),
         Rule("responses", lambda c: c.answers and c.responses, "does not go with `answers`; give one of them"),
     )  # fmt: skip
 
@@ -143,26 +146,23 @@ def run(config: BehaviorConfig) -> Path:
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
     predictions = dict(zip(texts, predict(config, texts), strict=True))
     judged = [(case, judge_case(case, [predictions[text] for text in case.examples])) for case in cases]
+    tests = {case.test: {"capability": case.capability, "type": case.type} for case in cases}
     results = {
         "model": config.classifier or config.reward_model or config.policy,
         "labeled_by": config.responses and asdict(config.responses),
         "cases": len(cases),
         "texts": len(texts),
         "capabilities": failure_rates(judged, "capability"),
-        "tests": (tests := failure_rates(judged, "test")),
+        "tests": {name: tests[name] | rate for name, rate in failure_rates(judged, "test").items()},
+        "examples": {name: worst_cases(name, judged, predictions)[: config.examples] for name in tests},
     }
-    for name, figures in tests.items():
-        own = [each for each in judged if each[0].test == name]
-        figures["labels"] = Counter(str(predictions[text].label) for case, _ in own for text in case.examples)
-        failed = sorted((each for each in own if each[1].failed), key=lambda each: -each[1].excess)
-        figures["examples"] = [_shown(*each, predictions) for each in failed[: config.examples]]
     write_json(output / "results.json", results)
     write_page(output / "behavior.html", results)
-    print_table(table_rows(tests))
+    print_table([{"test": name, **figures} for name, figures in results["tests"].items()])
     return output / "results.json"
 
 
-def failure_rates(judged: Sequence[tuple[BehaviorCase, CaseResult]], key: str) -> dict[str, Figures]:
+def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Figures]:
     """Cases, failed ones, and the failure rate with its interval for each value of `key`: test, or capability.
 
     Cases that say nothing are in no rate. The interval is that of `clustered_rate`, cases with the same first text being
@@ -170,30 +170,24 @@ def failure_rates(judged: Sequence[tuple[BehaviorCase, CaseResult]], key: str) -
     """
     found = {}
     for name in dict.fromkeys(getattr(case, key) for case, _ in judged):
-        own = [(case, result) for case, result in judged if getattr(case, key) == name]
-        counted = [(str(case.examples[0]), float(result.failed)) for case, result in own if result.failed is not None]
-        clusters = np.unique([text for text, _ in counted], return_inverse=True)[1]
-        failed = np.array([failed for _, failed in counted])
-        counts = {"cases": len(own), "say_nothing": len(own) - len(failed), "failed": int(failed.sum())}
-        kind = {} if key == "capability" else {"capability": own[0][0].capability, "type": own[0][0].type}
-        found[name] = {**kind, **counts, "failure": clustered_rate(failed, clusters)}
+        own = [(str(case.examples[0]), result.failed) for case, result in judged if getattr(case, key) == name]
+        failed = np.array([failed for _, failed in own if failed is not None], float)
+        clusters = np.unique([text for text, failed in own if failed is not None], return_inverse=True)[1]
+        counts = {"cases": len(own), "say nothing": len(own) - len(failed), "failed": int(failed.sum())}
+        found[name] = {**counts, "failure": clustered_rate(failed, clusters)}
     return found
 
 
-def _shown(case: BehaviorCase, result: CaseResult, predictions: Mapping[Text, Prediction]) -> Figures:
-    """A failed case in results.json and on the page: its worst text, of INV and DIR beside the original, and the answers."""
-    numbers = {"text": result.worst} if case.type == "MFT" else {"text": 0, "variant": result.worst}
-    columns = {"expected": ", ".join(case.accepted) or case.change or "no change", "excess": result.excess}
-    for name, number in numbers.items():
-        text = case.examples[number]
-        columns |= {name: text, **{f"{name}_{k}": v for k, v in predictions[text]._asdict().items() if v is not None}}
-    return columns
-
-
-def table_rows(tests: Mapping[str, Figures]) -> list[Figures]:
-    """The rates of tests as rows of a table."""
-    hidden = ("labels", "examples")
-    return [{"test": name} | {key: own[key] for key in own if key not in hidden} for name, own in tests.items()]
+def worst_cases(test: str, judged: Sequence[Judged], predictions: Mapping[Text, Prediction]) -> list[Figures]:
+    """The failed cases of a test, the worst first: its worst text, of INV and DIR after the original, and the answers."""
+    found = []
+    for case, result in sorted(judged, key=lambda each: -each[1].excess):
+        if case.test == test and result.failed:
+            texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
+            answers = [predictions[text].response or predictions[text].shown for text in texts]
+            expected = case.accepted or case.change or "no change"
+            found.append({"texts": texts, "answers": answers, "expected": expected, "excess": result.excess})
+    return found
 
 
 def write_page(path: Path, results: Figures) -> None:
@@ -201,19 +195,27 @@ def write_page(path: Path, results: Figures) -> None:
     from alignment.evaluation.report.charts import rate_chart
     from alignment.evaluation.report.html import Section, render_page
 
-    rates = {name: own["failure"] for name, own in results["capabilities"].items()}
+    rates, tests = {name: own["failure"] for name, own in results["capabilities"].items()}, results["tests"]
     lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    sections = [Section("rates", "Failure rates", lead, [rate_chart("Failures", "share of cases", rates)])]
+    sections = [
+        Section("rates", "Failure rates", lead, [rate_chart("Failures", "share of cases", rates, line_at=None)])
+    ]
     for number, capability in enumerate(rates):
-        tests = {name: own for name, own in results["tests"].items() if own["capability"] == capability}
+        named = [name for name in tests if tests[name]["capability"] == capability]
         shown = [
-            {"test": name, **{k: str(v) for k, v in one.items()}} for name in tests for one in tests[name]["examples"]
+            {
+                "test": name,
+                **{key: " → ".join(map(str, case[key])) for key in ("texts", "answers")},
+                "excess": case["excess"],
+            }
+            for name in named
+            for case in results["examples"][name]
         ]
-        sections.append(Section(f"tests-{number}", capability, tables=[table_rows(tests), shown]))
-    rule = {"responses": {key: str(value) for key, value in (results["labeled_by"] or {}).items()}}
-    sections.append(Section("labels", "Labels", settings=rule))
-    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests."
-    render_page(path, kind="behavior", title=results["model"], summary=summary, sections=sections)
+        tables = [{"test": name, **tests[name]} for name in named], shown
+        sections.append(Section(f"tests-{number}", capability, tables=tables))
+    notes = [f"Labels of responses: {results['labeled_by']}"] if results["labeled_by"] else []
+    sections.append(Section("cases", "Cases", f"{results['cases']} cases, {results['texts']} texts.", notes=notes))
+    render_page(path, kind="behavior", title=results["model"], summary="", sections=sections)
 
 
 # The labels
