@@ -105,8 +105,8 @@ def _read_rows(source: str) -> list[SourcedYaml]:
         raise_all(row.problem for row in rows if row.values is None)
         return [SourcedYaml(row.values, {(): row.location}) for row in rows]
     document = _read_sections(source)
-    named = document.values.items()
-    return [SourcedYaml({"test": name, **own}, document.section((name,)).locations) for name, own in named]
+    sections = {name: document.section((name,)) for name in document.values}
+    return [SourcedYaml({"test": name, **own.values}, own.locations) for name, own in sections.items()]
 
 
 def _read_sections(path: str) -> SourcedYaml:
@@ -159,12 +159,6 @@ class Prediction(NamedTuple):
     label: str | None  # None: the model only scores
     values: Mapping[str, float]  # probability of each label; of a model that only scores its `score`
     response: str | None = None  # that the label was given to
-
-    @property
-    def shown(self) -> str:
-        """The likeliest label first: `good 0.91, bad 0.09`."""
-        order = sorted(self.values, key=lambda name: -self.values[name])
-        return ", ".join(f"{name} {self.values[name]:.3g}" for name in order)
 
 
 class CaseResult(NamedTuple):

@@ -152,8 +152,9 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         assert own["failure"]["rate"] == pytest.approx(failed / counted[capability])
         assert own["failure"]["low"] <= own["failure"]["rate"] <= own["failure"]["high"]
     if name == "flips at a name":
-        [worst, _] = results["examples"]["names"]
-        assert worst["texts"] == ["Ann is good", "Bob is good"] and worst["answers"] == ["2 0.9, 0 0.1", "0 0.9, 2 0.1"]
+        [worst, _] = results["examples"]
+        assert (worst["test"], worst["texts"]) == ("names", ["Ann is good", "Bob is good"])
+        assert [one["label"] for one in worst["answers"]] == ["2", "0"]
         assert worst["excess"] == pytest.approx(0.7)
     page = (tmp_path / "behavior.html").read_text()
     assert "bad words" in page and "words" in capsys.readouterr().out
@@ -390,7 +391,7 @@ def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_an
     sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
     expected = torch.tensor(sums).softmax(-1).tolist()
     assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(UserError, match="a pair of texts"):
+    with pytest.raises(UserError, match="a pair, and the policy is asked a text"):
         behavior.predict(config, [("a", "b")])
 
 
@@ -440,7 +441,7 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
     assert [row["prompt"] for row in kept] == ["Hotel Oak: pool is warm.", "Guest David: Please"]
     assert first["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
     assert first["capabilities"]["over-refusal"]["failure"]["rate"] == 0
-    assert first["examples"]["harmful"][0]["answers"] == [kept[0]["responses"]["policy"] or "answer 1"]
+    assert [one["response"] for one in first["examples"][0]["answers"]] == [kept[0]["responses"]["policy"]]
     assert first["labeled_by"]["patterns"]["refusal"] == behavior.REFUSALS
     monkeypatch.setattr(behavior, "sample_responses", lambda *_, **__: pytest.fail("sampled again"))
     labels = {"entailment": "refusal", "neutral": "answer", "contradiction": "answer"}
