@@ -335,6 +335,36 @@ def serve(
 
 
 @app.command()
+def label(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A form, responses.jsonl, comparisons or rankings.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="Labels, appended.")] = "labels.jsonl",
+    annotator: Annotated[str | None, typer.Option(metavar="NAME", help="The page asks by default.")] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the orders.")] = 0,
+    repeats: Annotated[float, typer.Option(min=0, max=0.3, help="Share of pairs shown twice, sides exchanged.")] = 0.1,
+    ratings: Annotated[bool, typer.Option("--ratings", help="Each response gets 1 to 7 as well.")] = False,
+    flags: Annotated[str, typer.Option(help="Marks for responses, commas between; empty for none.")] = (
+        "harmful,off topic,untrue"
+    ),
+    show_report: Annotated[bool, typer.Option("--report", help="Print pace and agreement; serve nothing.")] = False,
+    comparisons: Annotated[str | None, typer.Option(metavar="FILE", help="Write rows for reward and dpo.")] = None,
+    export_to: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--export", metavar="argilla|label-studio FILE", help="Write JSON for that program."),
+    ] = None,
+) -> None:
+    """Serve a page, on this machine only, on which people judge responses; or read their labels."""
+    from alignment.commands import label as labelling
+
+    marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
+    if not (show_report or comparisons or export_to):
+        return labelling.serve_labels(
+            file, Path(output), annotator=annotator, port=port, seed=seed, repeats=repeats, ratings=ratings, flags=marks
+        )
+    labelling.write_labels(file, Path(output), comparisons, export_to)
+
+
+@app.command()
 def export(
     model: ModelName,
     output: Annotated[str, typer.Option(help="Directory to write.")],
