@@ -100,6 +100,13 @@ class Recipe(Settings):
             "must have different names; two stages are called {found}",
         ),
         Rule(
+            "matrix",
+            lambda c: ", ".join(
+                axis for axis, values in c.matrix.items() if not values or axis in (*FOLDERS, *c.names)
+            ),
+            "needs a value for each axis, and axes that are not called like a stage or a folder; got {found}",
+        ),
+        Rule(
             "expect",
             lambda c: next(
                 (f"{e.stage!r}; {suggest(e.stage, c.names)}" for e in c.expect if e.stage not in c.names), ""
@@ -169,7 +176,9 @@ def repeat_stages(document: SourcedYaml) -> SourcedYaml:
     name an item of a list is repeated instead: `["${sft_${seed}}/model"]` becomes a list of both.
     """
     matrix, stages = (document.values or {}).get("matrix"), (document.values or {}).get("stages")
-    if not (isinstance(matrix, dict) and all(map(_is_list, (*matrix.values(), stages)))):
+    if not (
+        isinstance(matrix, dict) and isinstance(stages, list) and all(isinstance(x, list) for x in matrix.values())
+    ):
         return document  # which is refused with the reason, or has no matrix
     made: list[object] = []
     locations = {key: where for key, where in document.locations.items() if key[:1] != ("stages",)}
@@ -179,10 +188,6 @@ def repeat_stages(document: SourcedYaml) -> SourcedYaml:
             locations |= {("stages", len(made), *key): where for key, where in own.items()}
             made.append(_written_out(stage, names, {axis: matrix[axis] for axis in matrix if axis not in names}))
     return SourcedYaml({**document.values, "stages": made}, locations)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def _combinations(value: object, matrix: Mapping[str, list[object]]) -> Iterator[dict[str, object]]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from random import Random
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.hotel_world.gold import GoldScore, preference
+from alignment.hotel_world.gold import preference
 from alignment.hotel_world.grammar import best_reply, is_prompt, parse_prompt
 from alignment.pipeline.run import plan, run_recipe
 from alignment.pipeline.stages import load_stage_file
@@ -27,10 +27,10 @@ SIZES, METHODS, PANELS = ("1", "2"), ("PPO", "SFT", "base"), ("labelers", "held-
 TINY = [
     "matrix.seed=[0, 1]", "world.rows={pretrain: 60, pretrain_heldout: 5, demonstrations: 32, comparisons: 40, "
     "comparisons_heldout: 8, prompts: 16, prompts_eval: 8}",
-    "pretrain_*.vocabulary=300", "pretrain_*.training.max_steps=2", "sft_*.training.max_steps=1",
+    "pretrain_*.vocabulary=600", "pretrain_*.training.max_steps=2", "sft_*.training.max_steps=1",
     "reward_*.training.max_steps=1", "ppo_*.training.max_steps=1", "ppo_*.training.batch_size=4", "ppo_*.max_new_tokens=6",
     "ppo_ptx_*.pretrain_batch_size=2", "dpo_*.training.max_steps=1", "*evaluation_*.max_new_tokens=6",
-    *(f"pretrain_{size}_*.model.{key}" for size in (32, 64, 128, 256)
+    *(f"pretrain_{size}_*.model.{key}" for size in (16, 32, 64, 128)
       for key in ("hidden_size=16", "intermediate_size=16", "num_hidden_layers=1", "num_attention_heads=2", "num_key_value_heads=2")),
 ]  # fmt: skip
 
@@ -43,6 +43,10 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def world_rows(world, name):
+    return rows_of(Path(world[name]))
+
+
 def test_preference_by_hand():
     one, other = labelers.Reply((1, 1, 1, 0.5), 12), labelers.Reply((0, 1, 1, 1), 8)
     taste = labelers.Labeler([2.0, 1.0, 1.0, 1.0], 0.5, 0.1)
@@ -52,19 +56,13 @@ def test_preference_by_hand():
 
 
 def test_labelers_without_spread_are_the_worlds_labeler(world):
-    prompt = rows_of(world_file(world, "prompts_eval"))[0]["prompt"]
+    prompt = world_rows(world, "prompts_eval")[0]["prompt"]
     texts = best_reply(prompt), RUDE
     replies = [labelers.read_reply(prompt, text) for text in texts]
     same, again = labelers.draw_labelers(panel(count=2, spread=0, length_spread=0))
     assert same == again and same.preference(*replies) == pytest.approx(preference(prompt, *texts))
     assert len(set(map(str, labelers.draw_labelers(panel())))) == 3
     assert labelers.draw_labelers(panel()) != labelers.draw_labelers(panel(seed=2))
-
-
-def world_file(world, name):
-    from pathlib import Path
-
-    return Path(world[name])
 
 
 def test_agreement_by_hand():
@@ -74,13 +72,15 @@ def test_agreement_by_hand():
 
 
 def test_labels_do_not_depend_on_those_of_the_file(world, tmp_path):
-    rows = rows_of(world_file(world, "comparisons"))
+    rows = world_rows(world, "comparisons")
     for name, swapped in (("a", False), ("b", True)):
         turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} if swapped else row for row in rows]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turned))
     found = []
     for name in "ab":
-        config = labelers.LabelConfig({"x": str(tmp_path / f"{name}.jsonl")}, {"p": panel(), "q": panel(seed=2)}, str(tmp_path / name))
+        config = labelers.LabelConfig(
+            {"x": str(tmp_path / f"{name}.jsonl")}, {"p": panel(), "q": panel(seed=2)}, str(tmp_path / name)
+        )
         found.append(rows_of(labelers.label(config) / "x.jsonl"))
     assert found[0] == found[1] and {row["labeler"] for row in found[0]} <= {0, 1, 2}
     results = json.loads((tmp_path / "a/results.json").read_text())["x"]
@@ -93,7 +93,7 @@ def test_labels_do_not_depend_on_those_of_the_file(world, tmp_path):
 def test_an_example_stands_before_the_same_request(world, tmp_path):
     config = votes.FewShotConfig(DataConfig(train=str(world["prompts_eval"]), max_length=256), str(tmp_path))
     made = [row["prompt"] for row in rows_of(votes.few_shot(config) / "prompts.jsonl")]
-    bare = [row["prompt"] for row in rows_of(world_file(world, "prompts_eval"))]
+    bare = [row["prompt"] for row in world_rows(world, "prompts_eval")]
     assert [parse_prompt(text) for text in made] == [parse_prompt(text) for text in bare]
     assert all(is_prompt(text) and text.count("\nGuest ") == 2 for text in made)
     assert not any(text.split("\nConcierge:")[1].strip() in text.split("\nConcierge:")[0] for text in made)
@@ -110,7 +110,7 @@ def write_responses(path, prompts, texts):
 
 def judge_config(world, tmp_path, **changes):
     labelers.label(labelers.LabelConfig({}, {"p": panel(count=10), "q": panel(count=10, seed=2)}, str(tmp_path)))
-    prompts = [row["prompt"] for row in rows_of(world_file(world, "prompts_eval"))]
+    prompts = [row["prompt"] for row in world_rows(world, "prompts_eval")]
     good, bad = [best_reply(prompt) for prompt in prompts], [RUDE] * len(prompts)
     files = {
         "": write_responses(tmp_path / "a.jsonl", prompts, {"SFT": bad, "PPO": good}),
@@ -210,7 +210,7 @@ def test_intervals_cover(tmp_path):
 
 
 def test_policies_without_votes_are_named(tmp_path, checkpoints):
-    with pytest.raises(UserError, match="1-0|0-0.json: has no votes on nobody"):
+    with pytest.raises(UserError, match=r"0-0\.json: has no votes on nobody"):
         figures.run(figures_config(tmp_path, checkpoints, frontiers={"DPO": ["nobody"], "PPO": ["PPO 2"]}))
 
 
