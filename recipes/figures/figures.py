@@ -183,16 +183,22 @@ def held_out_sentences(config: FiguresConfig, results: Mapping[str, Any]) -> Ite
     """How far the second panel's win rates differ from the first's."""
     gaps = results["held_out"]
     widest = max(gaps, key=lambda name: abs(gaps[name]["mean"]))
-    one, other = config.panels[:2]
+    mean = signed(100 * float(np.mean([gap["mean"] for gap in gaps.values()])), 1)
     yield (
-        f"Win rates of {other} less those of {one}: {np.mean([gap['mean'] for gap in gaps.values()]):+.1%} in the mean over "
-        f"policies, {shown(gaps[widest])} at most ({widest})."
+        f"Win rates of {config.panels[1]} less those of {config.panels[0]}, in points: {mean} in the mean over policies, "
+        f"{shown(gaps[widest])} at most ({widest})."
     )
 
 
 def shown(difference: Mapping[str, Any]) -> str:
-    """A difference of shares and its interval, in percent."""
-    return f"{difference['mean']:+.1%} [{difference['low']:+.1%}, {difference['high']:+.1%}]"
+    """A difference of shares and its interval, in percentage points."""
+    mean, low, high = (signed(100 * difference[key], 1) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def signed(value: float, digits: int) -> str:
+    """A number with its sign."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 # The order of the second figure
@@ -245,10 +251,10 @@ def frontier_sentences(frontiers: Mapping[str, Mapping[str, Any]]) -> Iterator[s
     words = {"yes": "is above", "no": "is below", "open": "is not told apart from"}
     for names, found in frontiers.items():
         first, other = names.split(" over ")
+        mean, low, high = (signed(found[key], 2) for key in ("mean", "low", "high"))
         yield (
-            f"Reward over KL: {first} {words[found['holds']]} {other} by {found['mean']:+.2f} [{found['low']:+.2f}, "
-            f"{found['high']:+.2f}] gold points in the mean up to {found['to_kl']:.1f} nats; above at {found['above_share']:.0%} "
-            f"of the way, below at {found['below_share']:.0%}."
+            f"Reward over KL: {first} {words[found['holds']]} {other}: {mean} [{low}, {high}] gold points in the mean up to "
+            f"{found['to_kl']:.1f} nats; above at {found['above_share']:.0%} of the way, below at {found['below_share']:.0%}."
         )
 
 
@@ -294,8 +300,8 @@ def write_page(config: FiguresConfig, results: Mapping[str, Any]) -> Path:
         Section("order", "Does the published order hold?", points=results["sentences"]),
         Section("sizes", "Preference over size", "After Ouyang et al. 2022, figure 1.", charts=charts),
         Section("frontiers", "Reward over KL", "After Rafailov et al. 2023, figure 2.", charts=[second]),
-        Section("relations", "Every published relation", "Difference of win rates; yes where its interval is on the published "
-                "side, no where it is on the other, open where it allows both.", tables=[relations]),
+        Section("relations", "Every published relation", "Difference of win rates in percentage points; yes where its interval is "
+                "on the published side, no where it is on the other, open where it allows both.", tables=[relations]),
         Section("numbers", "Numbers", tables=[rates, rewards]),
     ]  # fmt: skip
     summary = (

@@ -189,7 +189,7 @@ def test_the_order_of_planted_curves_is_told(tmp_path, checkpoints):
     page = (tmp_path / "figures/report.html").read_text(encoding="utf-8")
     assert "4 of 5 published relations" not in page and "3 of 5 published relations hold" in page
     assert page.count("<svg") == 3 and "http" not in page.replace("http-equiv", "")
-    assert found["sentences"][-1].startswith("Reward over KL: DPO is above PPO by +0.6")
+    assert found["sentences"][-1].startswith("Reward over KL: DPO is above PPO: +0.6")
 
 
 def test_an_estimate_by_hand():
