@@ -21,7 +21,9 @@ from alignment.analysis.saliency import (
     without_each,
 )
 from alignment.data.text.chat import prompt_ids
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
@@ -29,6 +31,7 @@ from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import load_reward_model
 from tests.analysis.test_inspection import Page, tiny
+from tests.conftest import roughen
 
 TEXT, TARGET = "We loved the pool and the spa", " of this hotel"
 
@@ -183,6 +186,38 @@ def test_a_reward_models_score_is_explained(stage):
     assert explain_answer(answer, TEXT)["integrated_gradients"]["complete"]
     with pytest.raises(UserError, match="give --target"):
         whole.values([[{"role": "user", "content": "Hi"}]])
+
+
+def test_an_encoders_score_of_a_pair_is_explained(tmp_path):
+    """Both texts of the pair are told apart, and its special tokens stay."""
+    tokenizer = train_wordpiece(["is it warm", "the pool is warm", "no"] * 4, 60)
+    config = {"model_type": "bert", "vocab_size": len(tokenizer), "max_position_embeddings": 32, "hidden_size": 16}
+    torch.manual_seed(0)
+    model = build_model(config | {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}, "scalar")
+    save_model(roughen(model, size=0.3), tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    explained = load_explained(str(tmp_path))("is it warm", "the pool is warm")
+    expected = load_reward_model(str(tmp_path)).score([("is it warm", "the pool is warm")]).item()
+    found = explain_answer(explained, "is it warm")
+    assert found["value"] == pytest.approx(expected, abs=1e-5) and found["integrated_gradients"]["complete"]
+    held = [token for token, value in zip(found["tokens"], found["gradient_x_input"], strict=True) if value is None]
+    assert held == ["[CLS]", "[SEP]", "[SEP]"] and found["ablation"]["parts"] == ["is", "it", "warm"]
+
+
+def test_messages_go_through_the_chat_template(checkpoints):
+    tokenizer = with_chat_template(load_tokenizer(checkpoints["llama"]), "zephyr")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Is it warm?"},
+    ]
+    explained = explained_continuation(load_model(checkpoints["llama"]), tokenizer, messages, " yes")
+    found = explain_answer(explained, messages, unit="turn")
+    silent = explained.values([[messages[0], {"role": "assistant", "content": ""}, messages[2]]])[0]
+    assert found["ablation"]["parts"][1] == "assistant: Yes?" and found["ablation"]["values"][1] == pytest.approx(
+        silent, abs=1e-5
+    )
+    assert len(found["tokens"]) == len(prompt_ids(tokenizer, messages)) + explained.target
 
 
 # Parts left out
