@@ -15,7 +15,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_scalar_adapter
+from alignment.adapters.files import is_scalar_adapter, read_members
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.inspection import TEMPLATES, shown
 from alignment.data.rows.records import Messages
@@ -81,20 +81,29 @@ def load_explained(source: str) -> ExplainedOf:
     text) or a class (None: the most probable one).
     """
     checkpoint = Checkpoint(source)
-    config = read_config(checkpoint.base)
-    classifies = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
-    scores = classifies and (score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1)
-    if is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else scores:
-        reward_model = load_reward_model(source, device=best_device())
-        return lambda prompt, target: explained_score(reward_model, target)
-    tokenizer = load_tokenizer(source)
-    if classifies and not checkpoint.is_adapter:
-        classifier = load_pretrained(checkpoint.directory, "sequence", device=best_device())
-        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
-    if (kind := architecture_of(checkpoint)) != "decoder":
+    head, kind, device = _head_of(checkpoint), architecture_of(checkpoint), best_device()
+    if kind == "encoder-decoder" or (head == "language" and kind != "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
-    model = load_model(checkpoint, device=best_device())
+    if head == "score":
+        reward_model = load_reward_model(source, device=device)
+        return lambda prompt, target: explained_score(reward_model, target)
+    tokenizer = load_tokenizer(checkpoint)
+    if head == "class":
+        classifier = load_pretrained(checkpoint.directory, "sequence", device=device)
+        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
+    model = load_model(checkpoint, device=device)
     return lambda prompt, target: explained_continuation(model, tokenizer, prompt, target)
+
+
+def _head_of(checkpoint: Checkpoint) -> Literal["score", "class", "language"]:
+    directory = checkpoint.directory
+    if read_members(directory) is not None or (checkpoint.is_adapter and is_scalar_adapter(directory)):
+        return "score"
+    config = read_config(checkpoint.base)
+    named = str((config.get("architectures") or [""])[0])
+    if checkpoint.is_adapter or not named.endswith("ForSequenceClassification"):
+        return "language"
+    return "score" if score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1 else "class"
 
 
 def explained_continuation(
@@ -103,6 +112,8 @@ def explained_continuation(
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
     if target is not None:
         response = response_ids(tokenizer, target, prompt, ended=False)
+        if not response:
+            raise UserError(f"--target {target!r} has no token; give a continuation, or leave it out")
     else:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
