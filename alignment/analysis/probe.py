@@ -20,7 +20,6 @@ from alignment.data.tasks import LabeledExamples, TaskExample, TaskFormat, prepa
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
-from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json
@@ -233,6 +232,8 @@ def write_probe(
 
 
 def _sections(layers: Sequence[LayerProbe], baselines: dict[str, float]) -> list[Section]:
+    from alignment.evaluation.report.charts import Curve, curve_chart  # matplotlib, which no other look inside needs
+
     numbers = tuple(range(len(layers)))
     rates = {
         "probe": [one.accuracy.rate for one in layers],
