@@ -140,10 +140,8 @@ def probe_outcomes(
 ) -> tuple[list[float], list[float]]:
     """1.0 for each row that a probe classifies rightly, else 0.0: of the fit, and held out; arguments likewise in pairs."""
     probe = fit_probe(states[0], classes[0], count=count, ridge=ridge)
-    fitted, held_out = (
-        (probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)
-    )
-    return fitted, held_out
+    right = [(probe.classify(each) == known).astype(float) for each, known in zip(states, classes, strict=True)]
+    return right[0].tolist(), right[1].tolist()
 
 
 class LayerProbe(NamedTuple):

@@ -154,7 +154,7 @@ def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages
     """The log-probability of a class of the text, or of its most probable one, nats."""
     config = cast(NativeModel | ExternalModel, model).config
     names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
-    numbers = {str(name): int(number) for number, name in names.items()}
+    numbers = {str(name): int(number) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
     if not isinstance(text, str) or (label is not None and label not in numbers):
         raise UserError(
             f"a classifier reads texts, no messages, and --target is one of {', '.join(numbers)}, or left out"
@@ -169,8 +169,7 @@ def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages
     whole = Explained("", model, tokenizer, encode, log_probs)
     if label is None:
         with torch.no_grad():
-            most_probable = int(log_probs(whole.batch([encode(text)])).argmax())
-        label = next(name for name, number in numbers.items() if number == most_probable)
+            label = list(numbers)[int(log_probs(whole.batch([encode(text)])).argmax())]
     return replace(
         whole, name=f"log-probability of class {label}, nats", value=lambda batch: log_probs(batch)[:, numbers[label]]
     )
@@ -185,13 +184,11 @@ def _one_text(ids: Sequence[int]) -> Encoded:
 
 def embedding_layers(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
-    found: dict[nn.Module, None] = {}
-    for part in model.modules():
-        if isinstance(part, ExternalModel):
-            found[part.inner.get_input_embeddings()] = None
-        elif isinstance(part, NativeModel):
-            found[part.get_submodule("trunk.embed")] = None
-    return list(found)
+    parts = [part for part in model.modules() if isinstance(part, NativeModel | ExternalModel)]
+    return list(dict.fromkeys(
+        part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
+        for part in parts
+    ))  # fmt: skip
 
 
 @contextmanager
