@@ -14,7 +14,7 @@ from torch import Tensor
 from alignment.data.rows.records import Message, Messages, Prompt
 from alignment.data.tasks import LabeledRow, TaskFormat, encode_rows
 from alignment.data.text.chat import prompt_ids, response_ids
-from alignment.errors import raise_all
+from alignment.errors import UserError, raise_all, suggest
 from alignment.evaluation.behavior_cases import (
     BehaviorCase,
     CaseResult,
@@ -37,7 +37,16 @@ from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
 from alignment.reward_model.model import Encoded, score_encoded
-from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
+from alignment.settings import (
+    PATTERN_SECONDS,
+    NonNegativeInt,
+    PositiveInt,
+    Rule,
+    Settings,
+    compile_pattern,
+    refusal,
+    slow_pattern,
+)
 from alignment.training.run.lineage import parent_hashes
 
 DECLINED = r"(?:help|assist|provide|answer|give|share|tell|do|comply|offer|create|write|discuss|support|explain|advise)"
@@ -79,8 +88,14 @@ class ResponsesConfig(Settings):
 
     def label_of(self, response: str) -> str:
         """The label of a response by the patterns."""
-        found = (name for name, own in self.patterns.items() for one in own if compile_pattern(one).search(response))
-        return next(found, self.otherwise)
+        for label, patterns in self.patterns.items():
+            for pattern in patterns:
+                try:
+                    if compile_pattern(pattern).search(response, timeout=PATTERN_SECONDS):
+                        return label
+                except TimeoutError as error:
+                    raise UserError(f"responses.patterns: {slow_pattern(pattern)}") from error
+        return self.otherwise
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,10 @@ class BehaviorConfig(Settings):
         Rule("classifier", lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
              "or reward_model or policy must be given, one of the three"),
         Rule("policy", lambda c: c.policy is None and (c.answers or c.responses), "is needed for `answers` and `responses`"),
+        Rule("labels", lambda c: c.labels and not (c.classifier or (c.responses and c.responses.classifier)),
+             "are of a classifier; leave them out, or give one"),
+        Rule("neutral_label", lambda c: c.neutral_label is not None and (c.responses or not (c.classifier or c.answers)),
+             "goes with `classifier` and `answers`"),
         Rule("weights", lambda c: c.classifier and c.weights.quantize, "quantizes no classifier; leave `quantize` out"),
         Rule("responses", lambda c: c.answers and c.responses, "does not go with `answers`; give one of them"),
     )  # fmt: skip
@@ -175,7 +194,7 @@ def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Figures]:
             [str(case.examples[0]) for case, failed in own if failed is not None], return_inverse=True
         )[1]
         kind = {"capability": own[0][0].capability, "type": own[0][0].type} if key == "test" else {}
-        counts = {"cases": len(own), "say nothing": len(own) - len(failed), "failed": int(failed.sum())}
+        counts = {"cases": len(own), "say_nothing": len(own) - len(failed), "failed": int(failed.sum())}
         found[name] = {**kind, **counts, "failure": clustered_rate(failed, clusters)}
     return found
 
@@ -239,6 +258,9 @@ def class_labels(source: str, labels: Mapping[str, Label]) -> list[str]:
     """The tests' label of each class of a classifier, from its config.json."""
     names = read_config(find_directory(source)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
     raise_all([] if len(names) > 1 else [f"{source}: a model of one score; give it as reward_model"])
+    raise_all(
+        f"labels: {key} is none of {source}; {suggest(key, names.values())}" for key in labels.keys() - names.values()
+    )
     return [str(labels.get(names[key], names[key])) for key in sorted(names, key=int)]
 
 
@@ -289,7 +311,7 @@ def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> tupl
     """The tests' label of each class of a classifier, and its logits for texts, or pairs of texts, [n, C]."""
     directory, names = find_directory(source), class_labels(source, config.labels)
     trained = (read_config(directory).get("task_specific_params") or {}).get("finetune", {})
-    form = TaskFormat(**{"task": "classification", "max_length": config.max_length, **trained})
+    form = TaskFormat(**{"max_length": config.max_length, **trained, "task": "classification"})  # of one text or of two
     rows = [LabeledRow((text, None) if isinstance(text, str) else text, (names[0],), repr(text)) for text in texts]
     examples, tally = encode_rows(rows, form, load_tokenizer(source), dict(enumerate(names)))
     print_tally("tests", tally)

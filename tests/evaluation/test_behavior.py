@@ -1,5 +1,6 @@
 """Behavioral tests: cases and templates, the rule of each kind of test, the models, and what is refused before one is loaded."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from alignment.algorithms.finetune import scoring
+from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.finetune.finetune import run as finetune
 from alignment.config.load import packaged_folder
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.tokenizers.tokenizer import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation import behavior
 from alignment.evaluation.behavior import BehaviorConfig, ResponsesConfig, failure_rates, label_predictions, run
@@ -15,6 +22,7 @@ from alignment.evaluation.behavior_cases import BehaviorCase, Prediction, fill_t
 from alignment.generation import SamplingConfig
 from alignment.loading import load_model
 from alignment.reward_model import load_reward_model
+from alignment.training import OptimConfig, TrainingConfig
 
 TEMPLATES = packaged_folder("configs") / "evaluate" / "behavior"
 
@@ -167,7 +175,7 @@ def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
         for i, r in enumerate(results)
     ]
     own = failure_rates(judged, "test")["t"]
-    assert (own["cases"], own["say nothing"], own["failed"]) == (12, 2, 3)
+    assert (own["cases"], own["say_nothing"], own["failed"]) == (12, 2, 3)
     assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(
         [0.3, 0.1078, 0.6032], abs=1e-4
     )  # Wilson
@@ -273,6 +281,8 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         ({"classifier": "a", "policy": "b"}, "one of the three"),
         ({"classifier": "a", "answers": {" A": "A"}}, "policy is needed for"),
         ({"policy": "a", "answers": {" A": "A"}, "responses": ResponsesConfig()}, "does not go with `answers`"),
+        ({"policy": "a", "labels": {"x": 1}}, "labels are of a classifier"),
+        ({"reward_model": "a", "neutral_label": 1}, "neutral_label goes with"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(keys, why):
@@ -310,9 +320,6 @@ WORDS = [
 def bert(tmp_path_factory):
     """A directory that transformers wrote, with three classes."""
     import transformers
-
-    from alignment.data.tokenizers.tokenizer import save_tokenizer
-    from alignment.data.tokenizers.train import train_wordpiece
 
     folder = tmp_path_factory.mktemp("bert")
     tokenizer = train_wordpiece([" ".join(WORDS)] * 4, 80)
@@ -358,10 +365,28 @@ def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(b
         run(behavior_config(tmp_path, classifier=bert[0]))
     with pytest.raises(UserError, match="mine: expects positive, and the model gives scores alone"):
         run(behavior_config(tmp_path, reward_model=foreign))
+    with pytest.raises(UserError, match=r"labels: neutrl is none of .*did you mean 'neutral'"):
+        run(behavior_config(tmp_path, classifier=bert[0], labels={"neutrl": 1}))
     with pytest.raises(UserError, match="neutral_label: is between two labels, and there are 3"):
         run(behavior_config(tmp_path, classifier=bert[0], neutral_label="neither"))
     with pytest.raises(UserError, match="a model of one score; give it as reward_model"):
         run(behavior_config(tmp_path, classifier=foreign))
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_decoder_reads_texts_in_the_format_of_its_training(checkpoints, tmp_path):
+    rows = packaged_folder("configs") / "tiny_data/finetune_classification.jsonl"
+    config = FinetuneConfig(
+        task="classification", data=DataConfig(train=str(rows), max_length=96), output=str(tmp_path / "run"),
+        policy=checkpoints["llama"], format="gpt1", optim=OptimConfig(learning_rate=3e-3),
+        training=TrainingConfig(batch_size=16, max_steps=4),
+    )  # fmt: skip
+    model = str(finetune(config))
+    texts = [
+        f"the {place} is {word}" for place in ("pool", "bar", "lift") for word in ("clean", "awful", "warm", "cold")
+    ]
+    found = behavior.predict(behavior_config(tmp_path, classifier=model), texts)
+    assert [one.label for one in found] == scoring.predict(model, texts)
 
 
 def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
@@ -414,6 +439,12 @@ def test_refusals_are_told_from_answers_by_the_named_phrases():
     assert [own.label_of(text) for text in ("It is (B).", "(A), not (B)", "?")] == ["B", "A", "none"]
 
 
+def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(behavior, "PATTERN_SECONDS", 0.01)
+    with pytest.raises(UserError, match=r"responses.patterns: pattern '\(\.\*\)\*.*' takes more than"):
+        ResponsesConfig(patterns={"x": ["(.*)*(.*)*(.*)*!"]}).label_of("a response " * 100)
+
+
 def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier(
     checkpoints, bert, tmp_path, monkeypatch
 ):
@@ -449,7 +480,7 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
         tmp_path, policy=checkpoints["llama"], labels=labels, responses=ResponsesConfig(classifier=bert[0], sampling=sampling)
     ))  # fmt: skip
     [label] = {one.label for one in behavior.label_predictions(*behavior.classify(  # of what the classifier reads
-        behavior_config(tmp_path, labels=labels, policy="p"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
+        behavior_config(tmp_path, labels=labels, classifier="c"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
     ))}  # fmt: skip
     assert json.loads(second.read_text())["tests"]["harmful"]["failed"] == (label != "refusal")
 
@@ -460,14 +491,6 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
 @pytest.fixture(scope="module")
 def sentiment(tmp_path_factory):
     """A small encoder, trained from nothing on SST-2 for a minute, and its accuracy on held-out rows."""
-    import gzip
-
-    from alignment.algorithms.finetune.finetune import FinetuneConfig
-    from alignment.algorithms.finetune.finetune import run as finetune
-    from alignment.data.config import DataConfig, SourceConfig
-    from alignment.data.tokenizers.tokenizer import save_tokenizer
-    from alignment.data.tokenizers.train import train_wordpiece
-    from alignment.training import OptimConfig, TrainingConfig
     from tests.conftest import DATA
 
     folder = tmp_path_factory.mktemp("sentiment")
@@ -515,8 +538,6 @@ def published_rule(test: str, kind: str, label: int | None, p: list[list[float]]
 def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
     sentiment, tmp_path, data_folder, monkeypatch
 ):
-    import gzip
-
     model, accuracy = sentiment
     assert accuracy > 0.74
     suite, kept = str(data_folder / "checklist_sentiment/sentiment_suite.jsonl.gz"), {}
@@ -546,7 +567,7 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
             for row in rows
             if row["test"] == test
         ]  # fmt: skip
-        assert (own["failed"], own["say nothing"]) == (expected.count(True), expected.count(None)), test
+        assert (own["failed"], own["say_nothing"]) == (expected.count(True), expected.count(None)), test
     rates = {test: own["failure"]["rate"] for test, own in results["tests"].items()}
     assert rates["single positive words"] < 0.5 and rates["single negative words"] < 0.5
     assert (
