@@ -45,7 +45,6 @@ from alignment.settings import (
     Settings,
     compile_pattern,
     refusal,
-    slow_pattern,
 )
 from alignment.training.run.lineage import parent_hashes
 
@@ -88,14 +87,14 @@ class ResponsesConfig(Settings):
 
     def label_of(self, response: str) -> str:
         """The label of a response by the patterns."""
-        for label, patterns in self.patterns.items():
-            for pattern in patterns:
-                try:
-                    if compile_pattern(pattern).search(response, timeout=PATTERN_SECONDS):
-                        return label
-                except TimeoutError as error:
-                    raise UserError(f"responses.patterns: {slow_pattern(pattern)}") from error
-        return self.otherwise
+        patterns = ((label, compile_pattern(one)) for label, own in self.patterns.items() for one in own)
+        try:
+            return next(
+                (label for label, one in patterns if one.search(response, timeout=PATTERN_SECONDS)), self.otherwise
+            )
+        except TimeoutError as error:
+            why = f"takes more than {PATTERN_SECONDS:g} seconds on {response[:60]!r}; nest no repetitions, as in (a*)*"
+            raise UserError(f"responses.patterns: one {why}") from error
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,8 @@ def write_page(path: Path, results: Figures) -> None:
     rates = {name: own["failure"] for name, own in results["capabilities"].items()}
     chart = rate_chart("Failures", "share of cases", rates, line_at=None)
     lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    sections = [Section("rates", "Failure rates", lead, [chart])]
+    rule = {"responses": {key: str(value) for key, value in (results["labeled_by"] or {}).items()}}
+    sections = [Section("rates", "Failure rates", lead, [chart], settings=rule)]
     for number, name in enumerate(rates):
         tests = [{"test": test, **own} for test, own in results["tests"].items() if own["capability"] == name]
         cases = [
@@ -234,8 +234,7 @@ def write_page(path: Path, results: Figures) -> None:
             if case["capability"] == name
         ]
         sections.append(Section(f"tests-{number}", name, tables=[tests, cases]))
-    labels = f" Labels of responses: {results['labeled_by']}." if results["labeled_by"] else ""
-    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests.{labels}"
+    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests."
     render_page(path, kind="behavior", title=results["model"], summary=summary, sections=sections)
 
 
@@ -257,10 +256,10 @@ def given_labels(config: BehaviorConfig) -> list[str]:
 def class_labels(source: str, labels: Mapping[str, Label]) -> list[str]:
     """The tests' label of each class of a classifier, from its config.json."""
     names = read_config(find_directory(source)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    raise_all([] if len(names) > 1 else [f"{source}: a model of one score; give it as reward_model"])
-    raise_all(
+    unknown = [
         f"labels: {key} is none of {source}; {suggest(key, names.values())}" for key in labels.keys() - names.values()
-    )
+    ]
+    raise_all(unknown if len(names) > 1 else [f"{source}: a model of one score; give it as reward_model"])
     return [str(labels.get(names[key], names[key])) for key in sorted(names, key=int)]
 
 
@@ -299,11 +298,12 @@ def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
         log_probs = response_log_probs(config, [(prompt, answer) for prompt in prompts for answer in config.answers])
         names = [str(label) for label in config.answers.values()]
         return label_predictions(names, log_probs.view(len(texts), -1), config.neutral_label)
-    if config.policy:
-        scores = response_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
+    if config.reward_model:
+        own = config.weights
+        model = load_reward_model(config.reward_model, own.dtype, best_device(), quantize=own.quantize)
+        scores = model.score(texts)
     else:
-        device, own = best_device(), config.weights
-        scores = load_reward_model(str(config.reward_model), own.dtype, device, quantize=own.quantize).score(texts)
+        scores = response_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
     return [Prediction(None, {"score": score}) for score in scores.tolist()]
 
 
