@@ -162,7 +162,7 @@ def run(config: BehaviorConfig) -> Path:
         )
     )
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
-    predictions = dict(zip(texts, predict(config, texts), strict=True))
+    predictions = dict(zip(texts, predict_texts(config, texts), strict=True))
     judged = [(case, judge_case(case, [predictions[text] for text in case.examples])) for case in cases]
     results = {
         "model": config.classifier or config.reward_model or config.policy,
@@ -171,10 +171,10 @@ def run(config: BehaviorConfig) -> Path:
         "texts": len(texts),
         "capabilities": failure_rates(judged, "capability"),
         "tests": failure_rates(judged, "test"),
-        "examples": worst_cases(judged, predictions, config.examples),
+        "examples": failed_cases(judged, predictions, config.examples),
     }
     write_json(output / "results.json", results)
-    write_page(output / "behavior.html", results)
+    write_behavior_page(output / "behavior.html", results)
     print_table([{"test": name, **figures} for name, figures in results["tests"].items()])
     return output / "results.json"
 
@@ -194,23 +194,28 @@ def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Figures]:
         )[1]
         kind = {"capability": own[0][0].capability, "type": own[0][0].type} if key == "test" else {}
         counts = {"cases": len(own), "say_nothing": len(own) - len(failed), "failed": int(failed.sum())}
-        found[name] = {**kind, **counts, "failure": clustered_rate(failed, clusters)}
+        rate = clustered_rate(failed, clusters) or {}
+        found[name] = {
+            **kind,
+            **counts,
+            "failure": {key: rate[key] for key in ("rate", "low", "high", "n") if rate} or None,
+        }
     return found
 
 
-def worst_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Figures]:
+def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Figures]:
     """At most `count` failed cases of each test, the worst first: its worst text, of INV and DIR after the original."""
     found = list[Figures]()
     for case, result in sorted(judged, key=lambda each: -each[1].excess):
         if result.failed and sum(each["test"] == case.test for each in found) < count:
             texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
             answers = [predictions[text]._asdict() for text in texts]
-            rule = {"expected": case.accepted or case.change or "no change", "excess": result.excess}
+            rule = {"expected": ", ".join(case.accepted) or case.change or "no change", "excess": result.excess}
             found.append({"test": case.test, "capability": case.capability, **rule, "texts": texts, "answers": answers})
     return found
 
 
-def write_page(path: Path, results: Figures) -> None:
+def write_behavior_page(path: Path, results: Figures) -> None:
     """Write the page: failure rates by capability, and for each capability its tests and their worst failures."""
     from alignment.evaluation.report.charts import rate_chart
     from alignment.evaluation.report.html import Section, render_page
@@ -227,7 +232,7 @@ def write_page(path: Path, results: Figures) -> None:
                 "test": case["test"],
                 "text": " → ".join(map(str, case["texts"])),
                 "answer": " → ".join(one["response"] or str(one["label"] or one["values"]) for one in case["answers"]),
-                "expected": str(case["expected"]),
+                "expected": case["expected"],
                 "excess": case["excess"],
             }
             for case in results["examples"]
@@ -284,7 +289,7 @@ def label_predictions(names: Sequence[str], logits: Tensor, neutral: Label | Non
 # The models
 
 
-def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
+def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
     """The model's prediction for each text."""
     if config.classifier:
         return label_predictions(*classify(config, config.classifier, texts), config.neutral_label)
@@ -295,7 +300,9 @@ def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
             return label_responses(
                 config, config.responses, [Prompt(each, {}, str(i)) for i, each in enumerate(prompts)]
             )
-        log_probs = response_log_probs(config, [(prompt, answer) for prompt in prompts for answer in config.answers])
+        log_probs = continuation_log_probs(
+            config, [(prompt, answer) for prompt in prompts for answer in config.answers]
+        )
         names = [str(label) for label in config.answers.values()]
         return label_predictions(names, log_probs.view(len(texts), -1), config.neutral_label)
     if config.reward_model:
@@ -303,7 +310,7 @@ def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
         model = load_reward_model(config.reward_model, own.dtype, best_device(), quantize=own.quantize)
         scores = model.score(texts)
     else:
-        scores = response_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
+        scores = continuation_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
     return [Prediction(None, {"score": score}) for score in scores.tolist()]
 
 
@@ -321,7 +328,7 @@ def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> tupl
     return names, score_encoded(model, documents).view(len(texts), -1, len(names)).sum(1)  # of a pair in both orders
 
 
-def response_log_probs(config: BehaviorConfig, pairs: Sequence[tuple[str | Messages, str]]) -> Tensor:
+def continuation_log_probs(config: BehaviorConfig, pairs: Sequence[tuple[str | Messages, str]]) -> Tensor:
     """A policy's log-probability of each text after its prompt, nats, [n]; of a first token where it has a token before it."""
     source, tokenizer = str(config.policy), load_tokenizer(str(config.policy))
     heads = [prompt_ids(tokenizer, prompt) for prompt, _ in pairs]

@@ -149,7 +149,7 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         p = torch.tensor([positive(text) for text in texts])
         return label_predictions(["0", "2"], torch.stack([1 - p, p], -1).log())
 
-    monkeypatch.setattr(behavior, "predict", answers)
+    monkeypatch.setattr(behavior, "predict_texts", answers)
     monkeypatch.setattr(behavior, "given_labels", lambda config: ["0", "2"])
     monkeypatch.setattr(behavior, "read_cases", lambda tests, expectations: CASES)
     results = json.loads(run(BehaviorConfig(str(tmp_path), ["planted.jsonl"], classifier="planted")).read_text())
@@ -237,7 +237,7 @@ def test_rows_take_the_rule_of_their_test_and_lists_come_from_files(tmp_path):
 
 
 def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     rows = write_rows(
         tmp_path / "rows.jsonl",
         {"test": "a", "type": "MFT", "label": 1, "examples": ["fine"]},
@@ -348,7 +348,7 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
     labels = {"neutral": "non-entailment", "contradiction": "non-entailment"}
     texts = [("the man saw the dog .", "the dog saw the man ."), ("the cat slept", "the dog slept and the cat was bad")]
     config = behavior_config(tmp_path, classifier=folder, labels=labels)
-    found = behavior.predict(config, [*texts, "a good dog"])
+    found = behavior.predict_texts(config, [*texts, "a good dog"])
     for one, text in zip(found, [*texts, ("a good dog",)], strict=True):
         p = model(**tokenizer(*text, return_tensors="pt")).logits[0].softmax(-1)
         assert one.values == pytest.approx({"entailment": float(p[0]), "non-entailment": float(p[1] + p[2])}, abs=1e-5)
@@ -357,7 +357,7 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
 
 
 def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):
-    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     write_rows(tmp_path / "rows.jsonl", {"test": "mine", "type": "MFT", "label": "positive", "examples": ["good"]})
     with pytest.raises(
         UserError, match="mine: expects positive, and the model gives contradiction, entailment, neutral; map"
@@ -385,13 +385,13 @@ def test_a_fine_tuned_decoder_reads_texts_in_the_format_of_its_training(checkpoi
     texts = [
         f"the {place} is {word}" for place in ("pool", "bar", "lift") for word in ("clean", "awful", "warm", "cold")
     ]
-    found = behavior.predict(behavior_config(tmp_path, classifier=model), texts)
+    found = behavior.predict_texts(behavior_config(tmp_path, classifier=model), texts)
     assert [one.label for one in found] == scoring.predict(model, texts)
 
 
 def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
     texts = ["The pool is warm.", ("Hotel Oak.\nConcierge:", " The pool opens in May.")]
-    found = behavior.predict(behavior_config(tmp_path, reward_model=foreign), texts)
+    found = behavior.predict_texts(behavior_config(tmp_path, reward_model=foreign), texts)
     assert [one.label for one in found] == [None, None]
     assert [one.values["score"] for one in found] == pytest.approx(
         load_reward_model(foreign).score(texts).tolist(), abs=1e-6
@@ -408,16 +408,16 @@ def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_an
         return sum(float(log_probs[i - 1, ids[i]]) for i in range(start, len(ids)))
 
     text, plain = "The pool is warm.", tokenizer.encode("The pool is warm.", add_special_tokens=False)
-    [scored] = behavior.predict(behavior_config(tmp_path, policy=source), [text])
+    [scored] = behavior.predict_texts(behavior_config(tmp_path, policy=source), [text])
     assert scored.values["score"] == pytest.approx(log_prob([tokenizer.bos_token_id, *plain], 1), abs=1e-4)
     config = behavior_config(tmp_path, policy=source, answers={" yes": "Y", " no": "N"})
-    [found] = behavior.predict(config, [text])
+    [found] = behavior.predict_texts(config, [text])
     head = [tokenizer.bos_token_id, *plain]
     sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
     expected = torch.tensor(sums).softmax(-1).tolist()
     assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UserError, match="a pair, and the policy is asked a text"):
-        behavior.predict(config, [("a", "b")])
+        behavior.predict_texts(config, [("a", "b")])
 
 
 REFUSING = [
@@ -541,14 +541,14 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
     model, accuracy = sentiment
     assert accuracy > 0.74
     suite, kept = str(data_folder / "checklist_sentiment/sentiment_suite.jsonl.gz"), {}
-    predict = behavior.predict
+    predict = behavior.predict_texts
 
     def keep(config: BehaviorConfig, texts: list[str]) -> list[Prediction]:
         found = predict(config, texts)
         kept.update(zip(texts, found, strict=True))
         return found
 
-    monkeypatch.setattr(behavior, "predict", keep)
+    monkeypatch.setattr(behavior, "predict_texts", keep)
     config = BehaviorConfig(
         str(tmp_path),
         [suite],
