@@ -78,7 +78,7 @@ class ResponsesConfig(Settings):
     patterns: dict[str, list[str]] = field(default_factory=lambda: {"refusal": REFUSALS})
     otherwise: str = "answer"
     classifier: str | None = None
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=128, temperature=0.0))
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     RULES = (
         Rule("patterns", lambda c: "; ".join(
