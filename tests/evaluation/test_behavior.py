@@ -260,7 +260,8 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
     message = str(error.value)
     for place in (
         "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
-        "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:", "rows.jsonl:8: fill: takes a list of values or FILE#COLUMN; see ['a']",
+        "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
+        "rows.jsonl:8: fill: takes a list of values or FILE#COLUMN; see ['a']",
         "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
         "bad.yaml:15: none left: no case; of 1 combinations",
     ):  # fmt: skip
