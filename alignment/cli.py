@@ -51,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
 )
-evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
+evaluate = typer.Typer(no_args_is_help=True, help="Win rates, judges, reward-model accuracy, language-model loss.")
 data = typer.Typer(no_args_is_help=True, help="Check data files as training reads them.")
 app.add_typer(evaluate, name="evaluate")
 inspect = typer.Typer(no_args_is_help=True, help="Show what a model computes.")
@@ -154,10 +154,12 @@ for _verb, _help in TRAINING.items():
 
 EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
+    "judge": ("judge", "How far a judge agrees with people, and win rates corrected by their labels."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "ratings": ("ratings", "Ratings of several models, from battles of two or a tournament that a judge decides."),
     "language": ("language", "Loss of a language model on running text."),
     "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),
+    "benchmarks": ("benchmarks", "Benchmark tasks over local rows, and lm-eval's, on several models side by side."),
 }
 
 
@@ -181,6 +183,10 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
             show_result(results, checked.output)
         if stage == "winrate":
             from alignment.evaluation.report.recipe_report import print_results
+
+            print_results(json.loads(results.read_text(encoding="utf-8")))
+        if stage == "benchmarks":
+            from alignment.evaluation.benchmarks.run import print_results
 
             print_results(json.loads(results.read_text(encoding="utf-8")))
 
@@ -327,6 +333,36 @@ def serve(
     weights = WeightsConfig(dtype, quantize)
     config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
+
+
+@app.command()
+def label(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A form, responses.jsonl, comparisons or rankings.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="Labels, appended.")] = "labels.jsonl",
+    annotator: Annotated[str | None, typer.Option(metavar="NAME", help="The page asks by default.")] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the orders.")] = 0,
+    repeats: Annotated[float, typer.Option(min=0, max=0.3, help="Share of pairs shown twice, sides exchanged.")] = 0.1,
+    ratings: Annotated[bool, typer.Option("--ratings", help="Each response gets 1 to 7 as well.")] = False,
+    flags: Annotated[str, typer.Option(help="Marks for responses, commas between; empty for none.")] = (
+        "harmful,off topic,untrue"
+    ),
+    show_report: Annotated[bool, typer.Option("--report", help="Print pace and agreement; serve nothing.")] = False,
+    comparisons: Annotated[str | None, typer.Option(metavar="FILE", help="Write rows for reward and dpo.")] = None,
+    export_to: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--export", metavar="argilla|label-studio FILE", help="Write JSON for that program."),
+    ] = None,
+) -> None:
+    """Serve a page, on this machine only, on which people judge responses; or read their labels."""
+    from alignment.commands import label as labelling
+
+    marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
+    if not (show_report or comparisons or export_to):
+        return labelling.serve_labels(
+            file, Path(output), annotator=annotator, port=port, seed=seed, repeats=repeats, ratings=ratings, flags=marks
+        )
+    labelling.write_labels(file, Path(output), comparisons, export_to)
 
 
 @app.command()

@@ -142,7 +142,8 @@ def score_answer(reward_model: RewardModel, response: str | None) -> Answer:
 def class_answer(model: nn.Module, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Answer:
     """The log-probability of a class of the text, or of its most probable one, nats."""
     config = cast(NativeModel | ExternalModel, model).config
-    ids_of = {str(name): int(number) for number, name in (config.get("id2label") or {0: "0", 1: "1"}).items()}
+    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
+    ids_of = {str(name): int(number) for number, name in names.items()}
     if label is not None and label not in ids_of:
         raise UserError(f"--target {label!r}: the classes are {', '.join(ids_of)}")
 

@@ -1,25 +1,26 @@
 """Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, with intervals.
 
 Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of shares
-are analytic (`clustered_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
+are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
 all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from alignment.errors import raise_all
-from alignment.evaluation.reward_card import BOOTSTRAPS, clustered_rate
-from alignment.evaluation.winrate import TIE, Verdict
+from alignment.evaluation.winrate import TIE, Z_95, Verdict, cluster_numbers, clustered_error, win_rate
 
 Label = float | None
 Level = Literal["nominal", "ordinal"]
 Figures = dict[str, Any]
+DRAWS = 1000  # of the bootstrap
 
 
 def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
@@ -30,14 +31,14 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
     return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def majority(votes: Sequence[Label]) -> Label:
+def majority_label(votes: Sequence[Label]) -> Label:
     """The label of more than half of the votes; None where no label has that many."""
     given = [vote for vote in votes if vote is not None]
     label, count = Counter(given).most_common(1)[0] if given else (None, 0)
     return label if 2 * count > len(given) else None
 
 
-def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[object]) -> dict[str, Figures | None]:
+def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hashable]) -> dict[str, Figures | None]:
     """Share of pairs of votes that are equal: `with_ties`, a third answer, and `without_ties`, of pairs where neither is one.
 
     Args:
@@ -49,12 +50,12 @@ def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[obje
 
     Source: Zheng et al. 2023, arXiv:2306.05685, table 5 (set-ups S1 and S2).
     """
-    pairs, cluster = np.array(votes, float).reshape(-1, 2), _numbers(clusters)
-    found: dict[str, Figures | None] = {}
-    for name, kept in (("with_ties", np.full(len(pairs), True)), ("without_ties", (pairs != TIE).all(1))):
-        equal = pairs[kept, 0] == pairs[kept, 1]
-        rate = clustered_rate(equal.astype(float), cluster[kept])
-        found[name] = rate and {key: rate[key] for key in ("rate", "low", "high", "n")} | {"agreed": int(equal.sum())}
+    rows = list(zip(votes, clusters, strict=True))
+    found: dict[str, Figures | None] = {"with_ties": None, "without_ties": None}
+    for name, kept in (("with_ties", rows), ("without_ties", [row for row in rows if TIE not in row[0]])):
+        if kept:
+            rate = win_rate([float(a == b) for (a, b), _ in kept], clusters=[cluster for _, cluster in kept])
+            found[name] = {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n, "agreed": rate.wins}
     return found
 
 
@@ -66,24 +67,17 @@ def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
     return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
 
 
-def clustered_mean(values: Sequence[float], clusters: Sequence[object]) -> Figures:
-    """Mean of values with its 95 % interval, Student's on the cluster-robust error; `value`, `low`, `high` and `n`.
-
-    error^2 = G / (G - 1) * sum_g (sum_i (v_i - mean))^2 / n^2
-    """
-    from scipy.stats import t
-
-    found, n = np.array(values, float), len(values)
-    if n < 2 or len(sums := np.bincount(_numbers(clusters), found - found.mean())) < 2:
-        return {"value": float(found.mean()) if n else None, "low": None, "high": None, "n": n}
-    half = float(t.ppf(0.975, len(sums) - 1)) * float((sums**2).sum() * len(sums) / (len(sums) - 1)) ** 0.5 / n
-    return {"value": float(found.mean()), "low": float(found.mean()) - half, "high": float(found.mean()) + half, "n": n}
+def mean_figures(values: Sequence[float], clusters: Sequence[Hashable]) -> Figures:
+    """Mean of values +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
+    mean, (error, number) = fmean(values), clustered_error(np.array(values), clusters)
+    low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
+    return {"value": mean, "low": low, "high": high, "n": len(values)}
 
 
 # Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
 
 
-def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[object] | None = None) -> Figures:
+def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[Hashable] | None = None) -> Figures:
     """Cohen's kappa of two raters, 1 - (share of unequal labels) / (that of independent raters with the same habits).
 
     Returns:
@@ -96,7 +90,7 @@ def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Seque
     return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, clusters)
 
 
-def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[object] | None = None) -> Figures:
+def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[Hashable] | None = None) -> Figures:
     """Fleiss' kappa of as many labels for every item, of whichever raters; as `cohen_kappa`.
 
     Source: Fleiss 1971, Psychological Bulletin 76, 378-382.
@@ -107,7 +101,7 @@ def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[object] |
 
 
 def krippendorff_alpha(
-    labels: Sequence[Sequence[Label]], *, level: Level = "nominal", clusters: Sequence[object] | None = None
+    labels: Sequence[Sequence[Label]], *, level: Level = "nominal", clusters: Sequence[Hashable] | None = None
 ) -> Figures:
     """Krippendorff's alpha of any number of raters, 1 - (observed disagreement) / (that of labels drawn from all).
 
@@ -123,11 +117,6 @@ def krippendorff_alpha(
     Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
     return _with_interval(_coincidences(labels), partial(_pooled, drawn=1, level=level), clusters)
-
-
-def _numbers(clusters: Sequence[object]) -> np.ndarray:
-    """Clusters as numbers from 0."""
-    return np.unique([str(each) for each in clusters], return_inverse=True)[1]
 
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
@@ -164,18 +153,17 @@ def _pooled(tables: np.ndarray, *, drawn: int, level: Level = "nominal") -> np.n
 
 
 def _with_interval(
-    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[object] | None
+    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[Hashable] | None
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
-    kept = tables.any((1, 2))  # the others lack a label
-    tables, size = tables[kept], int(kept.sum())
+    kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
+    tables, size = tables[kept], len(kept)
     if not size:
         return {"value": None, "low": None, "high": None, "n": 0}
-    number = _numbers(np.arange(len(kept)) if clusters is None else clusters)[kept]
-    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])
-    sums = sums[:, np.unique(number)]  # [cells, clusters]
+    number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
+    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])  # [cells, clusters]
     rng, count = np.random.default_rng(0), sums.shape[-1]
-    draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(BOOTSTRAPS) if count > 1]
+    draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
         value, *spread = coefficient(np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])).tolist()
     known = [each for each in spread if math.isfinite(each)]

@@ -3,7 +3,6 @@
 Cases and their rules are in behavior_cases.py.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +49,9 @@ REFUSALS = [  # phrases that decline, in the first person; one of them can stand
     r"(?i)\bas an? (?:AI|(?:large )?language model)\b",
     r"(?i)\bagainst (?:my|our) (?:\w+ )?(?:guidelines|policy|policies|principles|rules)\b",
 ]  # fmt: skip
+
+
+Judged = tuple[BehaviorCase, CaseResult]
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class BehaviorConfig(Settings):
         Rule("classifier", lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
              "or reward_model or policy must be given, one of the three"),
         Rule("policy", lambda c: c.policy is None and (c.answers or c.responses), "is needed for `answers` and `responses`"),
+        Rule("weights", lambda c: c.classifier and c.weights.quantize, "quantizes no classifier; leave `quantize` out"),
         Rule("responses", lambda c: c.answers and c.responses, "does not go with `answers`; give one of them"),
     )  # fmt: skip
 
@@ -149,20 +152,16 @@ def run(config: BehaviorConfig) -> Path:
         "cases": len(cases),
         "texts": len(texts),
         "capabilities": failure_rates(judged, "capability"),
-        "tests": (tests := failure_rates(judged, "test")),
+        "tests": failure_rates(judged, "test"),
+        "examples": worst_cases(judged, predictions, config.examples),
     }
-    for name, figures in tests.items():
-        own = [each for each in judged if each[0].test == name]
-        figures["labels"] = Counter(str(predictions[text].label) for case, _ in own for text in case.examples)
-        failed = sorted((each for each in own if each[1].failed), key=lambda each: -each[1].excess)
-        figures["examples"] = [_shown(*each, predictions) for each in failed[: config.examples]]
     write_json(output / "results.json", results)
     write_page(output / "behavior.html", results)
-    print_table(table_rows(tests))
+    print_table([{"test": name, **figures} for name, figures in results["tests"].items()])
     return output / "results.json"
 
 
-def failure_rates(judged: Sequence[tuple[BehaviorCase, CaseResult]], key: str) -> dict[str, Figures]:
+def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Figures]:
     """Cases, failed ones, and the failure rate with its interval for each value of `key`: test, or capability.
 
     Cases that say nothing are in no rate. The interval is that of `clustered_rate`, cases with the same first text being
@@ -170,30 +169,27 @@ def failure_rates(judged: Sequence[tuple[BehaviorCase, CaseResult]], key: str) -
     """
     found = {}
     for name in dict.fromkeys(getattr(case, key) for case, _ in judged):
-        own = [(case, result) for case, result in judged if getattr(case, key) == name]
-        counted = [(str(case.examples[0]), float(result.failed)) for case, result in own if result.failed is not None]
-        clusters = np.unique([text for text, _ in counted], return_inverse=True)[1]
-        failed = np.array([failed for _, failed in counted])
-        counts = {"cases": len(own), "say_nothing": len(own) - len(failed), "failed": int(failed.sum())}
-        kind = {} if key == "capability" else {"capability": own[0][0].capability, "type": own[0][0].type}
+        own = [(case, result.failed) for case, result in judged if getattr(case, key) == name]
+        failed = np.array([failed for _, failed in own if failed is not None], float)
+        clusters = np.unique(
+            [str(case.examples[0]) for case, failed in own if failed is not None], return_inverse=True
+        )[1]
+        kind = {"capability": own[0][0].capability, "type": own[0][0].type} if key == "test" else {}
+        counts = {"cases": len(own), "say nothing": len(own) - len(failed), "failed": int(failed.sum())}
         found[name] = {**kind, **counts, "failure": clustered_rate(failed, clusters)}
     return found
 
 
-def _shown(case: BehaviorCase, result: CaseResult, predictions: Mapping[Text, Prediction]) -> Figures:
-    """A failed case in results.json and on the page: its worst text, of INV and DIR beside the original, and the answers."""
-    numbers = {"text": result.worst} if case.type == "MFT" else {"text": 0, "variant": result.worst}
-    columns = {"expected": ", ".join(case.accepted) or case.change or "no change", "excess": result.excess}
-    for name, number in numbers.items():
-        text = case.examples[number]
-        columns |= {name: text, **{f"{name}_{k}": v for k, v in predictions[text]._asdict().items() if v is not None}}
-    return columns
-
-
-def table_rows(tests: Mapping[str, Figures]) -> list[Figures]:
-    """The rates of tests as rows of a table."""
-    hidden = ("labels", "examples")
-    return [{"test": name} | {key: own[key] for key in own if key not in hidden} for name, own in tests.items()]
+def worst_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Figures]:
+    """At most `count` failed cases of each test, the worst first: its worst text, of INV and DIR after the original."""
+    found = list[Figures]()
+    for case, result in sorted(judged, key=lambda each: -each[1].excess):
+        if result.failed and sum(each["test"] == case.test for each in found) < count:
+            texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
+            answers = [predictions[text]._asdict() for text in texts]
+            rule = {"expected": case.accepted or case.change or "no change", "excess": result.excess}
+            found.append({"test": case.test, "capability": case.capability, **rule, "texts": texts, "answers": answers})
+    return found
 
 
 def write_page(path: Path, results: Figures) -> None:
@@ -202,17 +198,25 @@ def write_page(path: Path, results: Figures) -> None:
     from alignment.evaluation.report.html import Section, render_page
 
     rates = {name: own["failure"] for name, own in results["capabilities"].items()}
+    chart = rate_chart("Failures", "share of cases", rates, line_at=None)
     lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    sections = [Section("rates", "Failure rates", lead, [rate_chart("Failures", "share of cases", rates)])]
-    for number, capability in enumerate(rates):
-        tests = {name: own for name, own in results["tests"].items() if own["capability"] == capability}
-        shown = [
-            {"test": name, **{k: str(v) for k, v in one.items()}} for name in tests for one in tests[name]["examples"]
+    sections = [Section("rates", "Failure rates", lead, [chart])]
+    for number, name in enumerate(rates):
+        tests = [{"test": test, **own} for test, own in results["tests"].items() if own["capability"] == name]
+        cases = [
+            {
+                "test": case["test"],
+                "text": " → ".join(map(str, case["texts"])),
+                "answer": " → ".join(one["response"] or str(one["label"] or one["values"]) for one in case["answers"]),
+                "expected": str(case["expected"]),
+                "excess": case["excess"],
+            }
+            for case in results["examples"]
+            if case["capability"] == name
         ]
-        sections.append(Section(f"tests-{number}", capability, tables=[table_rows(tests), shown]))
-    rule = {"responses": {key: str(value) for key, value in (results["labeled_by"] or {}).items()}}
-    sections.append(Section("labels", "Labels", settings=rule))
-    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests."
+        sections.append(Section(f"tests-{number}", name, tables=[tests, cases]))
+    labels = f" Labels of responses: {results['labeled_by']}." if results["labeled_by"] else ""
+    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests.{labels}"
     render_page(path, kind="behavior", title=results["model"], summary=summary, sections=sections)
 
 
@@ -222,10 +226,9 @@ def write_page(path: Path, results: Figures) -> None:
 def given_labels(config: BehaviorConfig) -> list[str]:
     """The labels that the model can give; none where it only scores."""
     own, neutral = config.responses, [] if config.neutral_label is None else [str(config.neutral_label)]
-    if own and own.classifier is None:
-        return [*own.patterns, own.otherwise]
     classifier = config.classifier or (own and own.classifier)
-    given = class_labels(classifier, config.labels) if classifier else [str(each) for each in config.answers.values()]
+    given = [*own.patterns, own.otherwise] if own else [str(label) for label in config.answers.values()]
+    given = class_labels(classifier, config.labels) if classifier else given
     raise_all(
         [f"neutral_label: is between two labels, and there are {len(given)}"] if neutral and len(given) != 2 else []
     )
@@ -249,10 +252,8 @@ def label_predictions(names: Sequence[str], logits: Tensor, neutral: Label | Non
     """
     found = []
     for row in logits.double().softmax(-1).tolist():
-        values: dict[str, float] = dict.fromkeys(names, 0.0)
-        for name, probability in zip(names, row, strict=True):
-            values[name] += probability
         label, doubt = names[int(np.argmax(row))], 1 - 3 * abs(row[-1] - 0.5)
+        values = {name: sum(p for own, p in zip(names, row, strict=True) if own == name) for name in names}
         if neutral is not None and doubt > 0.5:
             label, values = str(neutral), {str(neutral): doubt, label: 1 - doubt}
         found.append(Prediction(label, values))
@@ -266,30 +267,31 @@ def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
     """The model's prediction for each text."""
     if config.classifier:
         return label_predictions(*classify(config, config.classifier, texts), config.neutral_label)
-    if config.reward_model:
-        own = config.weights
-        model = load_reward_model(config.reward_model, own.dtype, best_device(), quantize=own.quantize)
-        return [Prediction(None, {"score": score}) for score in model.score(texts).tolist()]
-    if not (config.answers or config.responses):
-        pairs = [("", text) if isinstance(text, str) else text for text in texts]
-        return [Prediction(None, {"score": score}) for score in response_log_probs(config, pairs).tolist()]
-    raise_all(f"{text!r}: a pair of texts, and the policy is asked one" for text in texts if not isinstance(text, str))
-    prompts = [[Message(role="user", content=str(text))] if config.as_messages else str(text) for text in texts]
-    if config.responses:
-        return label_responses(config, config.responses, [Prompt(each, {}, str(i)) for i, each in enumerate(prompts)])
-    log_probs = response_log_probs(config, [(prompt, answer) for prompt in prompts for answer in config.answers])
-    names = [str(label) for label in config.answers.values()]
-    return label_predictions(names, log_probs.view(len(texts), -1), config.neutral_label)
+    if config.answers or config.responses:
+        raise_all(f"{text!r}: a pair, and the policy is asked a text" for text in texts if not isinstance(text, str))
+        prompts = [[Message(role="user", content=str(text))] if config.as_messages else str(text) for text in texts]
+        if config.responses:
+            return label_responses(
+                config, config.responses, [Prompt(each, {}, str(i)) for i, each in enumerate(prompts)]
+            )
+        log_probs = response_log_probs(config, [(prompt, answer) for prompt in prompts for answer in config.answers])
+        names = [str(label) for label in config.answers.values()]
+        return label_predictions(names, log_probs.view(len(texts), -1), config.neutral_label)
+    if config.policy:
+        scores = response_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
+    else:
+        device, own = best_device(), config.weights
+        scores = load_reward_model(str(config.reward_model), own.dtype, device, quantize=own.quantize).score(texts)
+    return [Prediction(None, {"score": score}) for score in scores.tolist()]
 
 
 def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> tuple[list[str], Tensor]:
     """The tests' label of each class of a classifier, and its logits for texts, or pairs of texts, [n, C]."""
-    directory, names, tokenizer = find_directory(source), class_labels(source, config.labels), load_tokenizer(source)
+    directory, names = find_directory(source), class_labels(source, config.labels)
     trained = (read_config(directory).get("task_specific_params") or {}).get("finetune", {})
     form = TaskFormat(**{"task": "classification", "max_length": config.max_length, **trained})
-    inputs = [(text, None) if isinstance(text, str) else text for text in texts]
-    rows = [LabeledRow(each, (names[0],), repr(text)) for each, text in zip(inputs, texts, strict=True)]
-    examples, tally = encode_rows(rows, form, tokenizer, dict(enumerate(names)))
+    rows = [LabeledRow((text, None) if isinstance(text, str) else text, (names[0],), repr(text)) for text in texts]
+    examples, tally = encode_rows(rows, form, load_tokenizer(source), dict(enumerate(names)))
     print_tally("tests", tally)
     raise_all([f"{source}: its tokenizer makes no token of some texts"] if len(examples) < len(texts) else [])
     model = load_pretrained(directory, "sequence", torch_dtype(config.weights.dtype), best_device())
@@ -312,16 +314,24 @@ def response_log_probs(config: BehaviorConfig, pairs: Sequence[tuple[str | Messa
 def label_responses(config: BehaviorConfig, own: ResponsesConfig, prompts: Sequence[Prompt]) -> list[Prediction]:
     """The labels of the policy's responses, which are read again from responses.jsonl where nothing has changed."""
     source, output = str(config.policy), Path(config.output)
-    drawn = {"max_length": config.max_length, "weights": asdict(config.weights), **asdict(own.sampling)}
-    drawn |= {"models": parent_hashes([source]), "prompts": hash_of([prompt.prompt for prompt in prompts])}
+    drawn = {
+        "models": parent_hashes([source]),
+        "prompts": hash_of([prompt.prompt for prompt in prompts]),
+        "max_length": config.max_length,
+        "weights": asdict(config.weights),
+        **asdict(own.sampling),
+    }
     _, responses = read_responses(output, drawn, by_people=False) or ([], {})
     if not responses:
-        options = {"max_length": config.max_length, "weights": config.weights, "counts_of": "prompts"}
-        responses = {"policy": sample_responses(source, prompts, [own.sampling], **options)[0]}
-        write_responses(output, prompts, responses, drawn)
+        length, weights = config.max_length, config.weights
+        sampled = sample_responses(
+            source, prompts, [own.sampling], max_length=length, weights=weights, counts_of="prompts"
+        )
+        write_responses(output, prompts, responses := {"policy": sampled[0]}, drawn)
     texts = responses["policy"].texts
-    if own.classifier:
-        found = label_predictions(*classify(config, own.classifier, [text.strip() or "." for text in texts]))
-    else:
-        found = [Prediction(label, {label: 1.0}) for label in map(own.label_of, texts)]
+    found = (
+        label_predictions(*classify(config, own.classifier, [text.strip() or "." for text in texts]))
+        if own.classifier
+        else [Prediction(label, {label: 1.0}) for label in map(own.label_of, texts)]
+    )
     return [one._replace(response=text) for one, text in zip(found, texts, strict=True)]

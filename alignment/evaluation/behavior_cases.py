@@ -4,11 +4,14 @@ Models and rates are in behavior.py. Source: Ribeiro et al. 2020, arXiv:2005.041
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, read_yaml
@@ -75,74 +78,71 @@ class BehaviorCase(Settings):
 
 
 def read_cases(sources: Sequence[str], expectations: str | None = None) -> list[BehaviorCase]:
-    """The cases of files of rows and (.yaml) of tests by name; all mistakes at once, each with file:line.
+    """The cases of files of rows and (.yaml) of tests by name; the mistakes of all rows at once, each with file:line.
 
     Args:
         expectations: YAML file, name of a test -> keys of a case that the rows of that test lack.
     """
     rules = SourcedYaml({}) if expectations is None else _read_sections(expectations)
     cases, problems = list[BehaviorCase](), list[str]()
-    for row in chain.from_iterable(map(_rows, sources)):
+    for row in [row for source in sources for row in _read_rows(source)]:
         given = {key: value for key, value in row.values.items() if value is not None and key not in NOT_READ}
         rule = rules.values.get(str(given.get("test")), {})
         places = {(key,): rules.location((given["test"], key)) for key in rule.keys() - given.keys()}
-        document = SourcedYaml({**rule, **given}, {**row.locations, **places})
         try:
-            case = build(BehaviorCase, document)
-            cases += fill_templates(case, document.location(("fill",))) if case.fill else [case]
+            case = build(BehaviorCase, SourcedYaml({**rule, **given}, {**row.locations, **places}))
+            cases += fill_templates(case, row.location(("fill",))) if case.fill else [case]
         except UserError as error:
             problems.append(str(error))
     raise_all(dict.fromkeys(problems or ([] if cases else ["tests: there is no case in these files"])))
     return cases
 
 
-def _rows(source: str) -> Iterator[SourcedYaml]:
+def _read_rows(source: str) -> list[SourcedYaml]:
     """The rows of a file with their locations; of YAML its sections, each with the test that it is named after."""
-    if source.endswith((".yaml", ".yml")):
-        document = _read_sections(source)
-        for name, section in document.values.items():
-            yield SourcedYaml({"test": name, **section}, document.section((name,)).locations)
-    else:
+    if not source.endswith((".yaml", ".yml")):
         rows = list(read_raw(source))
         raise_all(row.problem for row in rows if row.values is None)
-        yield from (SourcedYaml(row.values, {(): row.location}) for row in rows)
+        return [SourcedYaml(row.values, {(): row.location}) for row in rows]
+    document = _read_sections(source)
+    sections = {name: document.section((name,)) for name in document.values}
+    return [SourcedYaml({"test": name, **own.values}, own.locations) for name, own in sections.items()]
 
 
 def _read_sections(path: str) -> SourcedYaml:
     """A YAML file of sections by the name of a test."""
     document = read_yaml(path)
-    sections = document.values if isinstance(document.values, dict) else {"": None}
-    wrong = [name for name, section in sections.items() if not isinstance(section, dict)]
-    raise_all(f"{document.location((name,))}: {name}: must be a section, under the name of a test" for name in wrong)
+    sections = document.values.items() if isinstance(document.values, dict) else [("the file", None)]
+    wrong = [name for name, section in sections if not isinstance(section, dict)]
+    raise_all(f"{document.location((name,))}: {name} must be a section, under the name of a test" for name in wrong)
     return document
 
 
 def fill_templates(template: BehaviorCase, location: str = "fill") -> list[BehaviorCase]:
     """The cases of a template; UserError with its location where there are none, or a name or the syntax is wrong."""
-    from jinja2 import StrictUndefined, TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-    lists = [_column(values) if isinstance(values, str) else values for values in template.fill.values()]
+    lists = [_read_column(values) if isinstance(values, str) else values for values in template.fill.values()]
     size = prod(map(len, lists))
     try:
         chosen = environment.compile_expression(template.where or "true", undefined_to_none=False)
-        pieces = [[text] if isinstance(text, str) else text for text in template.examples]
-        compiled = [[environment.from_string(piece) for piece in text] for text in pieces]
-        combinations = product(*lists) if size <= MAX_COMBINATIONS else ()
-        filled = [
-            names for values in combinations if chosen(**(names := dict(zip(template.fill, values, strict=True))))
-        ]
+        named = (
+            dict(zip(template.fill, values, strict=True)) for values in product(*lists) if size <= MAX_COMBINATIONS
+        )
+        filled = [names for names in named if chosen(**names)]
         drawn = sorted(random.Random(0).sample(range(len(filled)), min(template.max_cases, len(filled))))
-        texts = [[tuple(piece.render(filled[i]) for piece in text) for text in compiled] for i in drawn]
+        pairs = [(text,) if isinstance(text, str) else text for text in template.examples]
+        compiled = [[environment.from_string(piece) for piece in pair] for pair in pairs]
+        texts = [[tuple(piece.render(filled[i]) for piece in pair) for pair in compiled] for i in drawn]
     except (TemplateError, TypeError) as error:
         raise UserError(f"{location}: {template.test}: a template cannot be filled: {error}") from error
-    limit = f"of at most {MAX_COMBINATIONS} combinations"
-    raise_all([] if texts else [f"{location}: {template.test}: `where` leaves none of {size}, {limit}"])
+    none = (
+        f"{location}: {template.test}: no case; of {size} combinations (at most {MAX_COMBINATIONS}) `where` leaves none"
+    )
+    raise_all([] if texts else [none])
     return [replace(template, examples=[t if len(t) == 2 else t[0] for t in case], fill={}) for case in texts]
 
 
-def _column(source: str) -> list[Label]:
+def _read_column(source: str) -> list[Label]:
     """The texts of a column, from `FILE#COLUMN`."""
     file, _, column = source.rpartition("#")
     rows = list(read_raw(file))

@@ -12,7 +12,6 @@ Rows on one item, of the same id and sides in either order, are put together. Th
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
@@ -21,9 +20,8 @@ from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Comparison, Prompt
 from alignment.errors import raise_all
-from alignment.evaluation.agreement import majority
+from alignment.evaluation.agreement import majority_label
 from alignment.evaluation.inputs import print_tally
-from alignment.evaluation.judgments import read_judgments
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.settings import PATTERN_SECONDS, Settings, Share, compile_pattern
 
@@ -91,7 +89,7 @@ class LabeledItem:
     @property
     def label(self) -> Verdict:
         """The verdict of more than half of the people; None where there is none."""
-        return majority(list(self.votes.values()))
+        return majority_label(list(self.votes.values()))
 
     @property
     def mean_vote(self) -> Verdict:
@@ -139,17 +137,6 @@ def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: boo
             elif people.fullmatch(who, timeout=PATTERN_SECONDS):
                 item.votes[who] = verdict if item.votes.get(who, verdict) == verdict else TIE
     raise_all(problems)
-
-
-def labels_for(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str]) -> list[Verdict]:
-    """People's mean verdict for our response to each prompt, from a file of judgments; None of those that it has none on."""
-    votes: dict[tuple[str, str, str], list[float]] = {}
-    for row in read_judgments(path):
-        if row.verdict is not None:
-            votes.setdefault((row.id, row.first, row.second), []).append(row.verdict)
-            votes.setdefault((row.id, row.second, row.first), []).append(1 - row.verdict)
-    keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, theirs, strict=True)]
-    return [fmean(votes[key]) if key in votes else None for key in keys]
 
 
 def _rows(source: str, on_bad_row: OnBadRow) -> list[tuple[str, Values]]:

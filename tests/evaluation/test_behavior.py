@@ -152,8 +152,9 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         assert own["failure"]["rate"] == pytest.approx(failed / counted[capability])
         assert own["failure"]["low"] <= own["failure"]["rate"] <= own["failure"]["high"]
     if name == "flips at a name":
-        [worst, _] = results["tests"]["names"]["examples"]
-        assert worst["text"].startswith("Ann") and worst["variant"].startswith("Bob")
+        [worst, _] = results["examples"]
+        assert (worst["test"], worst["texts"]) == ("names", ["Ann is good", "Bob is good"])
+        assert [one["label"] for one in worst["answers"]] == ["2", "0"]
         assert worst["excess"] == pytest.approx(0.7)
     page = (tmp_path / "behavior.html").read_text()
     assert "bad words" in page and "words" in capsys.readouterr().out
@@ -166,7 +167,7 @@ def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
         for i, r in enumerate(results)
     ]
     own = failure_rates(judged, "test")["t"]
-    assert (own["cases"], own["say_nothing"], own["failed"]) == (12, 2, 3)
+    assert (own["cases"], own["say nothing"], own["failed"]) == (12, 2, 3)
     assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(
         [0.3, 0.1078, 0.6032], abs=1e-4
     )  # Wilson
@@ -252,7 +253,7 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
         "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
         "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
-        "bad.yaml:15: none left: `where` leaves none of 1",
+        "bad.yaml:15: none left: no case; of 1 combinations",
     ):  # fmt: skip
         assert place in message
     (tmp_path / "broken.jsonl").write_text('{"test": \n')
@@ -390,7 +391,7 @@ def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_an
     sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
     expected = torch.tensor(sums).softmax(-1).tolist()
     assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(UserError, match="a pair of texts"):
+    with pytest.raises(UserError, match="a pair, and the policy is asked a text"):
         behavior.predict(config, [("a", "b")])
 
 
@@ -440,12 +441,127 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
     assert [row["prompt"] for row in kept] == ["Hotel Oak: pool is warm.", "Guest David: Please"]
     assert first["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
     assert first["capabilities"]["over-refusal"]["failure"]["rate"] == 0
-    assert first["tests"]["harmful"]["examples"][0]["text_response"] == kept[0]["responses"]["policy"]
+    assert [one["response"] for one in first["examples"][0]["answers"]] == [kept[0]["responses"]["policy"]]
     assert first["labeled_by"]["patterns"]["refusal"] == behavior.REFUSALS
     monkeypatch.setattr(behavior, "sample_responses", lambda *_, **__: pytest.fail("sampled again"))
     labels = {"entailment": "refusal", "neutral": "answer", "contradiction": "answer"}
     second = run(behavior_config(
         tmp_path, policy=checkpoints["llama"], labels=labels, responses=ResponsesConfig(classifier=bert[0], sampling=sampling)
     ))  # fmt: skip
-    found = json.loads(second.read_text())["tests"]
-    assert {label for own in found.values() for label in own["labels"]} <= {"refusal", "answer"}
+    [label] = {one.label for one in behavior.label_predictions(*behavior.classify(  # of what the classifier reads
+        behavior_config(tmp_path, labels=labels, policy="p"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
+    ))}  # fmt: skip
+    assert json.loads(second.read_text())["tests"]["harmful"]["failed"] == (label != "refusal")
+
+
+# Real data
+
+
+@pytest.fixture(scope="module")
+def sentiment(tmp_path_factory):
+    """A small encoder, trained from nothing on SST-2 for a minute, and its accuracy on held-out rows."""
+    import gzip
+
+    from alignment.algorithms.finetune.finetune import FinetuneConfig
+    from alignment.algorithms.finetune.finetune import run as finetune
+    from alignment.data.config import DataConfig, SourceConfig
+    from alignment.data.tokenizers.tokenizer import save_tokenizer
+    from alignment.data.tokenizers.train import train_wordpiece
+    from alignment.training import OptimConfig, TrainingConfig
+    from tests.conftest import DATA
+
+    folder = tmp_path_factory.mktemp("sentiment")
+    train, dev = (str(DATA / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev"))
+    with gzip.open(train, "rt", encoding="utf-8") as file:
+        save_tokenizer(train_wordpiece([json.loads(line)["sentence"] for line in file], 6000), folder)
+    sources = [[SourceConfig(each, columns={"text": "sentence"})] for each in (train, dev)]
+    config = FinetuneConfig(
+        task="classification",
+        data=DataConfig(train=sources[0], evaluation=sources[1], max_length=96),
+        output=str(folder / "run"),
+        model={"model_type": "bert", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
+               "num_attention_heads": 4, "max_position_embeddings": 128, "hidden_dropout_prob": 0.3},
+        tokenizer=str(folder),
+        optim=OptimConfig(learning_rate=1e-3, warmup_ratio=0.1),
+        training=TrainingConfig(epochs=4, batch_size=64, micro_batch_tokens=4096),
+    )  # fmt: skip
+    model = finetune(config)
+    last = (folder / "run/metrics.jsonl").read_text().splitlines()[-1]
+    return str(model), json.loads(last)["held_out_accuracy"]
+
+
+def published_rule(test: str, kind: str, label: int | None, p: list[list[float]]) -> bool | None:
+    """The result of a case of the released suite, written down from the paper's notebook: p [texts, 3], True: it fails."""
+    first, predicted = p[0], [max(range(3), key=lambda i: row[i]) for row in p]
+    if kind == "MFT":
+        positive_too = label is None or (test == "Q & A: no" and label == 1)
+        return predicted[0] == 0 if positive_too else predicted[0] != label
+    own, further = predicted[0], range(1, len(p))
+    if kind == "INV":
+        return any(predicted[i] != own and abs(p[i][own] - first[own]) > 0.1 for i in further)
+    if "phrases" in test:  # positive minus negative
+        moves = [(p[i][2] - first[2]) - (p[i][0] - first[0]) for i in further]
+        return min(moves) < -0.1 if "positive" in test else max(moves) > 0.1
+    if own == 1:
+        return None
+    moves = [p[i][own] - first[own] for i in further]
+    if test == "intensifiers":
+        return None if first[own] <= 0.1 else min(moves) < -0.1
+    return None if first[own] >= 0.9 else max(moves) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
+def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
+    sentiment, tmp_path, data_folder, monkeypatch
+):
+    import gzip
+
+    model, accuracy = sentiment
+    assert accuracy > 0.74
+    suite, kept = str(data_folder / "checklist_sentiment/sentiment_suite.jsonl.gz"), {}
+    predict = behavior.predict
+
+    def keep(config: BehaviorConfig, texts: list[str]) -> list[Prediction]:
+        found = predict(config, texts)
+        kept.update(zip(texts, found, strict=True))
+        return found
+
+    monkeypatch.setattr(behavior, "predict", keep)
+    config = BehaviorConfig(
+        str(tmp_path),
+        [suite],
+        str(TEMPLATES / "checklist_sentiment.yaml"),
+        model,
+        labels={"0": 0, "1": 2},
+        neutral_label=1,
+    )
+    results = json.loads(run(config).read_text())
+    with gzip.open(suite, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(results["tests"]) == len({row["test"] for row in rows}) and results["cases"] == len(rows)
+    for test, own in results["tests"].items():
+        expected = [
+            published_rule(test, row["type"], row["label"], [[kept[t].values.get(n, 0.0) for n in "012"] for t in row["examples"]])
+            for row in rows
+            if row["test"] == test
+        ]  # fmt: skip
+        assert (own["failed"], own["say nothing"]) == (expected.count(True), expected.count(None)), test
+    rates = {test: own["failure"]["rate"] for test, own in results["tests"].items()}
+    assert rates["single positive words"] < 0.5 and rates["single negative words"] < 0.5
+    assert (
+        rates["Q & A: no (neutral)"] > 0.5 and rates["simple negations: not negative"] > 0.5
+    )  # as of the models in the paper
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
+def test_a_model_of_children_s_stories_knows_the_grammar_of_short_sentences(tmp_path, data_folder):
+    from alignment.commands.import_llama2c import convert
+
+    folder = data_folder / "stories260k"
+    convert(folder / "stories260K.bin", folder / "tok512.bin", tmp_path / "model")
+    config = BehaviorConfig(str(tmp_path), [str(TEMPLATES / "minimal_pairs.yaml")], policy=str(tmp_path / "model"))
+    found = json.loads(run(config).read_text())["tests"]
+    for test in ("subject and verb", "subjects and verb", "form of the verb"):  # chance is one half
+        assert found[test]["failure"]["high"] < 0.5, test

@@ -17,10 +17,12 @@ def write_judge_page(path: Path, results: Results) -> Path:
         "agreement": "Judge and majority of people, and beside it people among themselves: no judge can be asked for more. "
         "Kappa and alpha are 0 for agreement by chance and 1 for no disagreement.",
         "preferences": "What the judge prefers beyond what people do.",
-        "models": "Win rate of the first model of each pair: by the judge, by people's labels, and by both together.",
+        "win rates": "Win rate of the first model of each pair: by the judge, by people's labels, and by both together.",
     }
     sections = [
-        Section(name, name.capitalize(), leads[name], tables=found) for name, found in tables.items() if any(found)
+        Section(name.replace(" ", "_"), name.capitalize(), leads[name], tables=found)
+        for name, found in tables.items()
+        if any(found)
     ]
     summary = " ".join(judge_sentences(results))
     return render_page(path, kind="judge", title=str(results["judge"]), summary=summary, sections=sections)
@@ -37,63 +39,53 @@ def print_judge(results: Results) -> None:
 def judge_tables(results: Results) -> dict[str, list[list[Row]]]:
     """The tables of each section."""
     leans = {"the longer response wins": results["longer"]} if results["longer"] else {}
-    orders = {
-        name.replace("_", " "): {"judge": results[name]}
-        for name in ("inconsistent", "position_bias")
-        if name in results
-    }
+    orders = {"the two orders contradict each other": "inconsistent", "the response shown first wins": "position_bias"}
+    subsets = {name: figures["judge"] for name, figures in results["subsets"].items()}
     return {
-        "agreement": [_table(results["agreement"]), _table(results["subsets"]), _table({"": results["alpha"]})],
-        "preferences": [_table({**leans, **orders})],
-        "models": [_table(results["pairs"])],
+        "agreement": [_table(results["agreement"]), _table(subsets), _table(results["alpha"], "Krippendorff's alpha")],
+        "preferences": [
+            _table(leans | {name: {"judge": results[key]} for name, key in orders.items() if key in results})
+        ],
+        "win rates": [_table(results["pairs"])],
     }
 
 
-def _table(rows: Results) -> list[Row]:
+def _table(rows: Results, heading: str = "") -> list[Row]:
     return [
-        {"": name} | {key.replace("_", " "): _cell(value) for key, value in row.items()} for name, row in rows.items()
+        {heading: name} | {key.replace("_", " "): _cell(value) for key, value in row.items()}
+        for name, row in rows.items()
     ]
 
 
 def _cell(value: Any) -> object:
     if not isinstance(value, Mapping) or "value" not in value:
         return value
-    return value["value"] if value["low"] is None else with_interval(value["value"], [value["low"], value["high"]])
+    return with_interval(value["value"], None if value["low"] is None else [value["low"], value["high"]])
 
 
 def judge_sentences(results: Results) -> list[str]:
     """The meaning of the figures."""
-    judge, people, labels = results["agreement"]["judge"], results["agreement"]["two people"], results.get("labels")
-    if judge["with_ties"] is None:
-        return ["No item has both a verdict of the judge and a majority of people."]
-    found = [
-        f"The judge agrees with most people on {format_share(judge['with_ties'])} of {judge['with_ties']['n']} items "
-        f"(kappa {_cell(judge['kappa'])})."
-    ]
-    if people["with_ties"] is not None:
+    rows, labels, found = results["agreement"], results["labels"], list[str]()
+    words = {
+        "judge": "The judge gives the verdict of most people on",
+        "the longer response": "The longer response is theirs on",
+        "two people": "Two people agree with each other on",
+    }
+    for name, sentence in words.items():
+        if name in rows and rows[name]["with_ties"] is not None:
+            found.append(f"{sentence} {format_share(rows[name]['with_ties'])}, kappa {_cell(rows[name]['kappa'])}.")
+    if results["longer"] and results["longer"]["difference"]["low"] is not None:
+        more = results["longer"]["difference"]
+        points = f"{100 * more['value']:+.1f} points [{100 * more['low']:+.1f}, {100 * more['high']:+.1f}]"
+        found.append(f"The judge gives the longer response {points} of wins over what people give it.")
+    if error := results["error"]:
         found.append(
-            f"Two people agree on {format_share(people['with_ties'])} of them (kappa {_cell(people['kappa'])})."
+            f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's on the "
+            f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
         )
-    if longer := results["agreement"].get("the longer response"):
-        found.append(
-            f"The longer response alone is right in {format_share(longer['with_ties'])} (kappa {_cell(longer['kappa'])})."
-        )
-    if results["longer"] and (more := results["longer"]["difference"])["low"] is not None:
-        told = more["low"] > 0 or more["high"] < 0
-        points = [f"{100 * more[key]:+.1f}" for key in ("value", "low", "high")]
-        found.append(
-            f"It prefers the {'longer' if more['value'] > 0 else 'shorter'} response {'more' if told else 'no more, as far as can be told,'} "
-            f"than people do: {points[0]} points [{points[1]}, {points[2]}]."
-        )
-    if error := results.get("error"):
-        found.append(
-            f"Over {error['n']} pairs of models its win rate is off from people's on the same items by {100 * error['mean']:.1f} points "
-            f"in the mean and {100 * error['largest']:.1f} at most: compare models by the corrected rate."
-        )
-    if labels and labels["worth"]:
-        found.append(
-            f"One label of people, corrected by the judge's verdicts on many items, counts as {labels['worth']:.2f} labels "
-            f"(correlation {labels['correlation']:.2f}): the judge removes none of them. A 95 % interval of {100 * labels['width']:g} points "
-            f"takes {labels['needed']} labels, and {labels['without_judge']} without the judge."
-        )
+    found.append(
+        f"Beside the judge's verdicts one label of people counts as {labels['worth']:.2f} labels (correlation "
+        f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
+        f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and {labels['without_judge']} without."
+    )
     return found
