@@ -16,7 +16,7 @@ from alignment.evaluation.judge_templates import is_rubric, labels_of, load_temp
 from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
 from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
-from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority
+from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.evaluation.winrate import (
     LOSS,
     TIE,
@@ -97,6 +97,7 @@ def compare(
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
             + (judge.failure_text() if isinstance(judge, LoggedJudge) else "")
         )
+    clusters = judged_prompts(prompts, merged.verdicts)
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
     inconsistent = coins = merged.inconsistent
@@ -109,7 +110,7 @@ def compare(
         coins = sum(any(each) and verdict == TIE for each, verdict in zip(found, merged.verdicts, strict=True))
     bias, bias_interval = _share(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
     return JudgeResult(
-        win_rate(judged, inconsistent=coins),
+        win_rate(judged, inconsistent=coins, clusters=clusters),
         merged.verdicts,
         inconsistent,
         merged.failures,
@@ -120,6 +121,11 @@ def compare(
         shown=len(leads),
         length=length_effect(ours, baseline, merged.verdicts),
     )
+
+
+def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> list[str]:
+    """Names of the prompts that have a verdict, equal for equal prompts, whose responses are not independent."""
+    return [hash_of(prompt.prompt) for prompt, verdict in zip(prompts, verdicts, strict=True) if verdict is not None]
 
 
 def _share(wins: float, losses: float, n: int) -> tuple[float, tuple[float, float]]:
@@ -188,7 +194,7 @@ def majority_judge(judges: Sequence[Judge]) -> Judge:
 
     def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
-        return [None if None in each else majority(v for v in each if v is not None) for each in verdicts]
+        return [None if None in each else majority_verdict(each) for each in verdicts]
 
     return judge
 

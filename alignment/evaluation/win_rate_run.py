@@ -15,7 +15,9 @@ from alignment.errors import UserError
 from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, sample_or_read
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
 from alignment.evaluation.judge_faults import (
+    adjust_sign_tests,
     call_warnings,
+    comparison_figures,
     judgment_figures,
     length_warnings,
     parent_warnings,
@@ -212,7 +214,7 @@ def judge_responses(
         ours, theirs = responses[name].texts, responses[config.baseline].texts
         limit = config.max_failed_share
         compared = compare(prompts, ours, theirs, judge, max_failed_share=limit, models=(name, config.baseline))
-        figures[name] = judgment_figures(compared)
+        figures[name] = judgment_figures(compared) | comparison_figures(prompts, ours, theirs, compared)
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:
@@ -222,6 +224,7 @@ def judge_responses(
             figures[name]["judge_spread"] = max(r["rate"] for r in rates.values()) - min(
                 r["rate"] for r in rates.values()
             )
+    adjust_sign_tests(figures)
     if isinstance(judge, PeopleJudge):
         return {"models": figures, "calls": judge.summary()}, warnings
     usage = judge.usage()

@@ -49,10 +49,12 @@ def judge_of(server, directory, **changes):
     return build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, **changes), directory)
 
 
-def judged(server, directory, **changes):
+def judged(server, directory, count=N, **changes):
     """The result, the warnings and the judge of one comparison."""
     judge = judge_of(server, directory, **changes)
-    result = compare(PROMPTS, OURS, BASELINE, judge, max_failed_share=0.5, models=("ours", "baseline"))
+    result = compare(
+        PROMPTS[:count], OURS[:count], BASELINE[:count], judge, max_failed_share=0.5, models=("ours", "baseline")
+    )
     usage = judge.usage()
     service = EndpointConfig(url=server.url, model="stub", **{**QUICK, **changes.get("endpoint", {})})
     return (
@@ -75,7 +77,7 @@ def coin(body, count):
 
 
 def slow(body, count):
-    time.sleep(0.3)
+    time.sleep(0.6)
     return fair(body, count)
 
 
@@ -93,7 +95,7 @@ PLANTED = {
         "8 of 80 answers cannot be read",
         {},
     ),
-    "slow": (slow, r"the judge is slow, 0\.\d s", {"timeout_seconds": 0.5, "requests": 40}),
+    "slow": (slow, r"the judge is slow, [01]\.\d s", {"timeout_seconds": 1.1, "requests": 16}),
 }
 
 
@@ -101,10 +103,11 @@ PLANTED = {
 def test_a_planted_fault_of_a_service_is_named_and_a_fair_judge_has_none(mode, tmp_path):
     answer, words, settings = PLANTED[mode]
     with serving(answer) as server:
-        result, warnings, judge = judged(server, tmp_path, endpoint=settings, max_failed_share=0.5)
+        count = 8 if mode == "slow" else N
+        result, warnings, judge = judged(server, tmp_path, count, endpoint=settings, max_failed_share=0.5)
         named = [bool(re.search(words, warning)) for warning in warnings] if words else warnings
         assert any(named) if mode == "slow" else named == ([True] if words else [])
-        assert len(server.requests) == 2 * N
+        assert len(server.requests) == 2 * count
     if mode == "fair":
         assert (result.win_rate.wins, result.inconsistent, result.failures) == (N, 0, 0)
         usage = judge.usage()
