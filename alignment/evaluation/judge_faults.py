@@ -27,12 +27,17 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
     def share(rate: float, interval: tuple[float, float], n: int) -> dict[str, float]:
         return {"rate": rate, "low": interval[0], "high": interval[1], "n": n}
 
-    count, both = result.inconsistent, result.both_orders
+    count, both, length = result.inconsistent, result.both_orders, result.length
+    longer = length and share(length.longer, (length.longer_low, length.longer_high), length.n)
+    slope = length and length.slope is not None
     return {
         "win_rate": asdict(result.win_rate),
         "inconsistent": {"count": count, **share(count / both if both else 0.0, result.inconsistent_interval, both)},
         "position_bias": share(result.position_bias, result.position_bias_interval, result.shown),
-        "length": None if result.length is None else asdict(result.length),
+        "longer_preferred": longer,
+        "length_slope": {"slope": length.slope, "low": length.slope_low, "high": length.slope_high}
+        if length and slope
+        else None,
         "failures": result.failures,
     }
 
@@ -46,11 +51,15 @@ def comparison_figures(
     lengths = [len(a) for a, _, _ in judged], [len(b) for _, b, _ in judged]
     try:
         clusters = judged_prompts(prompts, result.verdicts)
-        found: dict[str, Any] = asdict(length_controlled_win_rate([v for *_, v in judged], *lengths, clusters=clusters))
+        found = {
+            "length_controlled": asdict(
+                length_controlled_win_rate([v for *_, v in judged], *lengths, clusters=clusters)
+            )
+        }
     except UserError as error:  # such as responses of one length, or too few of them
-        found = {"refused": str(error)}
+        found = {"length_controlled": None, "length_controlled_why_not": str(error)}
     return {
-        "length_controlled": found,
+        **found,
         "sign_test": {"p": sign_test(rate.wins, rate.losses)},
         "detectable_difference": detectable_difference(rate.effective or rate.n, ties=rate.ties / rate.n),
     }
