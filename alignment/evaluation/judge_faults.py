@@ -7,7 +7,6 @@ from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
 from alignment.evaluation.win_rate_config import WinRateConfig
@@ -18,7 +17,6 @@ COIN = (
     1 / 3
 )  # share of items with two contradictory orders beyond which a judge is called a coin, whose share is a half
 BY_LENGTH = 0.6  # share of the items that the longer response wins beyond which it is told
-SLOW = 0.5  # of the time-out
 
 
 def judgment_figures(result: JudgeResult) -> dict[str, Any]:
@@ -27,17 +25,12 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
     def share(rate: float, interval: tuple[float, float], n: int) -> dict[str, float]:
         return {"rate": rate, "low": interval[0], "high": interval[1], "n": n}
 
-    count, both, length = result.inconsistent, result.both_orders, result.length
-    longer = length and share(length.longer, (length.longer_low, length.longer_high), length.n)
-    slope = length and length.slope is not None
+    count, both = result.inconsistent, result.both_orders
     return {
         "win_rate": asdict(result.win_rate),
         "inconsistent": {"count": count, **share(count / both if both else 0.0, result.inconsistent_interval, both)},
         "position_bias": share(result.position_bias, result.position_bias_interval, result.shown),
-        "longer_preferred": longer,
-        "length_slope": {"slope": length.slope, "low": length.slope_low, "high": length.slope_high}
-        if length and slope
-        else None,
+        **result.length,
         "failures": result.failures,
     }
 
@@ -91,37 +84,14 @@ def position_warnings(name: str, result: JudgeResult) -> list[str]:
 
 def length_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the longer or the shorter response wins nearly always, which may be the judge's taste."""
-    length = result.length
-    if length is None or (length.longer_high >= 1 - BY_LENGTH and length.longer_low <= BY_LENGTH):
+    longer, slope = result.length["longer_preferred"], result.length["length_slope"]
+    if longer is None or (longer["high"] >= 1 - BY_LENGTH and longer["low"] <= BY_LENGTH):
         return []
-    side, share = ("longer", length.longer) if length.longer > TIE else ("shorter", 1 - length.longer)
-    text = (
-        f"{name}: the {side} response wins {share:.1%} of {length.n} items: it is better, or the judge prefers length"
-    )
-    if length.slope is None:
-        return [text]
-    return [
-        f"{text}; a response twice as long wins {length.slope:+.1%} [{length.slope_low:+.1%}, {length.slope_high:+.1%}]"
-    ]
-
-
-def call_warnings(usage: Mapping[str, Any], service: EndpointConfig | None) -> list[str]:
-    """Warnings of a judge that was asked call by call: answers that cannot be read, calls without one, slow answers."""
-    warnings, who, calls = [], usage["judge"], usage["calls"]
-    if usage["unread"]:
-        example = f", such as {usage['unread_example']!r}" if usage.get("unread_example") else ""
-        warnings.append(
-            f"{who}: {usage['unread']} of {calls} answers cannot be read{example}; their items have no verdict"
-        )
-    if usage["unanswered"]:
-        why = ", ".join(f"{reason} ({number} times)" for reason, number in usage["unanswered"].items())
-        warnings.append(f"{who}: calls without an answer: {why}; the next start makes them again")
-    if service is not None and usage.get("median_seconds", 0) > SLOW * service.timeout_seconds:
-        seconds = f"{usage['median_seconds']:.1f} s in the median of a time-out of {service.timeout_seconds:g} s"
-        warnings.append(
-            f"{who}: the judge is slow, {seconds}; raise endpoint.timeout_seconds or lower endpoint.requests"
-        )
-    return warnings
+    side, share = ("longer", longer["rate"]) if longer["rate"] > TIE else ("shorter", 1 - longer["rate"])
+    text = f"{name}: the {side} response wins {share:.1%} of {longer['n']} items: it is better, or the judge prefers length"
+    if slope is not None:
+        text += f"; a response twice as long wins {slope['slope']:+.1%} [{slope['low']:+.1%}, {slope['high']:+.1%}]"
+    return [text]
 
 
 def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> list[str]:

@@ -55,20 +55,12 @@ class PeopleJudge:
                 found[person] = given[0] if given[0] == given[-1] else TIE
         return found
 
-    def shown_first(self, pair: Pair) -> list[float]:
-        """Every verdict that was given on a pair in either order, for the text shown first."""
-        return [
-            votes[each]
-            for votes in self.votes.values()
-            for each in dict.fromkeys((pair, _turned(pair)))
-            if each in votes
-        ]
-
-    def contradictions(self, pair: Pair) -> list[bool]:
-        """For each person who saw a pair in both orders, whether the two verdicts contradict each other."""
-        turned = _turned(pair)
-        both = [votes for votes in self.votes.values() if pair in votes and turned in votes]
-        return [votes[pair] != 1 - votes[turned] for votes in both]
+    def shown_first(self, pair: Pair) -> tuple[list[float], list[bool]]:
+        """Every verdict on a pair in either order for the text shown first, and of each person who saw both orders whether
+        the two contradict each other."""
+        orders = dict.fromkeys((pair, _turned(pair)))
+        given = [[votes[each] for each in orders if each in votes] for votes in self.votes.values()]
+        return [vote for each in given for vote in each], [sum(each) != 1 for each in given if len(each) > 1]
 
     def summary(self) -> dict[str, Any]:
         """Verdicts of each person, and how far they agree on the pairs that several have judged: for results."""

@@ -16,7 +16,6 @@ from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, s
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
 from alignment.evaluation.judge_faults import (
     adjust_sign_tests,
-    call_warnings,
     comparison_figures,
     judgment_figures,
     length_warnings,
@@ -227,8 +226,7 @@ def judge_responses(
     adjust_sign_tests(figures)
     if isinstance(judge, PeopleJudge):
         return {"models": figures, "calls": judge.summary()}, warnings
-    usage = judge.usage()
-    return {"models": figures, "calls": usage}, warnings + call_warnings(usage, config.endpoint)
+    return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
 def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> None:

@@ -419,7 +419,9 @@ def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_pat
     with serving(lambda b, n: (500, {}, "") if fails[0] and n == 2 else answer_of(b, n)) as server:
         service = EndpointConfig(url=server.url, model="stub", retries=0, requests=1)
         settings = {"endpoints": {"api": service}, "judge": "longer"}
-        with pytest.raises(UserError, match=r"stub: no response to 1 of 2 prompts \(status 500\); what came is kept"):
+        with pytest.raises(
+            UserError, match=r"stub: no answer to 1 of 2 calls: status 500 .* What was answered is kept"
+        ):
             evaluation.run(config_of(64, **settings))
         fails[0] = False
         evaluation.run(config_of(64, **settings))
