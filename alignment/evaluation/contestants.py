@@ -46,7 +46,7 @@ def sample_or_read(
             for name, own in config.best_of.items()
         },
         "response_files": {name: sha256(Path(path)) for name, path in config.response_files.items()},
-        "endpoints": {name: [own.url, own.model, own.parameters] for name, own in config.endpoints.items()},
+        "endpoints": {name: hash_of([own.url, own.model, own.parameters]) for name, own in config.endpoints.items()},
         "chat_template": sha256(Path(template)) if template and Path(template).is_file() else template,
         "data.max_length": config.data.max_length,
         "weights": asdict(config.weights),

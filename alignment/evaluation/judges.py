@@ -6,7 +6,7 @@ Rates and intervals are in winrate.py, people in people_judge.py, language model
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -244,7 +244,8 @@ def build_judge(
         scores = {source: found.get(source) or reward_model_score(config, source) for source in sources}
         members = [score_judge(score, config.tie_margin) for score in scores.values()]
         judge = members[0] if len(members) == 1 else majority_judge(members)
-        return _record(f"reward_model {', '.join(sources)}", hashes or parent_hashes(sources), judge, log)
+        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
+        return _record(f"reward_model {', '.join(sources)}", own, judge, log)
     judge = longer_judge if config.judge == "longer" else score_judge(gold_score, config.tie_margin)
     return _record(str(config.judge), {}, judge, log)
 
@@ -263,25 +264,21 @@ def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowL
 def _language_judge(
     config: JudgeConfig, log: RowLog, directory: Path | None, hashes: Mapping[str, str | None] | None
 ) -> LoggedJudge:
-    template, service = load_template(config.judge_template), config.endpoint
-    rubric = is_rubric(template)
-
-    def text(call: Call) -> str:
-        reasons = service is not None and config.judge == "endpoint" and service.reasons
-        return question_text(template, call.prompt.prompt, call.responses, ties=config.ties, reasons=reasons)
-
-    question = Question(text, labels_of(template, ties=config.ties), config.tie_margin)
-    if config.judge == "endpoint" and service is not None:
+    template = load_template(config.judge_template)
+    service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
+    words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
+    labels = labels_of(template, ties=config.ties)
+    question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
+    if service is not None:
         check_key(service)
-        ask = ask_endpoint(service, question)
-        name = f"endpoint {plain_url(service.url)} {service.model}"
-        identity = hash_of([name, service.max_tokens, service.reasons, service.logprobs, service.parameters])
+        ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
+        settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
     else:
         source = str(config.judge_model)
         ask, name = ask_model(source, question, config.weights), f"model {source}"
-        identity = hash_of([(hashes or parent_hashes([source]))[source], asdict(config.weights)])
-    by_margin = service is None or service.logprobs or config.judge == "model"
-    identity = hash_of([identity, template, config.ties, config.tie_margin if by_margin and not rubric else None])
+        settings = [(hashes or parent_hashes([source]))[source], asdict(config.weights)]
+    margin = config.tie_margin if (service is None or service.logprobs) and not rubric else None
+    identity = hash_of([settings, words("", ("",) if rubric else ("", "")), margin])
     if not rubric:
         return LoggedJudge(name, identity, ask, log, config.max_failed_share, service=service)
     ratings = RowLog(None if directory is None else directory / "ratings.jsonl")
