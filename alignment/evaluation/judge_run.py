@@ -155,18 +155,20 @@ def agreement_figures(voted: Judged) -> Figures:
         kappa = fleiss_kappa(votes, clusters) if pooled else cohen_kappa(first, second, clusters)
         return {**vote_agreement(votes, clusters), "kappa": kappa}
 
-    items = [item for item, _ in voted]
+    items, own = [item for item, _ in voted], [verdict for _, verdict in voted]
     longer = longer_judge(
         [item.prompt for item in items], [item.first for item in items], [item.second for item in items]
     )
     found = {"judge": compared([(item, verdict, item.label) for item, verdict in voted])}
-    if all(item.has_texts for item in items):
-        found["the longer response"] = compared(
-            [(item, each, item.label) for item, each in zip(items, longer, strict=True)]
+    if all(item.has_texts for item in items) and longer != own:
+        rows = zip(items, longer, strict=True)
+        found["the longer response"] = compared([(item, verdict, item.label) for item, verdict in rows])
+    if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
+        found["judge and one person"] = compared(
+            [(item, one, vote) for item, one in voted for vote in item.votes.values()]
         )
-    found["judge and one person"] = compared([(item, own, vote) for item, own in voted for vote in item.votes.values()])
-    pairs = [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]
-    return {**found, "two people": compared(pairs, pooled=True)} if pairs else found
+        found["two people"] = compared(pairs, pooled=True)
+    return found
 
 
 def longer_figures(voted: Judged) -> Figures | None:
@@ -198,13 +200,13 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
             errors.append(abs(float((known[:, 0] - known[:, 1]).mean())))
     moments = np.concatenate(rest).T @ np.concatenate(rest)
     people, scale = moments[1, 1] / sum(map(len, rest)), (moments[0, 0] * moments[1, 1]) ** 0.5
-    correlation = float(moments[0, 1] / scale) if scale else 0.0
+    correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used
     return {
         "pairs": pairs,
         "error": {"mean": fmean(errors), "largest": max(errors), "n": len(errors)} if errors else None,
         "labels": {
             "correlation": correlation,
-            "worth": 1 / max(1 - correlation**2, 1e-6),
+            "worth": 1 / (1 - correlation**2) if correlation < 1 else None,
             "width": width,
             "needed": labels_needed(width, correlation=correlation, variance=float(people)) if people else None,
             "without_judge": labels_needed(width, variance=float(people)) if people else None,

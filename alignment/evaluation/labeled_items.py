@@ -130,11 +130,9 @@ def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: boo
         for name in () if by_judge else labels:
             who = str(values[columns["annotator"][0]]) if "annotator" in columns and len(labels) == 1 else name
             verdict = _verdict(values[name], words, swapped)
-            if verdict is None:
-                problems += [f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for"] * bool(
-                    values[name]
-                )
-            elif people.fullmatch(who, timeout=PATTERN_SECONDS):
+            if verdict is None and values[name] not in (None, ""):
+                problems.append(f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for")
+            if verdict is not None and people.fullmatch(who, timeout=PATTERN_SECONDS):
                 item.votes[who] = verdict if item.votes.get(who, verdict) == verdict else TIE
     raise_all(problems)
 

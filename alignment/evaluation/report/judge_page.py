@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alignment.evaluation.report.html import Row, Section, format_share, render_page, with_interval
+from alignment.evaluation.report.html import Row, Section, format_cell, format_share, render_page, with_interval
 from alignment.evaluation.report.recipe_report import print_table
 
 Results = Mapping[str, Any]  # of results.json, or a part of it
@@ -84,7 +84,7 @@ def judge_sentences(results: Results) -> list[str]:
             f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
         )
     found.append(
-        f"Beside the judge's verdicts one label of people counts as {labels['worth']:.2f} labels (correlation "
+        f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
         f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
         f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and {labels['without_judge']} without."
     )
