@@ -1,4 +1,4 @@
-"""Evaluation of models: win rates, ratings, judges, language-model loss. The HTML report is in report/."""
+"""Evaluation of models: win rates, ratings, judges, agreement, language-model loss. The HTML report is in report/."""
 
 from alignment.evaluation.agreement import agreement, cohen_kappa, fleiss_kappa, krippendorff_alpha
 from alignment.evaluation.corrected import CorrectedWinRate, corrected_win_rate, labels_needed
@@ -9,14 +9,7 @@ from alignment.evaluation.language_loss import LanguageLoss, language_loss
 from alignment.evaluation.length_control import LengthControlledRate, length_controlled_win_rate
 from alignment.evaluation.people_judge import file_judge, write_annotation_form
 from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_ratings
-from alignment.evaluation.winrate import (
-    WinRate,
-    detectable_difference,
-    holm,
-    merge_orders,
-    sign_test,
-    win_rate,
-)
+from alignment.evaluation.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
 
 __all__ = [
     "CorrectedWinRate", "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",

@@ -99,3 +99,8 @@ class JudgeConfig(Settings):
     def judging_models(self) -> tuple[str, ...]:
         """Directories of the reward models that judge."""
         return self.reward_models or ((self.reward_model,) if self.reward_model is not None else ())
+
+    @property
+    def scoring_models(self) -> list[str]:
+        """Directories of all reward models that score: the judges, and the one of the mean proxy score."""
+        return list(dict.fromkeys([*self.reward_models, *filter(None, [self.reward_model])]))

@@ -71,7 +71,7 @@ PAIR = "with one letter: A where the first is better, B where the second is bett
 RATING = "with one whole number from 1 to 7."
 LABELS = {"A": WIN, "B": LOSS, "C": TIE}  # verdicts for the response shown first
 RATINGS = {str(number): float(number) for number in range(1, 8)}
-LAST_LINE = re.compile(r"(?:(?:final )?(?:verdict|answer|rating|score)\s*:)?\W*(\w+)\W*", re.IGNORECASE)
+LAST_LINE = re.compile(r"\W*(?:(?:final )?(?:verdict|answer|rating|score)\s*:)?\W*(\w+)\W*", re.IGNORECASE)
 
 
 def load_template(template: str) -> str:

@@ -14,7 +14,7 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model
+from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
 from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority
 from alignment.evaluation.winrate import (
@@ -31,7 +31,6 @@ from alignment.evaluation.winrate import (
 from alignment.files import hash_of
 from alignment.loading import best_device
 from alignment.reward_model import load_reward_model
-from alignment.rewards.judge import key_problem
 from alignment.rewards.specs import plain_url
 from alignment.training.run.lineage import parent_hashes
 
@@ -96,6 +95,7 @@ def compare(
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
+            + (judge.failure_text() if isinstance(judge, LoggedJudge) else "")
         )
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
@@ -280,8 +280,7 @@ def _language_judge(
     question = Question(text, labels_of(template, ties=config.ties), config.tie_margin)
     prices = None
     if config.judge == "endpoint" and service is not None:
-        if service.key_variable is not None and (problem := key_problem(service.key_variable)):
-            raise UserError(f"endpoint: {problem}")
+        check_key(service)
         ask, prices = ask_endpoint(service, question), (service.input_price or 0.0, service.output_price or 0.0)
         name = f"endpoint {plain_url(service.url)} {service.model}"
         identity = hash_of([name, service.max_tokens, service.reasons, service.logprobs, service.parameters])

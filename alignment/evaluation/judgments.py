@@ -58,9 +58,9 @@ class Judgment:
 OPTIONAL = ("prompt", "judge", "first_model", "second_model", "probability")
 
 
-def judgment_key(judge: str, prompt: str | Messages, first: str, second: str) -> str:
-    """Name of a call by its content: the judge with all that decides its answers, the prompt, and both texts in order."""
-    return hash_of([judge, prompt, first, second])
+def judgment_key(judge: str, prompt: str | Messages, *texts: str) -> str:
+    """Name of a call by its content: the judge with all that decides its answers, the prompt, and the texts in order."""
+    return hash_of([judge, prompt, *texts])
 
 
 def read_judgments(path: Path) -> list[Judgment]:

@@ -25,7 +25,7 @@ from alignment.models.model import Model, check_lengths
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
-from alignment.rewards.judge import RequestFailed, post_json
+from alignment.rewards.judge import RequestFailed, key_problem, post_json
 
 TOKENS_PER_FORWARD = 16_384
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
@@ -86,6 +86,12 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
         in_parallel(service.requests, calls, lambda call: done(call, one(call)))
 
     return ask
+
+
+def check_key(service: EndpointConfig | None) -> None:
+    """Refuse a service whose key is not in the environment."""
+    if service is not None and service.key_variable is not None and (problem := key_problem(service.key_variable)):
+        raise UserError(f"{service.model}: {problem}")
 
 
 def in_parallel(requests: int, items: Sequence[Any], make: Callable[[Any], bool]) -> None:

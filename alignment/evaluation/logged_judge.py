@@ -69,7 +69,8 @@ class LoggedJudge:
     prices: tuple[float, float] | None = None
     rater: "LoggedJudge | None" = None
     failures: Counter[str] = field(default_factory=Counter)  # calls without an answer, by their reason
-    asked: list[Mapping[str, Any]] = field(default_factory=list)  # rows of the calls that this start has made
+    asked: int = 0  # calls that this start has made
+    used: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # rows of the calls that were looked up, by key
 
     def __post_init__(self) -> None:
         self._known: dict[str, Mapping[str, Any]] = {str(row["key"]): row for row in self.log.rows if "key" in row}
@@ -105,6 +106,7 @@ class LoggedJudge:
         for key, call in zip(keys, calls, strict=True):
             if key in self._known and (key, *_padded(call.models)) not in self._written:  # other models said the same
                 self._append({**self._known[key], **_names(call.models)})
+        self.used |= {key: self._known[key] for key in keys if key in self._known}
         column = "verdict" if all(len(call.responses) > 1 for call in calls) else "rating"
         return [self._known[key][column] if key in self._known else None for key in keys]
 
@@ -114,7 +116,7 @@ class LoggedJudge:
 
         def done(call: Call, answer: Answer) -> bool:
             if not answer.failure:
-                self.asked.append(self._write(keys[id(call)], call, answer))
+                self._write(keys[id(call)], call, answer)
                 return True
             failures[answer.failure] += 1
             return failures.total() <= allowed
@@ -122,6 +124,7 @@ class LoggedJudge:
         if self.remembers:
             print(self._forecast(list(missing.values()), count), file=sys.stderr)
         self.ask(list(missing.values()), done)
+        self.asked += len(missing)
         self.failures += failures
         if failures.total() > allowed:
             why = ", ".join(f"{reason} ({number} times)" for reason, number in failures.most_common())
@@ -160,19 +163,26 @@ class LoggedJudge:
         self._known[str(row["key"])] = row
         self._written.add((str(row["key"]), *_models_of(row)))
 
+    def failure_text(self) -> str:
+        """The reason why items have no verdict, in words."""
+        usage = self.usage()
+        unread = f". {usage['unread']} of {usage['calls']} answers of {self.name} cannot be read, such as {usage.get('unread_example')!r}"
+        return (unread if usage["unread"] else "") + (
+            f". Calls without an answer: {dict(self.failures)}" if self.failures else ""
+        )
+
     def usage(self) -> dict[str, Any]:
         """Calls of this start, what became of them, their tokens and time: for results."""
         if self.rater is not None:
             return self.rater.usage()
-        seconds = [float(row["seconds"]) for row in self.asked if "seconds" in row]
-        tokens = [sum(int(row.get(name, 0)) for row in self.asked) for name in ("prompt_tokens", "answer_tokens")]
-        unread = sum(row.get("verdict", row.get("rating")) is None for row in self.asked)
-        found: dict[str, Any] = {"judge": self.name, "calls": len(self.asked) + self.failures.total()}
-        found |= {"unread": unread, "unanswered": dict(self.failures)}
-        if seconds:
-            found["median_seconds"] = median(seconds)
-        if any(tokens):
-            found |= {"prompt_tokens": tokens[0], "answer_tokens": tokens[1]}
+        rows = self.used.values()
+        seconds = [float(row["seconds"]) for row in rows if "seconds" in row]
+        tokens = [sum(int(row.get(name, 0)) for row in rows) for name in ("prompt_tokens", "answer_tokens")]
+        unread = [row for row in rows if row.get("verdict", row.get("rating")) is None]
+        found: dict[str, Any] = {"judge": self.name, "calls": len(rows), "made_now": self.asked, "unread": len(unread)}
+        found |= {"unanswered": dict(self.failures)} | ({"unread_example": unread[0].get("unread")} if unread else {})
+        found |= {"median_seconds": median(seconds)} if seconds else {}
+        found |= {"prompt_tokens": tokens[0], "answer_tokens": tokens[1]} if any(tokens) else {}
         if self.prices is not None and any(self.prices):
             found["cost"] = sum(price * count / 1e6 for price, count in zip(self.prices, tokens, strict=True))
         return found

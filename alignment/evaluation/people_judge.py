@@ -73,14 +73,12 @@ class PeopleJudge:
 
     def summary(self) -> dict[str, Any]:
         """Verdicts of each person, and on how many pairs two of them agree: for results."""
-        ours: list[float] = []
-        theirs: list[float] = []
-        pairs = {(name, *sorted(texts)) for votes in self.votes.values() for name, *texts in votes}
-        for pair in pairs:
-            for one, other in combinations(self.of_people(pair).values(), 2):
-                ours, theirs = [*ours, one], [*theirs, other]
+        pairs = {min(pair, _turned(pair)) for votes in self.votes.values() for pair in votes}
+        couples = [each for pair in pairs for each in combinations(self.of_people(pair).values(), 2)]
         found: dict[str, Any] = {"verdicts": {name or "unnamed": len(votes) for name, votes in self.votes.items()}}
-        return found | ({"agreement": agreement(ours, theirs), "agreement_n": len(ours)} if ours else {})
+        return found | (
+            {"agreement": agreement(*zip(*couples, strict=True)), "agreement_n": len(couples)} if couples else {}
+        )
 
 
 def _turned(pair: Pair) -> Pair:

@@ -148,5 +148,5 @@ def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:
         known = part @ np.linalg.pinv(gram[np.ix_(others, others)], rcond=1e-10, hermitian=True) @ part
         if gram[column, column] - known < 1e-8:
             why = "follows from the models and the other columns" if sizes[column] else "is 0 in every row"
-            problems.append(f"{name!r} {why}, so that it has no effect of its own; leave it out")
+            problems.append(f"{name!r} {why}: its effect cannot be told from theirs; leave it out")
     raise_all(problems)

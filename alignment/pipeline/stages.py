@@ -27,6 +27,8 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "judge": "alignment.evaluation.judge_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
+    "behavior": "alignment.evaluation.behavior:run",
+    "benchmarks": "alignment.evaluation.benchmarks.run:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }
 

@@ -1,0 +1,180 @@
+"""The command `alignment label`: the page for annotators, how they agree, and their labels as comparisons and as exports."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from uuid import NAMESPACE_URL, uuid5
+
+from alignment.errors import UserError, suggest
+from alignment.evaluation.agreement import cohen_kappa
+from alignment.evaluation.labels import JSON, Label, LabelSession, name_in, read_items, read_labels
+from alignment.files import write_json, write_text
+from alignment.serving.label_page import LabelServer
+
+Pair = tuple[str, str, str]  # id of the prompt, two texts in the order of the alphabet
+PROGRAMS = ("argilla", "label-studio")
+KINDS = {"preference": "choices", "rank": "number", "rating": "rating", "flags": "choices", "comment": "textarea"}
+
+
+def serve_labels(
+    file: str,
+    output: Path,
+    *,
+    annotator: str | None,
+    port: int,
+    seed: int,
+    repeats: float,
+    ratings: bool,
+    flags: Sequence[str],
+) -> None:
+    """Serve the page until Ctrl-C, then print the report.
+
+    Args:
+        annotator: whom the page is for; None: it asks for the name.
+        port: 0 takes a free one.
+        seed, repeats, ratings, flags: as in `LabelSession`.
+    """
+    name = None if annotator is None else name_in({"annotator": annotator})
+    items = read_items(file)
+    session = LabelSession(items, output, seed=seed, repeats=repeats, ratings=ratings, flags=flags, report=report)
+    with LabelServer(port, {"/show": session.show, "/answer": session.answer}, name) as server:
+        print(f"{server.url}\nopen this address; labels go to {output}; Ctrl-C ends", file=sys.stderr, flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    print("\n".join(report(session.labels.values())))
+
+
+def write_labels(file: str, output: Path, comparisons: str | None, export: tuple[str, str] | None) -> None:
+    """Write the files that are asked for, of the labels of a file's questions, and print the report."""
+    if export is not None and export[0] not in PROGRAMS:
+        raise UserError(f"--export {export[0]}: no such program; {suggest(export[0], PROGRAMS)}")
+    labels = read_labels(output, read_items(file)).values()
+    if comparisons is not None:
+        print(write_comparisons(Path(comparisons), labels))
+    if export is not None:
+        print(write_export(Path(export[1]), export[0], labels))
+    print("\n".join(report(labels)))
+
+
+# Agreement
+
+
+def report(labels: Iterable[Label]) -> list[str]:
+    """Lines: pace and self-agreement of each annotator, agreement of every two; a tie is a verdict of its own."""
+    by_judge: dict[str, list[Label]] = {}
+    for label in labels:
+        by_judge.setdefault(label.judge, []).append(label)
+    firsts = {judge: verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
+    lines = []
+    for judge, own in by_judge.items():
+        pace = f"{judge}: {len(own)} answers, {median(label.seconds for label in own):.1f} s each (median)"
+        lines.append(pace + agreement_on("repeats", verdicts(label for label in own if label.repeat), firsts[judge]))
+    for one, other in combinations(firsts, 2):
+        lines.append(f"{one} and {other}" + agreement_on("pairs", firsts[one], firsts[other]))
+    return lines or ["no labels yet"]
+
+
+def verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
+    """1, 0.5 or 0 for the first text of every pair of responses that was compared or ranked."""
+    found = {}
+    for label in labels:
+        for (a, place), (b, other) in combinations(sorted(zip(label.responses, label.ranks, strict=True)), 2):
+            found[label.id, a, b] = 0.5 + (place < other) / 2 - (place > other) / 2
+    return found
+
+
+def agreement_on(things: str, ours: Mapping[Pair, float], theirs: Mapping[Pair, float]) -> str:
+    """On how many common pairs two sets of verdicts agree, and Cohen's kappa."""
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        return f"; no {things} in common"
+    sides = [[side[pair] for pair in common] for side in (ours, theirs)]
+    equal, kappa = sum(a == b for a, b in zip(*sides, strict=True)), cohen_kappa(*sides)["value"]
+    chance = "" if kappa is None else f", kappa {kappa:.2f}"
+    return f"; {equal} of {len(common)} {things} judged alike ({equal / len(common):.0%}{chance})"
+
+
+# Files for training and for other programs
+
+
+def write_comparisons(path: Path, labels: Iterable[Label]) -> str:
+    """Write the rows that reward models and DPO are trained on; how many there are, and what is left out.
+
+    Of a pair `prompt`, `chosen`, `rejected`; of more responses, and of pairs beside them, `prompt`, `responses`, `ranking`.
+    """
+    judged = [label for label in labels if len(label.responses) > 1]
+    kept = [label for label in judged if any(label.ranks) and not label.repeat]
+    rows: list[JSON] = []
+    for label in kept:
+        places = [[i for i, rank in enumerate(label.ranks) if rank == place] for place in sorted(set(label.ranks))]
+        best, worst = (label.responses[places[end][0]] for end in (0, -1))
+        row: JSON = {"chosen": best, "rejected": worst}
+        if any(len(each.responses) > 2 for each in kept):
+            row = {"responses": label.responses, "ranking": [same if same[1:] else same[0] for same in places]}
+        rows.append({"prompt": label.prompt, **row, "annotator": label.judge})
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    repeats = sum(label.repeat for label in judged)
+    return f"{path}: {len(rows)} rows; left out: {len(judged) - repeats - len(kept)} ties, {repeats} repeats"
+
+
+def write_export(path: Path, program: str, labels: Iterable[Label]) -> str:
+    """Write records of Argilla or tasks of Label Studio, each with the answers of all annotators; repeats are left out.
+
+    Fields are `prompt` and `response_N`, questions those of `answers_of`; N counts from 1, the same for all annotators.
+
+    Source: docs.argilla.io, records.from_json; labelstud.io, guide/task_format.
+    """
+    groups: dict[str, list[Label]] = {}
+    for label in labels:
+        if not label.repeat:
+            own = label.in_order(sorted(range(len(label.responses)), key=label.responses.__getitem__))
+            groups.setdefault(label.key, []).append(own)
+    users = {label.judge: str(uuid5(NAMESPACE_URL, label.judge)) for group in groups.values() for label in group}
+    rows: list[JSON] = []
+    for key, group in groups.items():
+        prompt, responses = group[0].prompt, group[0].responses
+        text = (
+            prompt if isinstance(prompt, str) else "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+        )
+        fields = {"prompt": text} | {f"response_{n}": response for n, response in enumerate(responses, 1)}
+        if program == "argilla":
+            answers: dict[str, list[JSON]] = {}
+            for label in group:
+                for name, value in answers_of(label).items():
+                    given: JSON = {"value": value, "user_id": users[label.judge], "status": "submitted"}
+                    answers.setdefault(name, []).append(given)
+            rows.append({"id": key, "fields": fields, "metadata": {}, "suggestions": {}, "responses": answers})
+        else:
+            judged = [{"lead_time": label.seconds, "result": studio_results(label)} for label in group]
+            data = {"id": group[0].id, **fields, "annotators": [label.judge for label in group]}
+            rows.append({"data": data, "annotations": judged})
+    write_json(path, rows)
+    return f"{path}: {len(rows)} rows; " + ", ".join(f"{name} is the user {user}" for name, user in users.items())
+
+
+def answers_of(label: Label) -> dict[str, object]:
+    """The answers by question: `preference` (response_1, response_2 or tie), or `rank_N`; `rating_N`, `flags_N`, `comment`."""
+    names = [f"response_{n}" for n in range(1, len(label.responses) + 1)]
+    found: dict[str, object] = {"comment": label.comment} if label.comment else {}
+    if len(names) == 2:
+        found["preference"] = names[label.ranks.index(0)] if any(label.ranks) else "tie"
+    elif len(names) > 2:
+        found |= {f"rank_{n}": rank + 1 for n, rank in enumerate(label.ranks, 1)}
+    found |= {f"rating_{n}": rating for n, rating in enumerate(label.ratings, 1)}
+    return found | {f"flags_{n}": list(flags) for n, flags in enumerate(label.flags, 1) if flags}
+
+
+def studio_results(label: Label) -> list[JSON]:
+    """The answers as results of an annotation in Label Studio."""
+    found: list[JSON] = []
+    for name, value in answers_of(label).items():
+        question, _, number = name.partition("_")
+        kind = KINDS[question]
+        listed = value if kind == "number" or kind == "rating" or isinstance(value, list) else [value]
+        place = {"from_name": name, "to_name": f"response_{number}" if number else "prompt", "type": kind}
+        found.append({"id": name, **place, "value": {"text" if kind == "textarea" else kind: listed}})
+    return found
