@@ -9,7 +9,6 @@ Rows that need no mapping of columns, known by a column that only they have:
 Rows on one item, of the same id and sides in either order, are put together. The figures are in judge_run.py.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -160,7 +159,10 @@ def _item_of(
     items: Items, values: Values, columns: Mapping[str, Sequence[str]], at: str, subset: str
 ) -> tuple[LabeledItem, bool]:
     """The item of a row, known or new, and whether the row has its sides in the other order."""
-    text = {ours: "\n\n".join(filter(None, (_text(values[name]) for name in names))) for ours, names in columns.items()}
+    filled = {
+        ours: [values[name] for name in names if values[name] not in (None, "")] for ours, names in columns.items()
+    }
+    text = {ours: "\n\n".join(map(str, found)) for ours, found in filled.items()}
     models = [text.get("first_model", ""), text.get("second_model", "")]
     sides = [text.get("first", models[0]), text.get("second", models[1])]
     name = text.get("id", text.get("prompt", at) if "annotator" in columns else at)
@@ -179,10 +181,6 @@ def _item_of(
             has_texts="first" in text,
         )
     return items[key], swapped
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def _verdict(label: object, words: Mapping[str, float], swapped: bool) -> Verdict:

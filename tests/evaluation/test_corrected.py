@@ -38,7 +38,7 @@ def test_prediction_powered_rate_by_hand():
     y, f, others = np.array(people), np.array(judge[:6]), np.array(judge[6:])
     weight = ((y - y.mean()) * (f - f.mean())).mean() / np.var(judge, ddof=1) / 2
     assert found.corrected.rate == pytest.approx(y.mean() + weight * (others.mean() - f.mean()))
-    assert (found.items, found.labels, found.judge, found.people.rate) == (12, 6, pytest.approx(7 / 12), y.mean())
+    assert (found.items, found.labels, found.judge.rate, found.people.rate) == (12, 6, pytest.approx(7 / 12), y.mean())
 
 
 def test_rogan_gladen_of_a_judge_without_ties_is_the_formula():
@@ -125,7 +125,7 @@ def coverage(draws, *, seed, kept=0.8):
             for name in ("people", "corrected", "rogan_gladen"):
                 interval = getattr(found, name)
                 hits.setdefault((points, name), []).append(interval is None or interval.low <= 0.55 <= interval.high)
-            hits.setdefault((points, "raw"), []).append(abs(found.judge - 0.55) <= 1.96 * math.sqrt(0.25 / ITEMS))
+            hits.setdefault((points, "raw"), []).append(found.judge.low <= 0.55 <= found.judge.high)
     return {key: sum(found) / len(found) for key, found in hits.items()}
 
 
@@ -177,5 +177,5 @@ def test_labels_of_a_form_correct_a_win_rate(tmp_path):
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
     sides = [f"ours {i}" for i in range(20)], [f"theirs {i}" for i in range(20)]
     found = corrected_by_people(path, prompts, *sides, [1.0, 0.0] * 10)
-    assert (found.items, found.labels, found.judge) == (20, 12, 0.5)
+    assert (found.items, found.labels, found.judge.rate) == (20, 12, 0.5)
     assert found.people.rate == pytest.approx((8 + 4 * 0.5) / 12)

@@ -77,7 +77,9 @@ class TestPublished:
         assert (found["items"], found["labeled"], found["error"]["n"]) == (2400, 1633, 15)
         assert round(100 * found["error"]["mean"], 1) == 7.7 and round(100 * found["error"]["largest"], 1) == 19.4
         pair = found["pairs"]["gpt-3.5-turbo against gpt-4"]
-        assert pair["items"] == 160 and pair["judge"] < pair["corrected"]["low"]  # GPT-4 prefers itself by far too much
+        assert (
+            pair["items"] == 160 and pair["judge"]["high"] < pair["corrected"]["low"]
+        )  # GPT-4 prefers itself by far too much
         assert 1.05 < found["labels"]["worth"] < 1.15
 
     def test_pandalm_s_judge_and_its_people(self, tmp_path):
@@ -238,7 +240,7 @@ def test_the_corrected_rate_of_models_uses_verdicts_on_items_without_labels(tmp_
         tmp_path / "verdicts.jsonl", [{**row, "verdict": vote} for row, vote in zip(rows, judge, strict=True)]
     )
     found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=verdicts)["pairs"]["a against b"]
-    assert (found["items"], found["labels"], found["judge"]) == (200, 60, pytest.approx(0.65))
+    assert (found["items"], found["labels"], found["judge"]["rate"]) == (200, 60, pytest.approx(0.65))
     for name in ("people", "corrected", "rogan_gladen"):
         assert found[name]["rate"] == pytest.approx(0.6, abs=0.005), name
     assert found["corrected"]["high"] - found["corrected"]["low"] < found["people"]["high"] - found["people"]["low"]

@@ -14,10 +14,12 @@ def write_judge_page(path: Path, results: Results) -> Path:
     """Write the results as a self-contained HTML page and return its path."""
     tables = judge_tables(results)
     leads = {
-        "agreement": "Judge and majority of people, and beside it people among themselves: no judge can be asked for more. "
+        "agreement": "The judge with most people and with each, and beside it people among themselves, the measure of all judges. "
         "Kappa and alpha are 0 for agreement by chance and 1 for no disagreement.",
         "preferences": "What the judge prefers beyond what people do.",
-        "win rates": "Win rate of the first model of each pair: by the judge, by people's labels, and by both together.",
+        "win rates": "Win rate of the first model of each pair: by the judge on all items, by people's labels on some, and corrected: "
+        "the labels' rate with the judge's verdicts on the other items (prediction-powered). Rogan-Gladen's takes the judge's "
+        "errors alone from the labels; a dash: they are too many, or too little known.",
     }
     sections = [
         Section(name.replace(" ", "_"), name.capitalize(), leads[name], tables=found)
