@@ -35,7 +35,7 @@ class RateInterval:
 
 @dataclass(frozen=True)
 class CorrectedWinRate:
-    """What the labels of people make of a judge's win rate."""
+    """A judge's win rate, that of people's labels, and the two put together."""
 
     items: int  # with a verdict of the judge
     labels: int  # of them with a label of people

@@ -99,7 +99,7 @@ class LabeledItem:
 Items = dict[tuple[str, ...], LabeledItem]  # by id and sides
 
 
-def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool = False, subset: str = "") -> None:
+def add_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool = False, subset: str = "") -> None:
     """Add the rows of a file to `items`, those that are there or new ones.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 from alignment.cli import main
 from alignment.errors import UserError
 from alignment.evaluation.judge_run import JudgeEvalConfig, run
-from alignment.evaluation.labeled_items import LabelColumns, read_items
+from alignment.evaluation.labeled_items import LabelColumns, add_items
 from alignment.settings import refusal
 
 DATA = Path(os.environ.get("ALIGNMENT_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -128,7 +128,7 @@ def test_rows_of_both_orders_and_several_people_are_one_item(tmp_path):
         )
     ]
     items = {}
-    read_items(rows_file(tmp_path / "labels.jsonl", rows), LabelColumns(annotators="ann|bob"), items)
+    add_items(rows_file(tmp_path / "labels.jsonl", rows), LabelColumns(annotators="ann|bob"), items)
     [item] = items.values()
     assert (item.first, item.votes, item.label, item.mean_vote) == ("x", {"ann": 1.0, "bob": 0.5}, None, 0.75)
 
@@ -143,7 +143,7 @@ def test_models_stand_in_one_order_in_all_their_items(tmp_path):
         )
     ]
     items = {}
-    read_items(rows_file(tmp_path / "votes.jsonl", votes), LabelColumns(), items)
+    add_items(rows_file(tmp_path / "votes.jsonl", votes), LabelColumns(), items)
     assert {(item.pair, item.first, item.cluster) for item in items.values()} == {("ant against zoo", "ant", "1")}
     assert [item.label for item in items.values()] == [0.0, 1.0, 0.5]
 
@@ -179,6 +179,7 @@ def test_comparisons_and_dialogues_need_no_columns(tmp_path):
         ),
         ({}, {"columns": {"label": "who_wins"}}, "no responses for judge=longer to read"),
         ({}, {"judge": "verdicts", "verdicts": "modle"}, "labels.jsonl:1: no column 'modle'"),
+        ({}, {"annotators": "ann"}, "labels.jsonl: no item has a label of people; compare"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path, change, settings, problem):
@@ -202,7 +203,7 @@ def test_labels_of_0_and_1_are_refused_until_their_meaning_is_said(tmp_path):
 def test_verdicts_that_belong_to_other_items_are_refused(tmp_path):
     labels = rows_file(tmp_path / "labels.jsonl", responses(6))
     others = [{"id": "x", "prompt": "q", "first": "u", "second": "v", "verdict": 1}]
-    with pytest.raises(UserError, match="ids and sides must be the same"):
+    with pytest.raises(UserError, match="no item has a label of people and a verdict of"):
         results_of(
             tmp_path, labels=labels, columns=COLUMNS, judge="verdicts", verdicts=rows_file(tmp_path / "v.jsonl", others)
         )
@@ -220,6 +221,7 @@ def test_a_judge_that_prefers_the_first_is_seen_in_verdicts_of_both_orders(tmp_p
     verdicts = rows_file(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1} for row in [*rows, *turned]])
     found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=verdicts)
     assert found["inconsistent"]["rate"] == found["position_bias"]["rate"] == 1.0
+    assert found["inconsistent"]["n"] == 20
     assert agreed(found["agreement"]["judge"]["with_ties"]) == (0, 20)  # all merged verdicts are ties
     one_order = rows_file(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1} for row in rows])
     found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=one_order)

@@ -59,7 +59,7 @@ def _table(rows: Results, heading: str = "") -> list[Row]:
     ]
 
 
-def _cell(value: Any) -> object:
+def _cell(value: object) -> object:
     if not isinstance(value, Mapping) or "value" not in value:
         return value
     return with_interval(value["value"], None if value["low"] is None else [value["low"], value["high"]])
@@ -67,7 +67,11 @@ def _cell(value: Any) -> object:
 
 def judge_sentences(results: Results) -> list[str]:
     """The meaning of the figures."""
-    rows, labels, found = results["agreement"], results["labels"], list[str]()
+    rows, labels = results["agreement"], results["labels"]
+    found = [
+        f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them without a "
+        f"majority; the judge failed on {results['failures']}."
+    ]
     words = {
         "judge": "The judge gives the verdict of most people on",
         "the longer response": "The longer response is theirs on",
