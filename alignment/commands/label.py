@@ -12,10 +12,10 @@ from uuid import NAMESPACE_URL, uuid5
 from alignment.errors import UserError, suggest
 from alignment.evaluation.agreement import cohen_kappa
 from alignment.evaluation.labels import JSON, Label, LabelSession, name_in, read_items, read_labels
-from alignment.files import write_json, write_text
+from alignment.files import hash_of, write_json, write_text
 from alignment.serving.label_page import LabelServer
 
-Pair = tuple[str, str, str]  # id of the prompt, two texts in the order of the alphabet
+Pair = tuple[str, str, str]  # id of the prompt, two texts in the order of their hashes
 PROGRAMS = ("argilla", "label-studio")
 KINDS = {"preference": "choices", "rank": "number", "rating": "rating", "flags": "choices", "comment": "textarea"}
 
@@ -79,11 +79,16 @@ def report(labels: Iterable[Label]) -> list[str]:
 
 
 def verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
-    """1, 0.5 or 0 for the first text of every pair of responses that was compared or ranked."""
+    """1, 0.5 or 0 for the first text of every pair of responses that was compared or ranked.
+
+    The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
+    away, is then that of judges who prefer neither side.
+    """
     found = {}
     for label in labels:
-        for (a, place), (b, other) in combinations(sorted(zip(label.responses, label.ranks, strict=True)), 2):
-            found[label.id, a, b] = 0.5 + (place < other) / 2 - (place > other) / 2
+        judged = sorted(zip(label.responses, label.ranks, strict=True), key=lambda each: hash_of(each[0]))
+        for (one, place), (other, lower) in combinations(judged, 2):
+            found[label.id, one, other] = 0.5 + (place < lower) / 2 - (place > lower) / 2
     return found
 
 
