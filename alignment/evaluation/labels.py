@@ -94,15 +94,16 @@ class Label(Settings):
     def row(self) -> JSON:
         """The label as a row: of a pair a judgment row, of other numbers of responses `responses` with `ranks`."""
         row: JSON = {key: value for key, value in asdict(self).items() if value or key in ("prompt", "position")}
-        if not any(self.flags):
-            row.pop("flags", None)
-        if len(self.responses) == 2:
-            del row["responses"], row["ranks"]
-            row |= dict(zip(SIDES, self.responses, strict=True))
-            row |= {f"{side}_model": model for side, model in zip(SIDES, self.models, strict=False)}
-            row.pop("models", None)
-            row["verdict"] = 0.5 + (self.ranks[0] < self.ranks[1]) / 2 - (self.ranks[0] > self.ranks[1]) / 2
-        return row
+        if len(self.responses) != 2:
+            return row
+        models = {f"{side}_model": model for side, model in zip(SIDES, self.models, strict=False)}
+        sides = {**dict(zip(SIDES, self.responses, strict=True)), **models, "verdict": verdict(*self.ranks)}
+        return {key: value for key, value in row.items() if key not in ("responses", "models", "ranks")} | sides
+
+
+def verdict(place: int, other: int) -> float:
+    """1, 0.5 or 0 for a response by its place, 0 the best, and that of another one."""
+    return 0.5 + (place < other) / 2 - (place > other) / 2
 
 
 def label_in(row: Columns, location: str, *, judged: bool) -> Label:
@@ -119,9 +120,9 @@ def label_in(row: Columns, location: str, *, judged: bool) -> Label:
     elif isinstance(named := row.get("responses"), dict):
         values["models"], values["responses"] = list(named), list(named.values())
     if judged and "verdict" in row:
-        if (verdict := row["verdict"]) not in list(RANKS):
-            raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {verdict!r:.40}")
-        values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == verdict)
+        if row["verdict"] not in list(RANKS):
+            raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {row['verdict']!r:.40}")
+        values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == row["verdict"])
     values["id"] = str(row.get("id") or hash_of([row.get("prompt"), values.get("responses")])[:12])  # wherever it lies
     return build(Label, SourcedYaml(values, {(): location}))
 
@@ -187,8 +188,8 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
     again = sorted(early, key=lambda each: draw("repeat", each.key))[:count]
     half = len(asked) // 2
     later = [*asked[half:], *(replace(each.in_order((1, 0)), repeat=True) for each in again)]
-    later.sort(key=lambda each: draw("later", each.key, each.repeat))
-    return [replace(each, position=i) for i, each in enumerate([*asked[:half], *later])]
+    asked[half:] = sorted(later, key=lambda each: draw("later", each.key, each.repeat))
+    return [replace(each, position=i) for i, each in enumerate(asked)]
 
 
 class LabelSession:
