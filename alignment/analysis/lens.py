@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.analysis.inspection import TEMPLATES, encoded, shown
-from alignment.analysis.layer_states import block_inputs
+from alignment.analysis.states import block_inputs
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
 from alignment.evaluation.report.html import render_page

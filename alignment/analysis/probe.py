@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from alignment.analysis.inspection import load_any
-from alignment.analysis.layer_states import document_states
+from alignment.analysis.states import document_states
 from alignment.data.config import DataConfig
 from alignment.data.tasks import LabeledExamples, TaskExample, TaskFormat, prepare_labeled
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary

@@ -1,24 +1,26 @@
 """Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, with intervals.
 
 Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of shares
-are analytic (`clustered_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
+are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
 all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from alignment.errors import raise_all
-from alignment.evaluation.reward_card import BOOTSTRAPS, clustered_rate
-from alignment.evaluation.winrate import TIE, Verdict
+from alignment.evaluation.winrate import TIE, Z_95, Verdict, cluster_numbers, clustered_error, win_rate
 
 Label = float | None
 Level = Literal["nominal", "ordinal"]
 Figures = dict[str, Any]
+DRAWS = 1000  # of the bootstrap
 
 
 def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
@@ -29,14 +31,14 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
     return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def majority(votes: Sequence[Label]) -> Label:
+def majority_label(votes: Sequence[Label]) -> Label:
     """The label of more than half of the votes; None where no label has that many."""
     given = [vote for vote in votes if vote is not None]
     label, count = Counter(given).most_common(1)[0] if given else (None, 0)
     return label if 2 * count > len(given) else None
 
 
-def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[object]) -> dict[str, Figures | None]:
+def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hashable]) -> dict[str, Figures | None]:
     """Share of pairs of votes that are equal: `with_ties`, a third answer, and `without_ties`, of pairs where neither is one.
 
     Args:
@@ -48,19 +50,34 @@ def vote_agreement(votes: Sequence[tuple[float, float]], clusters: Sequence[obje
 
     Source: Zheng et al. 2023, arXiv:2306.05685, table 5 (set-ups S1 and S2).
     """
-    pairs, cluster = np.array(votes, float).reshape(-1, 2), _numbers(clusters)
-    found: dict[str, Figures | None] = {}
-    for name, kept in (("with_ties", np.full(len(pairs), True)), ("without_ties", (pairs != TIE).all(1))):
-        equal = pairs[kept, 0] == pairs[kept, 1]
-        rate = clustered_rate(equal.astype(float), cluster[kept])
-        found[name] = rate and {key: rate[key] for key in ("rate", "low", "high", "n")} | {"agreed": int(equal.sum())}
+    rows = list(zip(votes, clusters, strict=True))
+    found: dict[str, Figures | None] = {"with_ties": None, "without_ties": None}
+    for name, kept in (("with_ties", rows), ("without_ties", [row for row in rows if TIE not in row[0]])):
+        if kept:
+            rate = win_rate([float(a == b) for (a, b), _ in kept], clusters=[cluster for _, cluster in kept])
+            found[name] = {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n, "agreed": rate.wins}
     return found
+
+
+def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
+    """Precision, recall and F1 of the labels that anyone was given or gave, each the plain mean over labels."""
+    hot = _one_hot(list(zip(predicted, true, strict=True)))
+    right, given, wanted = (hot[:, 0] * hot[:, 1]).sum(0), hot[:, 0].sum(0), hot[:, 1].sum(0)
+    scores = {"precision": right / np.maximum(given, 1), "recall": right / np.maximum(wanted, 1)}
+    return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
+
+
+def mean_figures(values: Sequence[float], clusters: Sequence[Hashable]) -> Figures:
+    """Mean of values +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
+    mean, (error, number) = fmean(values), clustered_error(np.array(values), clusters)
+    low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
+    return {"value": mean, "low": low, "high": high, "n": len(values)}
 
 
 # Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
 
 
-def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[object] | None = None) -> Figures:
+def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[Hashable] | None = None) -> Figures:
     """Cohen's kappa of two raters, 1 - (share of unequal labels) / (that of independent raters with the same habits).
 
     Returns:
@@ -69,24 +86,22 @@ def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Seque
 
     Source: Cohen 1960, Educational and Psychological Measurement 20, 37-46.
     """
-    labels = list(zip(first, second, strict=True))
-    kept = [i for i, pair in enumerate(labels) if None not in pair]
-    hot = _one_hot([labels[i] for i in kept])
-    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, _chosen(clusters, kept))
+    hot = _one_hot(list(zip(first, second, strict=True)))
+    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, clusters)
 
 
-def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[object] | None = None) -> Figures:
+def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[Hashable] | None = None) -> Figures:
     """Fleiss' kappa of as many labels for every item, of whichever raters; as `cohen_kappa`.
 
     Source: Fleiss 1971, Psychological Bulletin 76, 378-382.
     """
     counts = {sum(label is not None for label in row) for row in labels}
     raise_all([f"Fleiss' kappa needs as many labels for each item, found {sorted(counts)}"] if len(counts) > 1 else [])
-    return _with_interval(_coincidences(labels), partial(_pooled, sample=0), clusters)
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=0), clusters)
 
 
 def krippendorff_alpha(
-    labels: Sequence[Sequence[Label]], *, level: Level = "nominal", clusters: Sequence[object] | None = None
+    labels: Sequence[Sequence[Label]], *, level: Level = "nominal", clusters: Sequence[Hashable] | None = None
 ) -> Figures:
     """Krippendorff's alpha of any number of raters, 1 - (observed disagreement) / (that of labels drawn from all).
 
@@ -101,19 +116,7 @@ def krippendorff_alpha(
 
     Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
-    kept = [i for i, row in enumerate(labels) if sum(label is not None for label in row) > 1]
-    pooled = partial(_pooled, sample=1, level=level)
-    return _with_interval(_coincidences([labels[i] for i in kept]), pooled, _chosen(clusters, kept))
-
-
-def _numbers(clusters: Sequence[object]) -> np.ndarray:
-    """Clusters as numbers from 0."""
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(each, len(known)) for each in clusters], int)
-
-
-def _chosen(clusters: Sequence[object] | None, rows: Sequence[int]) -> list[object] | None:
-    return None if clusters is None else [clusters[row] for row in rows]
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=1, level=level), clusters)
 
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
@@ -138,31 +141,31 @@ def _cohen(tables: np.ndarray) -> np.ndarray:
     return (equal - expected) / (n - expected)
 
 
-def _pooled(tables: np.ndarray, *, sample: int, level: Level = "nominal") -> np.ndarray:
-    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `sample` 1 draws labels without replacement."""
+def _pooled(tables: np.ndarray, *, drawn: int, level: Level = "nominal") -> np.ndarray:
+    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `drawn` 1: without replacement."""
     margins = tables.sum(-1)
     n, rows, columns = margins.sum(-1), margins[..., :, None], margins[..., None, :]
     distance = 1 - np.eye(tables.shape[-1])
     if level == "ordinal":  # labels between two, both ends counting half
         middle = margins.cumsum(-1) - margins / 2
         distance = (middle[..., :, None] - middle[..., None, :]) ** 2
-    return 1 - (tables * distance).sum((-2, -1)) * (n - sample) / (rows * columns * distance).sum((-2, -1))
+    return 1 - (tables * distance).sum((-2, -1)) * (n - drawn) / (rows * columns * distance).sum((-2, -1))
 
 
 def _with_interval(
-    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[object] | None
+    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[Hashable] | None
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
-    if not len(tables):
+    kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
+    tables, size = tables[kept], len(kept)
+    if not size:
         return {"value": None, "low": None, "high": None, "n": 0}
-    number = np.arange(len(tables)) if clusters is None else _numbers(clusters)
-    sums = np.zeros((number.max() + 1, *tables.shape[1:]))
-    np.add.at(sums, number, tables)
-    rng, size = np.random.default_rng(0), len(sums)
-    draws = (np.bincount(rng.integers(size, size=size), minlength=size) for _ in range(BOOTSTRAPS))
-    drawn = np.array([np.tensordot(counts, sums, 1) for counts in draws])
+    number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
+    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])  # [cells, clusters]
+    rng, count = np.random.default_rng(0), sums.shape[-1]
+    draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
-        value, spread = float(coefficient(tables.sum(0))), coefficient(drawn)
-    known = spread[np.isfinite(spread)] if size > 1 else spread[:0]
-    low, high = np.quantile(known, [0.025, 0.975]).tolist() if len(known) else (None, None)
-    return {"value": value if np.isfinite(value) else None, "low": low, "high": high, "n": len(tables)}
+        value, *spread = coefficient(np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])).tolist()
+    known = [each for each in spread if math.isfinite(each)]
+    low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
+    return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": size}

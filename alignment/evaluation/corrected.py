@@ -9,19 +9,23 @@ Neither replaces labels: see `label_worth`. Agreement of judge and people is in 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
+from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation.winrate import LOSS, WIN, Z_95, Verdict
+from alignment.evaluation.people_judge import file_judge
+from alignment.evaluation.winrate import LOSS, WIN, Z_95, Verdict, cluster_numbers
 
 MIN_LABELS = 5  # fewer say nothing about their own spread
 
 
 @dataclass(frozen=True)
-class Share:
+class RateInterval:
     """A win rate, ties counting half, with its 95 % interval."""
 
     rate: float
@@ -36,17 +40,17 @@ class CorrectedWinRate:
     items: int  # with a verdict of the judge
     labels: int  # of them with a label of people
     judge: float  # rate by the judge alone, over all items
-    people: Share  # by the labels alone
-    corrected: Share  # prediction-powered
+    people: RateInterval  # by the labels alone
+    corrected: RateInterval  # prediction-powered
     # Rogan-Gladen; None where the judge's verdicts on won and lost items differ too little to be read backwards, or where
     # all items are labelled
-    rogan_gladen: Share | None
+    rogan_gladen: RateInterval | None
     correlation: float  # of judge and people on the labelled items; 0 where either does not vary
     label_worth: float  # labels alone that one label counts as, the judge's verdicts being there: a ratio of variances
 
 
 def corrected_win_rate(
-    verdicts: Sequence[Verdict], labels: Sequence[Verdict], clusters: Sequence[object] | None = None
+    verdicts: Sequence[Verdict], labels: Sequence[Verdict], clusters: Sequence[Hashable] | None = None
 ) -> CorrectedWinRate:
     """Win rate by people, from a judge's verdicts on all items and labels of people on some.
 
@@ -69,7 +73,7 @@ def corrected_win_rate(
     names = range(len(verdicts)) if clusters is None else clusters
     rows = [row for row in zip(verdicts, labels, names, strict=True) if row[0] is not None]
     judge, people = (np.array([row[k] for row in rows], float) for k in (0, 1))  # people: NaN without a label
-    cluster = np.unique([str(row[2]) for row in rows], return_inverse=True)[1]
+    cluster = cluster_numbers([row[2] for row in rows])
     known = ~np.isnan(people)
     n, others = int(known.sum()), int((~known).sum())
     if n < MIN_LABELS:
@@ -92,6 +96,24 @@ def corrected_win_rate(
         correlation=covariance / spread if spread else 0.0,
         label_worth=max(1.0, alone[1] / powered[1]) if powered[1] else 1.0,
     )
+
+
+def corrected_by_people(
+    labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
+) -> CorrectedWinRate:
+    """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
+
+    Args:
+        labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
+        verdicts: of the judge, both orders merged.
+    """
+    people = file_judge(labels)
+    found = [
+        list(people.of_people((prompt.row_id, a, b)).values())
+        for prompt, a, b in zip(prompts, ours, theirs, strict=True)
+    ]
+    means = [fmean(votes) if votes else None for votes in found]
+    return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
 
 
 def labels_needed(
@@ -132,14 +154,14 @@ def _mean_with_variance(
     return float(mean), float((np.bincount(cluster, parts) ** 2).sum())
 
 
-def _student(mean: float, variance: float, n: int, clusters: int) -> Share:
+def _student(mean: float, variance: float, n: int, clusters: int) -> RateInterval:
     from scipy.stats import t
 
     half = float(t.ppf(0.975, max(clusters - 2, 1))) * math.sqrt(variance + 0.5 / n**2)
-    return Share(mean, max(mean - half, 0.0), min(mean + half, 1.0))
+    return RateInterval(mean, max(mean - half, 0.0), min(mean + half, 1.0))
 
 
-def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> Share | None:
+def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> RateInterval | None:
     """The rate at which the judge's errors on labelled items would give its mean verdict on the others.
 
     mean = lost + rate * (won - lost) + between,   rate = (mean - lost - between) / (won - lost)
@@ -169,6 +191,6 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     if slope <= 0 or square <= 0:
         return None
     root = math.sqrt(max(linear**2 - square * constant, 0.0))
-    return Share(
+    return RateInterval(
         *(min(max(float(x), 0.0), 1.0) for x in (level / slope, (-linear - root) / square, (root - linear) / square))
     )

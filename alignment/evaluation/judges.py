@@ -1,27 +1,57 @@
-"""Judges of two responses, by scores, lengths or a file of verdicts; each pair is judged in both orders.
+"""Judges of two responses, made of a config, and how they are asked: each pair in both orders, people once.
 
-Rates and intervals are in winrate.py. No judge here calls a service.
+Rates and intervals are in winrate.py, people in people_judge.py, language models in language_judges.py.
 """
 
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
-from alignment.errors import UserError, raise_all
-from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, paired_interval, win_rate
-from alignment.files import write_text
-
-ROW = ("id", "first", "second", "verdict")  # of a form
+from alignment.errors import UserError
+from alignment.evaluation.judge_config import JudgeConfig
+from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
+from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
+from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
+from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority
+from alignment.evaluation.winrate import (
+    LOSS,
+    TIE,
+    WIN,
+    Z_95,
+    Verdict,
+    WinRate,
+    merge_orders,
+    paired_interval,
+    win_rate,
+)
+from alignment.files import hash_of
+from alignment.loading import best_device
+from alignment.reward_model import load_reward_model
+from alignment.rewards.specs import plain_url
+from alignment.training.run.lineage import parent_hashes
 
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 Judge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[Verdict]]
 # Prompts, one response to each -> one score each; higher is better, not a number: could not score.
 ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class LengthEffect:
+    """How the verdicts on one comparison go with the lengths of its responses, in characters."""
+
+    longer: float  # share of the items with two lengths that the longer response wins, ties counting half
+    longer_low: float  # 95 %
+    longer_high: float
+    n: int  # items with two lengths
+    # change of the win rate for a response twice as long as the other one, and its 95 % interval; None: cannot be known
+    slope: float | None = None
+    slope_low: float | None = None
+    slope_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,9 @@ class JudgeResult:
     position_bias: float
     inconsistent_interval: tuple[float, float]  # of the share of inconsistent items, 95 %
     position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
+    both_orders: int  # items that were judged in both orders, the n of `inconsistent`; people see most pairs once
+    shown: int  # n of `position_bias`: items, or verdicts of people
+    length: LengthEffect | None  # None: no two responses differ in length
 
 
 def compare(
@@ -45,9 +78,15 @@ def compare(
     judge: Judge,
     *,
     max_failed_share: float = 0.1,
+    models: tuple[str, str] | None = None,
 ) -> JudgeResult:
-    """Judge each pair of responses in both orders, the judge being called once with all of them."""
-    verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
+    """Judge each pair of responses in both orders, the judge being called once with all of them; people in one order.
+
+    `models` are the names of the two sides, for the log of a `LoggedJudge`.
+    """
+    names = [] if models is None else [models] * len(prompts) + [(models[1], models[0])] * len(prompts)
+    both = [*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]
+    verdicts = list(judge(*both, models=names) if isinstance(judge, LoggedJudge) else judge(*both))
     if len(verdicts) != 2 * len(prompts):
         raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
     merged = merge_orders(verdicts[: len(prompts)], verdicts[len(prompts) :])
@@ -56,19 +95,63 @@ def compare(
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
+            + (judge.failure_text() if isinstance(judge, LoggedJudge) else "")
         )
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
-    n, ahead, behind = len(leads), sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads)
+    inconsistent = coins = merged.inconsistent
+    asked_twice = len(leads)
+    if isinstance(judge, PeopleJudge):
+        pairs = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, baseline, strict=True)]
+        leads = [2 * verdict - 1 for pair in pairs for verdict in judge.shown_first(pair)]
+        found = [judge.contradictions(pair) for pair in pairs]
+        inconsistent, asked_twice = sum(map(any, found)), sum(map(bool, found))
+        coins = sum(any(each) and verdict == TIE for each, verdict in zip(found, merged.verdicts, strict=True))
+    bias, bias_interval = _share(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
     return JudgeResult(
-        win_rate(judged, inconsistent=merged.inconsistent),
+        win_rate(judged, inconsistent=coins),
         merged.verdicts,
-        merged.inconsistent,
+        inconsistent,
         merged.failures,
-        position_bias=(1 + (ahead - behind) / n) / 2,
-        inconsistent_interval=paired_interval(merged.inconsistent, n - merged.inconsistent, n),
-        position_bias_interval=paired_interval(ahead, behind, n),
+        position_bias=bias,
+        inconsistent_interval=_share(inconsistent, asked_twice - inconsistent, asked_twice)[1],
+        position_bias_interval=bias_interval,
+        both_orders=asked_twice,
+        shown=len(leads),
+        length=length_effect(ours, baseline, merged.verdicts),
     )
+
+
+def _share(wins: float, losses: float, n: int) -> tuple[float, tuple[float, float]]:
+    """Share and 95 % interval; a half and no bounds where nothing was counted."""
+    return ((1 + (wins - losses) / n) / 2, paired_interval(wins, losses, n)) if n else (TIE, (0.0, 1.0))
+
+
+def length_effect(ours: Sequence[str], baseline: Sequence[str], verdicts: Sequence[Verdict]) -> LengthEffect | None:
+    """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
+
+    The slope is that of least squares with an intercept, which takes up how much better one side is on the whole; its
+    interval is +- 1.96 standard errors that hold for any variance (HC1). A better response is often a longer one: neither
+    figure alone is a fault.
+    """
+    judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
+    leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
+    if not leads:
+        return None
+    share, (low, high) = _share(leads.count(1), leads.count(-1), len(leads))
+    ratios = [math.log2((a + 1) / (b + 1)) for a, b, _ in judged]
+    wins = [verdict for _, _, verdict in judged]
+    n, center, mean = len(judged), sum(ratios) / len(judged), sum(wins) / len(judged)
+    squares = sum((x - center) ** 2 for x in ratios)
+    if n < 3 or squares == 0 or len(set(wins)) == 1:
+        return LengthEffect(share, low, high, len(leads))
+    slope = sum((x - center) * (y - mean) for x, y in zip(ratios, wins, strict=True)) / squares
+    rest = [(x - center) * (y - mean - slope * (x - center)) for x, y in zip(ratios, wins, strict=True)]
+    error = Z_95 * math.sqrt(n / (n - 2) * sum(each**2 for each in rest)) / squares
+    return LengthEffect(share, low, high, len(leads), slope, slope - error, slope + error)
+
+
+# Judges by scores
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
@@ -100,74 +183,120 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
 
 
-def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:
-    """Write every pair that `compare` judges, in both orders and on a line each, for people or another program to fill in."""
-    rows = [
-        {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
-        for one, other in ((ours, baseline), (baseline, ours))
-        for prompt, first, second in zip(prompts, one, other, strict=True)
-    ]
-    lines = dict.fromkeys(json.dumps(row, ensure_ascii=False) for row in rows)  # each pair and order only once
-    write_text(path, "".join(f"{line}\n" for line in lines))
-
-
-def file_judge(path: Path) -> Judge:
-    """A judge that takes its verdicts from a file of rows as `write_annotation_form` writes them (.jsonl or .jsonl.gz).
-
-    `verdict` is 1, 0.5 or 0 for the response shown first; null, or a pair that is not in the file, is a failure. The
-    texts are part of the key, so that verdicts on older responses do not count for these. How many are filled in is
-    printed on standard error where some are not.
-
-    Raises:
-        UserError: rows that are not of this form, or two different verdicts on one pair, with file:line; no verdict is
-            filled in. The judge raises it where the file holds none of the pairs that it is asked about.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: cannot read the verdicts: no such file")
-    verdicts: dict[tuple[str, str, str], tuple[str, Verdict]] = {}
-    problems: list[str] = []
-    for row in json_line_rows(path):
-        problem = _row_problem(row.values or {})
-        if row.values is None or problem:
-            problems.append(row.problem if row.values is None else f"{row.location}: {problem}")
-            continue
-        name, first, second, verdict = (row.values[key] for key in ROW)
-        verdict = None if verdict is None else float(verdict)
-        earlier_location, earlier = verdicts.setdefault((name, first, second), (row.location, verdict))
-        if earlier != verdict:
-            problems.append(f"{row.location}: id {name!r} has verdict {verdict}, but {earlier} in {earlier_location}")
-    if not verdicts and not problems:
-        problems.append(f"{path}: no verdicts in this file")
-    filled = sum(verdict is not None for _, verdict in verdicts.values())
-    if not filled and not problems:
-        problems.append(
-            f"0 of {len(verdicts)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
-            "each row's `verdict`, and run this again"
-        )
-    raise_all(problems)
-    if filled < len(verdicts):
-        print(f"{filled} of {len(verdicts)} verdicts are filled in in {path}", file=sys.stderr)
+def majority_judge(judges: Sequence[Judge]) -> Judge:
+    """A judge whose verdict is that of more than half of its members; a tie where none is, a failure where a member fails."""
 
     def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
-        if not verdicts.keys() & set(keys):
-            raise UserError(
-                f"{path}: its verdicts are on other prompts or responses, none on these {len(prompts)}; put the "
-                "responses.jsonl and sampling.json that it was made from into the output directory, or let another file "
-                "be written as a form"
-            )
-        return [verdicts.get(key, ("", None))[1] for key in keys]
+        verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
+        return [None if None in each else majority(v for v in each if v is not None) for each in verdicts]
 
     return judge
 
 
-def _row_problem(row: Mapping[str, object]) -> str:
-    """The reason why a row holds no verdict in the form's shape; empty where it does."""
-    if missing := [key for key in ROW if key not in row]:
-        return f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
-    if wrong := [key for key in ROW[:3] if not isinstance(row[key], str)]:
-        return f"{', '.join(map(repr, wrong))} must be text"
-    verdict = row["verdict"]
-    valid = not isinstance(verdict, bool) and verdict in (WIN, TIE, LOSS, None)
-    return "" if valid else f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
+def gold_score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """The hotel data set's gold score of each response."""
+    from alignment.hotel_world.gold import score
+
+    return [score(str(prompt.prompt), text).total for prompt, text in zip(prompts, responses, strict=True)]
+
+
+def reward_model_score(config: JudgeConfig, source: str) -> ScoreFunction:
+    """Scores of texts by a reward model, loaded at the first of them; each text is scored once."""
+    known: dict[tuple[str, str], float] = {}
+
+    @cache
+    def load():
+        model = load_reward_model(source, config.weights.dtype, quantize=config.weights.quantize)
+        model.model.to(best_device())
+        return model
+
+    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        keys = [(hash_of(prompt.prompt), text) for prompt, text in zip(prompts, responses, strict=True)]
+        missing = {key: (prompt.prompt, key[1]) for key, prompt in zip(keys, prompts, strict=True) if key not in known}
+        if missing:
+            known.update(zip(missing, load().score(list(missing.values())).tolist(), strict=True))
+        return [known[key] for key in keys]
+
+    return score
+
+
+# The judge of a config
+
+
+def build_judge(
+    config: JudgeConfig,
+    directory: Path | None = None,
+    *,
+    scorers: Mapping[str, ScoreFunction] | None = None,
+    hashes: Mapping[str, str | None] | None = None,
+) -> LoggedJudge | PeopleJudge:
+    """The judge that a config names; `usage()` of a `LoggedJudge`, or `summary()` of people, is for the results.
+
+    Args:
+        directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by the
+            next start; None: in memory.
+        scorers: scores by reward models that are known already, by their directories.
+        hashes: of the models' files by directory, where they are known already.
+
+    Raises:
+        UserError: a template that cannot be used, no key for the service, verdicts that cannot be read.
+    """
+    if config.judge == "verdicts":
+        return file_judge(Path(str(config.verdicts)))
+    log = RowLog(None if directory is None else directory / "judgments.jsonl")
+    if config.judge in ("model", "endpoint"):
+        return _language_judge(config, log, directory, hashes)
+    if config.judge == "reward_model":
+        found, sources = dict(scorers or {}), config.judging_models
+        scores = {source: found.get(source) or reward_model_score(config, source) for source in sources}
+        members = [score_judge(score, config.tie_margin) for score in scores.values()]
+        judge = members[0] if len(members) == 1 else majority_judge(members)
+        return _record(f"reward_model {', '.join(sources)}", hashes or parent_hashes(sources), judge, log)
+    judge = longer_judge if config.judge == "longer" else score_judge(gold_score, config.tie_margin)
+    return _record(str(config.judge), {}, judge, log)
+
+
+def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:
+    """A judge that costs nothing, and judges anew at every start."""
+
+    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+        sides = [call.responses[0] for call in calls], [call.responses[1] for call in calls]
+        for call, verdict in zip(calls, judge([call.prompt for call in calls], *sides), strict=True):
+            done(call, Answer(verdict))
+
+    return LoggedJudge(name, hash_of([name, dict(hashes)]), ask, log, remembers=False)
+
+
+def _language_judge(
+    config: JudgeConfig, log: RowLog, directory: Path | None, hashes: Mapping[str, str | None] | None
+) -> LoggedJudge:
+    template, service = load_template(config.judge_template), config.endpoint
+    rubric = is_rubric(template)
+
+    def text(call: Call) -> str:
+        reasons = service is not None and config.judge == "endpoint" and service.reasons
+        return question_text(template, call.prompt.prompt, call.responses, ties=config.ties, reasons=reasons)
+
+    question = Question(text, labels_of(template, ties=config.ties), config.tie_margin)
+    prices = None
+    if config.judge == "endpoint" and service is not None:
+        check_key(service)
+        ask, prices = ask_endpoint(service, question), (service.input_price or 0.0, service.output_price or 0.0)
+        name = f"endpoint {plain_url(service.url)} {service.model}"
+        identity = hash_of([name, service.max_tokens, service.reasons, service.logprobs, service.parameters])
+    else:
+        source = str(config.judge_model)
+        ask, name = ask_model(source, question, config.weights), f"model {source}"
+        identity = hash_of([(hashes or parent_hashes([source]))[source], asdict(config.weights)])
+    by_margin = service is None or service.logprobs or config.judge == "model"
+    identity = hash_of([identity, template, config.ties, config.tie_margin if by_margin and not rubric else None])
+    if not rubric:
+        return LoggedJudge(name, identity, ask, log, config.max_failed_share, prices=prices)
+    ratings = RowLog(None if directory is None else directory / "ratings.jsonl")
+    rater = LoggedJudge(name, identity, ask, ratings, config.max_failed_share, prices=prices)
+
+    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        calls = [Call(prompt, (text,)) for prompt, text in zip(prompts, responses, strict=True)]
+        return [math.nan if rating is None else rating for rating in rater.values(calls)]
+
+    return replace(_record(name, {name: identity}, score_judge(score, config.tie_margin), log), rater=rater)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,9 +58,9 @@ class Judgment:
 OPTIONAL = ("prompt", "judge", "first_model", "second_model", "probability")
 
 
-def judgment_key(judge: str, prompt: str | Messages, first: str, second: str) -> str:
-    """Name of a call by its content: the judge with all that decides its answers, the prompt, and both texts in order."""
-    return hash_of([judge, prompt, first, second])
+def judgment_key(judge: str, prompt: str | Messages, *texts: str) -> str:
+    """Name of a call by its content: the judge with all that decides its answers, the prompt, and the texts in order."""
+    return hash_of([judge, prompt, *texts])
 
 
 def read_judgments(path: Path) -> list[Judgment]:
@@ -118,35 +118,36 @@ def _ends_in_line(path: Path) -> bool:
 
 
 class RowLog:
-    """A file of JSON lines to which each row is appended at once, and the rows that are in it by their `key`.
+    """A file of JSON lines to which each row is appended at once, and the rows that are in it.
 
     A kill costs the rows that are not yet given. One that tears a line leaves it without a line end: the next start takes
-    it out of the file and says so. Threads may append at the same time.
+    it out of the file and says so. Threads may append at the same time. Without a path the rows are in memory alone.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._lock = Path(path), threading.Lock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.torn = _mend(self.path)
-        rows = list(json_line_rows(self.path)) if self.path.is_file() else []
-        raise_all(row.problem for row in rows if row.values is None)
-        self.rows = {str(row.values["key"]): row.values for row in rows if row.values and "key" in row.values}
-
-    def __iter__(self) -> Iterator[dict[str, object]]:
-        return iter(self.rows.values())
+    def __init__(self, path: Path | None = None):
+        self.path, self._lock = path, threading.Lock()
+        self.rows: list[Mapping[str, object]] = []
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _mend(path)
+            found = list(json_line_rows(path)) if path.is_file() else []
+            raise_all(row.problem for row in found if row.values is None)
+            self.rows = [row.values for row in found if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write a row, which has a `key`, as one line, and hand it to the system before returning."""
+        """Write a row as one line, and hand it to the system before returning."""
         line = json.dumps(row, ensure_ascii=False) + "\n"
-        with self._lock, explain_full_disk(self.path, self.path), open(self.path, "ab") as file:
-            file.write(line.encode())
-            self.rows[str(row["key"])] = dict(row)
+        with self._lock:
+            self.rows.append(row)
+            if self.path is not None:
+                with explain_full_disk(self.path, self.path), open(self.path, "ab") as file:
+                    file.write(line.encode())
 
 
-def _mend(path: Path) -> bool:
-    """Give the last line of a log its line end, or take it out where it is torn; True where one was torn."""
+def _mend(path: Path) -> None:
+    """Give the last line of a log its line end, or take it out where it is torn."""
     if not path.is_file() or _ends_in_line(path):
-        return False
+        return
     content = path.read_bytes()
     last = content.rpartition(b"\n")[2]
     try:
@@ -155,7 +156,6 @@ def _mend(path: Path) -> bool:
         with open(path, "r+b") as file:
             file.truncate(len(content) - len(last))
         print(f"{path}: the last line was torn, as by a kill; it is taken out", file=sys.stderr)
-        return True
-    with open(path, "ab") as file:
-        file.write(b"\n")
-    return False
+    else:
+        with open(path, "ab") as file:
+            file.write(b"\n")

@@ -191,6 +191,13 @@ def fill_in(path, verdict):
     path.write_text("".join(json.dumps({**row, "verdict": verdict(row)}) + "\n" for row in rows))
 
 
+def fill_in_both_orders(path):
+    """Every pair of a form in both orders, as a program may fill it in, and the first preferred each time."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows += [{**row, "first": row["second"], "second": row["first"]} for row in rows]
+    path.write_text("".join(json.dumps({**row, "verdict": 1.0}) + "\n" for row in rows))
+
+
 @pytest.fixture
 def judged_by_people(config_of, tmp_path):
     """Settings of an evaluation whose form is written, and the form."""
@@ -281,8 +288,8 @@ def test_the_first_start_for_people_is_no_error_and_names_the_next_command(confi
     shown = capsys.readouterr()
     assert f"alignment evaluate winrate {path} seed=3" in shown.out and "error" not in shown.err
     assert cli.main(["evaluate", "winrate", str(path), "seed=3"]) == 2
-    assert "0 of 4 verdicts are filled in" in capsys.readouterr().err
-    fill_in(form, lambda row: 1.0)
+    assert "0 of 2 verdicts are filled in" in capsys.readouterr().err
+    fill_in_both_orders(form)
     assert cli.main(["evaluate", "winrate", str(path), "seed=3"]) == 0
     shown = capsys.readouterr()
     assert "contradict each other on 2" in shown.out and "50.0 % [0.0, 100.0]" in shown.out
@@ -295,23 +302,23 @@ def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_p
     people["data"] = DataConfig(train=str(path), max_length=64)
     with pytest.raises(UserError, match="fill in"):
         evaluation.run(config_of(64, **people))
-    fill_in(form, lambda row: 1.0)
+    fill_in_both_orders(form)
     results = json.loads(evaluation.run(config_of(64, **people)).read_text())
     two = results["models"]["two"]
-    assert two["position_bias"].items() >= {"rate": 1.0, "high": 1.0, "n": 12}.items()
+    assert two["position_bias"].items() >= {"rate": 1.0, "high": 1.0, "n": 24}.items()
     assert two["inconsistent"].items() >= {"count": 12, "rate": 1.0, "high": 1.0}.items()
-    assert 0.7 < two["position_bias"]["low"] == two["inconsistent"]["low"] < 0.8  # Wilson's of 12 of 12: 0.757
+    assert 0.7 < two["inconsistent"]["low"] < 0.8  # Wilson's of 12 of 12: 0.757
     assert (two["win_rate"]["low"], two["win_rate"]["high"]) == (0.0, 1.0)
     assert len(results["warnings"]) == 1 and "12 of 12" in results["warnings"][0]
     assert results["warnings"][0] in capsys.readouterr().err
     one = summary_rows(results)[1]
-    assert one["orders disagree"]["rate"] == 1 and format_cell(one["shown first preferred"]).startswith("100.0 % [75.")
+    assert one["orders disagree"]["rate"] == 1 and format_cell(one["shown first preferred"]).startswith("100.0 % [86.")
 
 
 def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_people, config_of):
     people, form = judged_by_people
-    rows = iter(range(4))
-    fill_in(form, lambda row: 1.0 if next(rows) in (0, 2) else None)  # both orders of the first prompt
+    rows = iter(range(2))
+    fill_in(form, lambda row: 1.0 if next(rows) == 0 else None)
     with pytest.raises(UserError, match=r"failed on 1 of 2 items(?s:.*)max_failed_share"):
         evaluation.run(config_of(64, **people))
     two = json.loads(evaluation.run(config_of(64, **people, max_failed_share=0.5)).read_text())["models"]["two"]

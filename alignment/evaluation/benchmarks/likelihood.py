@@ -149,10 +149,10 @@ class LanguageScorer:
 
     def _size(self, group: Sequence[Encoded], share: Sharing) -> int:
         """Tokens of a group of requests, or as many as their logits take room for."""
-        lengths = {len(context) + len(tail) for context, tail in group}
-        tokens = max(lengths) if share is False else len(group[0][0]) + sum(len(tail) for _, tail in group)
-        logits = sum(len(tail) for _, tail in group) * self.model.spec.vocabulary
-        return max(min(tokens, len(group) * self.positions), TOKENS_PER_FORWARD * logits // LOGITS_PER_FORWARD)
+        tails = sum(len(tail) for _, tail in group)
+        contexts = [min(len(context), self.positions) for context, _ in group]
+        tokens = tails + (max(contexts) if share is not False else sum(contexts))
+        return max(tokens, TOKENS_PER_FORWARD * tails * self.model.spec.vocabulary // LOGITS_PER_FORWARD)
 
     def _forward(
         self, keys: Sequence[tuple[int, tuple[int, ...]]], tails: Sequence[Sequence[int]], share: Sharing
@@ -181,27 +181,19 @@ class LanguageScorer:
         sums = torch.zeros(2, len(tails), dtype=torch.float64).index_add_(1, rows, values)
         return [Likelihood(total, missed == 0) for total, missed in zip(*sums.tolist(), strict=True)]
 
-    def pair_log_probs(self, pairs: Sequence[tuple[str, ...]]) -> list[tuple[float, float]]:
-        """Of two texts each, nats: of a decoder the sums over all tokens, of an encoder over those that both texts have.
-
-        An encoder gives the pseudo-log-likelihood: each token in turn is masked, and predicted from all others.
-
-        Source: Nangia et al. 2020, arXiv:2010.00133, section 3, eq. 1.
-        """
-        if self.is_encoder:
-            totals = self._pseudo_log_probs(pairs)
-        else:
-            totals = [found.log_prob for found in self.likelihoods([("", text) for pair in pairs for text in pair])]
-        return list(zip(totals[::2], totals[1::2], strict=True))
-
     @property
     def is_encoder(self) -> bool:
         """True for a model that predicts masked tokens."""
         return not hasattr(self.model, "new_cache")
 
     @torch.no_grad()
-    def _pseudo_log_probs(self, pairs: Sequence[tuple[str, ...]]) -> list[float]:
-        """Of both texts of each pair in turn."""
+    def pseudo_log_probs(self, pairs: Sequence[tuple[str, ...]]) -> list[float]:
+        """Pseudo-log-likelihoods of both texts of each pair in turn, nats, from an encoder.
+
+        Each token that both texts have is masked in turn, and predicted from all others of its text.
+
+        Source: Nangia et al. 2020, arXiv:2010.00133, section 3, eq. 1.
+        """
         special = set(self.tokenizer.all_special_ids)
         cells = list[tuple[int, list[int], int]]()  # row, tokens of the text, column that is masked
         for number, pair in enumerate(pairs):

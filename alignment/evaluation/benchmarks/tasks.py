@@ -5,18 +5,18 @@ names are no identifiers. Both run in jinja2's sandbox, and a column that is not
 model is loaded. Models score them in likelihood.py.
 """
 
-import random
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Interval
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from alignment.config.load import build, packaged_folder
@@ -25,50 +25,10 @@ from alignment.data.rows.files import read_raw
 from alignment.errors import UserError, raise_all, suggest
 from alignment.rewards.answers import reference_problem
 from alignment.rewards.specs import AnswerMatch
-from alignment.settings import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Rule,
-    Settings,
-    compile_pattern,
-    refusal,
-)
+from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
 
 ENVIRONMENT = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-Template = Callable[[Mapping[str, object]], object]  # columns of a row -> the text or value
-
-
-@dataclass(frozen=True)
-class FewShot(Settings):
-    """Solved examples in front of every prompt; a row is never an example of its own.
-
-    Attributes:
-        source: file of the examples, relative to the data folder; None: the task's own rows.
-        count: examples of each prompt.
-        same: expression; the examples are rows with the same value, such as `subject`; None: any rows.
-        seed: order in which rows become examples; None: that of the file.
-    """
-
-    source: str | None = None
-    count: NonNegativeInt = 5
-    same: str | None = None
-    seed: NonNegativeInt | None = None
-
-
-@dataclass(frozen=True)
-class BiasColumns(Settings):
-    """Expressions that the bias score of BBQ needs of a row.
-
-    Attributes:
-        stereotyped: index of the answer that agrees with the stereotype; null: the row counts in the accuracy alone.
-        unknown: index of the answer that says it cannot be known.
-        ambiguous: true where the context does not say who it is.
-    """
-
-    stereotyped: str
-    unknown: str
-    ambiguous: str
+BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
 
 
 @dataclass(frozen=True)
@@ -81,24 +41,25 @@ class Benchmark(Settings):
             (of several sampled continuations).
         source: file of rows, or several, relative to the data folder.
         prompt: template of the context that the choices follow; of `rolling` the text itself.
+        columns: name -> expression; further columns, each of which the next ones may use.
         description: template in front of the examples and the prompt.
         choices: a list of templates, or an expression that gives the list; of `pairs` the two texts.
-        answer: expression: the index of the right choice or a list of such; of `last_word` and `answers` the text, or a
-            list of accepted ones.
-        best: expression: index of the best right choice; MC1 and MC2 are then given too.
-        solution: template of an example's whole answer; None: its right choice, or its first accepted answer.
+        answer: expression: the index of the right choice or a list of such, the best first; of `last_word` and `answers`
+            the text, or a list of accepted ones.
+        solution: template of an example's whole answer; null: its right choice, or its first accepted answer.
         delimiter: text between a prompt and what follows it.
-        separator: text between examples.
-        few_shot: solved examples; null: none.
-        keep: expression; rows for which it is false are left out, and counted.
+        few_shot: solved examples in front of every prompt, the first rows; a row is never an example of its own.
+        examples: file of the examples; null: the task's own rows.
+        alike: expression; the examples of a row have the same value, such as `subject`; null: any rows.
         subsets: expressions, such as `category`: figures are given for each of their values too.
         cluster: expression; rows with the same value are not independent of each other, which widens the intervals.
-        bias: columns for the bias score of BBQ.
+        bias: expressions for the bias score of BBQ: `stereotyped`, the index of the answer that agrees with the stereotype;
+            `unknown`, of the one that says it cannot be known; `ambiguous`, true where the context does not say who it is.
         figure: name of the main figure, which is 1 for a right row (of `pairs`, where the first text is likelier).
-        metrics: of predicted classes, beside the accuracy; f1 is that of class 1.
+        metrics: further figures of choices: f1 (of class 1), matthews, mc1, mc2.
         match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of the
             content of a box, or SQuAD's (exact match, and F1 of the words).
-        extract: pattern; the answer is the first group of its last match in the response. None: the whole response.
+        extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
         document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
         max_new_tokens, stop, temperature, top_p: of generated texts.
         samples: continuations of a prompt, for `toxicity`.
@@ -107,20 +68,20 @@ class Benchmark(Settings):
     kind: Literal["multiple_choice", "pairs", "last_word", "rolling", "answers", "toxicity"]
     source: str | list[str]
     prompt: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
     description: str = ""
-    choices: str | list[str] | None = None
-    answer: str | None = None
-    best: str | None = None
+    choices: str | list[str] = field(default_factory=list)
+    answer: str = "none"
     solution: str | None = None
     delimiter: str = " "
-    separator: str = "\n\n"
-    few_shot: FewShot | None = None
-    keep: str | None = None
+    few_shot: NonNegativeInt = 0
+    examples: str | None = None
+    alike: str = "none"
     subsets: list[str] = field(default_factory=list)
     cluster: str | None = None
-    bias: BiasColumns | None = None
+    bias: dict[Literal["stereotyped", "unknown", "ambiguous"], str] = field(default_factory=dict)
     figure: str = "accuracy"
-    metrics: list[Literal["f1", "matthews"]] = field(default_factory=list)
+    metrics: list[Literal["f1", "matthews", "mc1", "mc2"]] = field(default_factory=list)
     match: AnswerMatch | Literal["squad"] = "exact"
     extract: str | None = None
     document_start: str | None = None
@@ -134,10 +95,11 @@ class Benchmark(Settings):
         Rule("prompt", lambda c: not c.prompt and c.kind != "pairs", "is missing; write the template of the text"),
         Rule("choices", lambda c: not c.choices and c.kind in ("multiple_choice", "pairs"),
              "is missing: a list of templates, or an expression that gives one"),
-        Rule("answer", lambda c: not c.answer and c.kind in ("multiple_choice", "last_word", "answers"),
+        Rule("answer", lambda c: c.answer == "none" and c.kind in ("multiple_choice", "last_word", "answers"),
              "is missing: an expression that gives the right answer"),
         Rule("few_shot", lambda c: c.few_shot and c.kind in ("pairs", "rolling", "toxicity"),
              "has no effect with kind={self.kind}; leave it out"),
+        Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
         Rule("temperature", lambda c: c.kind == "toxicity" and c.temperature == 0,
              "must be above 0: all continuations of a prompt would be the same"),
         Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),
@@ -150,17 +112,17 @@ class Item:
     """A row as models read it."""
 
     name: str  # FILE:LINE
+    description: str
     prompt: str  # in a `Task` behind description and examples
     choices: tuple[str, ...]
-    right: tuple[int, ...]  # indices of choices
+    right: tuple[int, ...]  # indices of choices, the best first
     references: tuple[str, ...]  # accepted answers
-    best: int | None
-    bias: tuple[int | None, int, bool] | None  # answer of the stereotype, unknown, whether the context is ambiguous
+    bias: dict[str, object]  # as in `Benchmark`, its values
     subsets: tuple[str, ...]
-    cluster: str | None
-    same: object
+    cluster: str
+    alike: str
+    own: str  # right choice, or first accepted answer
     solution: str
-    description: str
 
 
 @dataclass(frozen=True)
@@ -170,171 +132,135 @@ class Task:
     name: str
     settings: Benchmark
     items: list[Item]
-    left_out: int  # rows for which `keep` is false
-
-
-def find_task(name: str) -> Path:
-    """The file of a task: a path, or the name of a packaged one, such as `mmlu`."""
-    if Path(name).is_file():
-        return Path(name)
-    known = {path.stem: path for path in (packaged_folder("configs") / "evaluate" / "benchmarks").glob("*.yaml")}
-    if name not in known:
-        raise UserError(f"tasks: {name}: no such file, and no packaged task of that name; {suggest(name, known)}")
-    return known[name]
 
 
 def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int | None = None) -> Task:
     """A task with its rows, of which `max_rows` are drawn evenly; `shots` replaces the number of its examples.
 
+    Args:
+        name: path of the task's file, or the name of a packaged one, such as `mmlu`.
+        data: folder that the files of rows are relative to.
+
     Raises:
-        UserError: all faults of the file; then all faults of the rows, such as columns that are not there.
+        UserError: all faults of the file; then those of the rows, such as columns that are not there.
     """
-    path = find_task(name)
+    known = {path.stem: path for path in (packaged_folder("configs") / "evaluate" / "benchmarks").glob("*.yaml")}
+    path = Path(name) if Path(name).is_file() else known.get(name)
+    if path is None:
+        raise UserError(f"tasks: {name}: no such file, and no packaged task of that name; {suggest(name, known)}")
     settings = build(Benchmark, read_yaml(path))
-    templates, few = _compile(settings, path), settings.few_shot
-    sources = [settings.source] if isinstance(settings.source, str) else settings.source
-    items, dropped = _items(settings, templates, [data / source for source in sources])
-    if not items:
-        raise UserError(f"{path}: no row is left of {', '.join(sources)}")
-    pool = items if few is None or few.source is None else _items(settings, templates, [data / few.source])[0]
+    items = _items(settings, data, [settings.source] if isinstance(settings.source, str) else settings.source, path)
+    pool = items if settings.examples is None else _items(settings, data, [settings.examples], path)
     if max_rows is not None and max_rows < len(items):
         items = [items[number * len(items) // max_rows] for number in range(max_rows)]
-    return Task(path.stem, settings, _with_examples(settings, items, pool, shots), dropped)
+    count = settings.few_shot if shots is None or not settings.few_shot else shots
+    return Task(path.stem, settings, _with_examples(settings, items, pool, count))
 
 
-def _compile(settings: Benchmark, path: Path) -> dict[str, Template]:
-    """The templates and expressions of a task, by key."""
-    few, bias, choices = settings.few_shot, settings.bias, settings.choices
-    texts = {key: getattr(settings, key) for key in ("prompt", "description", "solution")}
-    values = {key: getattr(settings, key) for key in ("answer", "best", "keep", "cluster")}
-    values |= {"few_shot.same": few.same if few else None}
-    values |= {f"bias.{key}": text for key, text in (vars(bias) if bias else {}).items()}
-    values |= {f"subsets.{number}": text for number, text in enumerate(settings.subsets)}
-    if isinstance(choices, list):
-        texts |= {f"choices.{number}": text for number, text in enumerate(choices)}
-    else:
-        values["choices"] = choices
-    found, problems = dict[str, Template](), []
-    for key, text in (texts | values).items():
+def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
+    """The rows of some files; each fault is named once, with the first row that has it."""
+    items, faults = list[Item](), defaultdict[str, list[str]](list)
+    for location, row in _rows([data / source for source in sources], settings.document_start, faults):
         try:
-            if text is not None:
-                found[key] = ENVIRONMENT.from_string(text).render if key in texts else _expression(text)
-        except TemplateError as error:
-            problems.append(f"{path}: {key}: {text!r} is not Jinja: {error}")
-    raise_all(problems)
-    return found
-
-
-def _expression(text: str) -> Template:
-    compiled = ENVIRONMENT.compile_expression(text, undefined_to_none=False)
-
-    def value(columns: Mapping[str, object]) -> object:
-        found = compiled(columns)
-        return str(found) if isinstance(found, StrictUndefined) else found  # str() says what is not there
-
-    return value
-
-
-def _items(settings: Benchmark, templates: Mapping[str, Template], paths: Sequence[Path]) -> tuple[list[Item], int]:
-    """The rows of the files that are kept, and the number of the others."""
-    items, problems, dropped = list[Item](), list[str](), 0
-    for location, row in _rows(paths, settings.document_start, problems):
-        value = partial(_value, templates, {**row, "row": row})
-        try:
-            if settings.keep is None or value("keep"):
-                items.append(_item(settings, value, location))
-            else:
-                dropped += 1
+            columns = {**row, "row": row}
+            for key, text in settings.columns.items():
+                columns[key] = _value(columns, f"columns.{key}", text)
+            items.append(_item(settings, partial(_value, columns), location))
         except ValueError as error:
-            problems.append(f"{location}: {error}")
-    raise_all(problems)
-    return items, dropped
+            faults[f"{error} ({path})"].append(location)
+    raise_all(
+        f"{rows[0]}: {why}" + (f", and {len(rows) - 1} more rows" if len(rows) > 1 else "")
+        for why, rows in faults.items()
+    )
+    if not items:
+        raise UserError(f"{path}: there is no row in {', '.join(sources)} of {data}")
+    return items
 
 
-def _rows(paths: Sequence[Path], starts: str | None, problems: list[str]) -> Iterator[tuple[str, dict[str, object]]]:
+def _rows(
+    paths: Sequence[Path], starts: str | None, faults: dict[str, list[str]]
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Location and columns of each row; paragraphs of one document are put together."""
     for path in paths:
-        raw = list(read_raw(str(path.resolve())))
-        problems += [row.problem for row in raw if row.values is None]
-        rows = [(row.location, row.values) for row in raw if row.values is not None]
+        rows = list(read_raw(str(path.resolve())))
+        for row in (row for row in rows if row.values is None):
+            faults[row.reason].append(row.location)
         if starts is None:
-            yield from rows
+            yield from ((row.location, row.values) for row in rows if row.values is not None)
             continue
-        begins = compile_pattern(starts)
-        numbers = accumulate(begins.search(row["text"]) is not None for _, row in rows)
-        for _, group in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
-            paragraphs = [row for _, row in group]
-            yield paragraphs[0][0], {"text": "\n\n".join(row["text"] for _, row in paragraphs)}
+        begins, texts = compile_pattern(starts), [str((row.values or {}).get("text")) for row in rows]
+        numbers = accumulate(begins.search(text) is not None for text in texts)
+        for _, group in groupby(zip(numbers, rows, texts, strict=True), key=itemgetter(0)):
+            _, (first, *_), paragraphs = zip(*group, strict=True)
+            yield first.location, {"text": BETWEEN.join(paragraphs)}
 
 
-def _value(templates: Mapping[str, Template], columns: Mapping[str, object], key: str) -> object:
-    """The value of a key for a row; None where the task has none."""
+@cache
+def _compiled(text: str, is_template: bool) -> Callable[[Mapping[str, object]], object]:
+    if is_template:
+        return ENVIRONMENT.from_string(text).render
+    return ENVIRONMENT.compile_expression(text, undefined_to_none=False)
+
+
+def _value(columns: Mapping[str, object], key: str, text: str, *, is_template: bool = False) -> object:
+    """The value of an expression, or the text of a template; ValueError names the key and the columns."""
     try:
-        return templates[key](columns) if key in templates else None
+        found = _compiled(text, is_template)(columns)
+        return str(found) if isinstance(found, StrictUndefined) else found  # str() says what is not there
     except Exception as error:  # of a template, which may raise anything
-        raise ValueError(f"{key}: {error}; the row has {', '.join(columns)}") from error
+        raise ValueError(f"{key}: {text!r}: {error}; the row has {', '.join(columns)}") from error
 
 
-def _item(settings: Benchmark, value: Callable[[str], object], location: str) -> Item:
+def _item(settings: Benchmark, value: Callable[..., object], location: str) -> Item:
     """ValueError names the key whose value the task's kind cannot take."""
-    kind, answer, choices = settings.kind, value("answer"), value("choices")
-    if isinstance(settings.choices, list):
-        choices = [value(f"choices.{number}") for number in range(len(settings.choices))]
-    choices = [] if choices is None else choices
-    if not isinstance(choices, (list, tuple)) or (kind == "pairs" and len(choices) != 2):
-        raise ValueError(f"choices: must be a list of {'two ' * (kind == 'pairs')}texts, got {choices!r}")
-    answers = answer if isinstance(answer, (list, tuple)) else [answer]
+    kind, choices, answer = settings.kind, settings.choices, value("answer", settings.answer)
 
-    def index(key: str, found: object) -> int:
-        if type(found) is not int or not 0 <= found < len(choices):
-            raise ValueError(f"{key}: must be the index of one of {len(choices)} choices, from 0, got {found!r}")
-        return found
+    def text(key: str, template: str) -> str:
+        return str(value(key, template, is_template=True))
 
-    right, references, bias = tuple[int, ...](), tuple[str, ...](), None
-    if kind == "multiple_choice":
-        right = tuple(index("answer", one) for one in answers or [None])
+    found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
+    if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
+        raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
+    texts, right, references = tuple(map(str, found)), tuple[int, ...](), tuple[str, ...]()
+    given = answer if isinstance(answer, (list, tuple)) else [answer]
+    if kind == "pairs":
+        right = (0,)
+    elif kind == "multiple_choice":
+        right = tuple(one for one in given if type(one) is int and 0 <= one < len(texts))
+        if not right or len(right) < len(given):
+            raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
     elif kind in ("last_word", "answers"):
-        references = tuple(map(str, answers))
+        references = tuple(map(str, given))
+        texts = references[:1]
         if why := reference_problem("exact" if settings.match == "squad" else settings.match, references):
             raise ValueError(f"answer: {why}")
-    if settings.bias is not None:
-        stereotyped = value("bias.stereotyped")
-        known = None if stereotyped is None else index("bias.stereotyped", stereotyped)
-        bias = known, index("bias.unknown", value("bias.unknown")), bool(value("bias.ambiguous"))
-    texts = references[:1] if kind == "last_word" else tuple(map(str, choices))
+    own = texts[right[0]] if right else "".join(references[:1])
     return Item(
         location,
-        str(value("prompt")),
+        text("description", settings.description),
+        text("prompt", settings.prompt),
         texts,
         right,
         references,
-        best=None if settings.best is None else index("best", value("best")),
-        bias=bias,
-        subsets=tuple(str(value(f"subsets.{number}")) for number in range(len(settings.subsets))),
-        cluster=None if settings.cluster is None else str(value("cluster")),
-        same=value("few_shot.same"),
-        solution=str(value("solution") or (texts[right[0]] if right else "".join(references[:1]))),
-        description=str(value("description")),
+        bias={key: value(f"bias.{key}", one) for key, one in settings.bias.items()},
+        subsets=tuple(str(value("subsets", one)) for one in settings.subsets),
+        cluster=location if settings.cluster is None else f"cluster {value('cluster', settings.cluster)}",
+        alike=str(value("alike", settings.alike)),
+        own=own,
+        solution=own if settings.solution is None else text("solution", settings.solution),
     )
 
 
-def _with_examples(
-    settings: Benchmark, judged: Sequence[Item], pool: Sequence[Item], shots: int | None = None
-) -> list[Item]:
+def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[Item], count: int) -> list[Item]:
     """The judged rows with the description, and solved examples that are other rows, before their prompts."""
-    few = settings.few_shot or FewShot(count=0)
-    count = few.count if shots is None or not few.count else shots
-    if few.seed is not None:
-        pool = random.Random(few.seed).sample(pool, len(pool))
-    alike = defaultdict[object, list[Item]](list)
-    for example in pool if count else ():
-        alike[example.same].append(example)
-    filled, problems = [], Counter[str]()
+    alike, filled, short = defaultdict[str, list[Item]](list), list[Item](), 0
+    for example in pool:
+        alike[example.alike].append(example)
     for item in judged:
-        shown = list(islice((one for one in alike[item.same] if one.prompt != item.prompt), count))
-        if len(shown) < count:
-            problems[f"{count} examples are wanted, and {len(shown)} other rows are alike ({item.same!r})"] += 1
+        shown = list(islice((one for one in alike[item.alike] if one.prompt != item.prompt), count))
+        short += len(shown) < count
         solved = [example.prompt + settings.delimiter + example.solution for example in shown]
-        filled.append(replace(item, prompt=item.description + settings.separator.join([*solved, item.prompt])))
-    raise_all(f"few_shot: {why}: lower few_shot.count ({rows} rows)" for why, rows in problems.items())
+        filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
+    if short:
+        print(f"few_shot: {short} rows have fewer than {count} examples, for no other rows are alike", file=sys.stderr)
     return filled

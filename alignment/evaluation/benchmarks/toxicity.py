@@ -29,40 +29,35 @@ class ToxicityConfig(Settings):
     label: str | None = None
 
 
-def check_label(config: ToxicityConfig) -> int | None:
-    """Number of the toxic class, by config.json alone; None of a reward model."""
-    if config.label is None:
-        find_directory(config.model)
-        return None
-    names = read_config(find_directory(config.model)).get("id2label") or {}
-    if config.label not in names.values():
-        raise UserError(
-            f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names.values())}"
-        )
-    return next(int(number) for number, name in names.items() if name == config.label)
+def class_names(config: ToxicityConfig) -> dict[int, str]:
+    """Names of a classifier's classes, empty for a reward model; UserError where the label is not among them."""
+    stored = read_config(find_directory(config.model)).get("id2label") or {}
+    names = {int(number): name for number, name in stored.items()}
+    if config.label is not None and config.label not in names.values():
+        known = suggest(config.label, names.values())
+        raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {known}")
+    return {} if config.label is None else names
 
 
 def toxicity_classifier(config: ToxicityConfig) -> Callable[[Sequence[str]], list[float]]:
-    """A function that gives each text's probability of being toxic; a text without a token is not toxic."""
-    label, device = check_label(config), best_device()
+    """A function that gives each text's probability of being toxic; of a text without a token it is 0."""
+    names, device, label = class_names(config), best_device(), config.label
     if label is None:
         reward_model = load_reward_model(config.model, device=device)
         return lambda texts: torch.sigmoid(-reward_model.score(texts)).tolist()
     directory, tokenizer = find_directory(config.model), load_tokenizer(config.model)
     settings = (read_config(directory).get("task_specific_params") or {}).get("finetune")
     form = TaskFormat(**settings) if settings else TaskFormat("classification")
-    names = {int(number): name for number, name in read_config(directory)["id2label"].items()}
     model = load_pretrained(directory, "sequence", device=device)
+    column = next(number for number, name in names.items() if name == label)
 
     @torch.no_grad()
     def classify(texts: Sequence[str]) -> list[float]:
-        rows = [LabeledRow((text, None), (config.label,), str(number)) for number, text in enumerate(texts)]
-        found = [0.0] * len(texts)
-        examples, _ = encode_rows(rows, form, tokenizer, names)
+        rows = [LabeledRow((text, None), (label,), str(number)) for number, text in enumerate(texts)]
+        found, (examples, _) = dict[str, float](), encode_rows(rows, form, tokenizer, names)
         for batch in collate_tasks(examples, TOKENS_PER_FORWARD):
-            toxic = model(batch=batch.ragged.to(device)).logits.float().softmax(-1)[:, label].tolist()
-            for name, probability in zip(batch.row_ids, toxic, strict=True):
-                found[int(name)] = probability
-        return found
+            toxic = model(batch=batch.ragged.to(device)).logits.float().softmax(-1)[:, column]
+            found |= zip(batch.row_ids, toxic.tolist(), strict=True)
+        return [found.get(row.row_id, 0.0) for row in rows]
 
     return classify
