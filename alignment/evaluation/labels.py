@@ -257,9 +257,7 @@ class LabelSession:
         if unknown := set().union(*label.flags) - set(self.flags):
             raise UserError(f"unknown flag {sorted(unknown)[0]!r:.40}")
         with self._lock:
-            RowLog(self.path).append(
-                {**label.row(), "key": label.key}
-            )  # made anew, it mends what a full disk left of the last one
+            RowLog(self.path).append(label.row())  # made anew, it mends what a full disk left of the last one
             sync(self.path)
             self.labels = {**self.labels, label.slot: label}
         return self.show({"annotator": label.judge})

@@ -22,6 +22,7 @@ from alignment.evaluation.judgments import read_judgments
 from alignment.evaluation.labels import LabelSession, questions, read_items, read_labels
 from alignment.files import hash_of
 from alignment.serving.label_page import MOST_BYTES, LabelServer
+from tests.killing import run_killed
 
 CHROMIUM = "/usr/bin/chromium"
 
@@ -339,26 +340,33 @@ def test_every_pair_is_asked_once_per_person_and_a_changed_mind_counts(form, tmp
     assert "report" in again.show({"annotator": "ann"})
 
 
-def test_killed_in_the_middle_it_goes_on_where_it_was(form, tmp_path, capsys):
+@pytest.mark.parametrize("after", [0, 7, 21])
+def test_killed_in_the_middle_it_goes_on_where_it_was(form, tmp_path, capsys, after):
     output = tmp_path / "labels.jsonl"
-    kept = []
-    with started(form, output) as (url, process):
-        port, token = url.removeprefix("http://127.0.0.1:").split("/?token=")
-        bearer = {"Authorization": f"Bearer {token}"}
-        for _ in range(7):
-            found = json.loads(call(int(port), "POST", "/show", {"annotator": "ann"}, **bearer)[1])
-            status, _, _ = call(int(port), "POST", "/answer", {"annotator": "ann", **prefer(found)}, **bearer)
-            assert status == 200
-            kept.append(found["responses"])
-        process.send_signal(signal.SIGKILL)
+    before = questions(read_items(str(form)), "ann", 0, 0.1)
+    killed = run_killed(lambda: label_all(session_on(form, output), "ann"), after, ["fsync"])  # one for each answer
+    assert killed == -signal.SIGKILL
     whole = output.read_text()
+    assert len(whole.splitlines()) == after + 1  # the last one is in the file, and the page had not gone on
     output.write_text(whole + whole.splitlines()[0][:-9])  # as if killed while it wrote the next one
     session = session_on(form, output)
     assert output.read_text() == whole and "torn" in capsys.readouterr().err
     rest = label_all(session, "ann")
-    assert [each["number"] for each in rest] == list(range(7, 22))
-    asked = [tuple(responses) for responses in [*kept, *(each["responses"] for each in rest)]]
-    assert len(set(asked)) == 22
+    assert [each["responses"] for each in rest] == [each.responses for each in before[after + 1 :]]
+    assert len(read_judgments(output)) == len(session.labels) == 22
+
+
+def test_the_command_prints_the_address_and_ends_with_the_report(form, tmp_path, monkeypatch, capsys):
+    def pressed(server: LabelServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LabelServer, "serve_forever", pressed)
+    assert main(["label", str(form), "--output", str(tmp_path / "labels.jsonl"), "--annotator", "ann"]) == 0
+    found = capsys.readouterr()
+    assert re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\n", found.err) and found.out == "no labels yet\n"
+    assert main(["label", str(form), "--annotator", "a" * 61]) == 2
+    assert main(["label", str(form), "--port", "70000"]) == 2
+    assert main(["label", str(tmp_path / "none.jsonl")]) == 2
 
 
 def test_answers_of_many_at_once_are_all_kept(form, tmp_path):
