@@ -11,7 +11,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 from alignment.errors import UserError, suggest
 from alignment.evaluation.agreement import cohen_kappa
-from alignment.evaluation.labels import JSON, Label, LabelSession, name_in, read_items, read_labels, verdict
+from alignment.evaluation.labels import JSON, Label, LabelSession, name_in, read_labels, read_questions, verdict
 from alignment.files import hash_of, write_json, write_text
 from alignment.serving.label_page import LabelServer
 
@@ -45,39 +45,41 @@ def serve_labels(
         seed, repeats, ratings, flags: as in `LabelSession`.
     """
     name = None if annotator is None else name_in({"annotator": annotator})
-    items = read_items(file)
-    session = LabelSession(items, output, seed=seed, repeats=repeats, ratings=ratings, flags=flags, report=report)
+    items = read_questions(file)
+    session = LabelSession(
+        items, output, seed=seed, repeats=repeats, ratings=ratings, flags=flags, report=agreement_lines
+    )
     with LabelServer(port, {"/show": session.show, "/answer": session.answer}, name) as server:
         print(f"{server.url}\nopen this address; labels go to {output}; Ctrl-C ends", file=sys.stderr, flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-    print("\n".join(report(session.labels.values())))
+    print("\n".join(agreement_lines(session.labels.values())))
 
 
 def write_labels(file: str, output: Path, comparisons: str | None, export: tuple[str, str] | None) -> None:
     """Write the files that are asked for, of the labels of a file's questions, and print the report."""
     if export is not None and export[0] not in PROGRAMS:
         raise UserError(f"--export {export[0]}: no such program; {suggest(export[0], PROGRAMS)}")
-    labels = read_labels(output, read_items(file)).values()
+    labels = read_labels(output, read_questions(file)).values()
     if comparisons is not None:
         print(write_comparisons(Path(comparisons), labels))
     if export is not None:
         print(write_export(Path(export[1]), export[0], labels))
-    print("\n".join(report(labels)))
+    print("\n".join(agreement_lines(labels)))
 
 
 # Agreement
 
 
-def report(labels: Iterable[Label]) -> list[str]:
+def agreement_lines(labels: Iterable[Label]) -> list[str]:
     """Lines: pace and self-agreement of each annotator, agreement of every two; a tie is a verdict of its own."""
     by_judge: dict[str, list[Label]] = {}
     for label in labels:
         by_judge.setdefault(label.judge, []).append(label)
-    firsts = {judge: verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
+    firsts = {judge: pair_verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
     lines = [
         f"{judge}: {len(own)} answers, {median(label.seconds for label in own):.1f} s each (median)"
-        + agreement_on("repeats", verdicts(label for label in own if label.repeat), firsts[judge])
+        + agreement_on("repeats", pair_verdicts(label for label in own if label.repeat), firsts[judge])
         for judge, own in by_judge.items()
     ]
     lines += [
@@ -87,7 +89,7 @@ def report(labels: Iterable[Label]) -> list[str]:
     return lines or ["no labels yet"]
 
 
-def verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
+def pair_verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
     """1, 0.5 or 0 for the first text of every pair of responses that was compared or ranked.
 
     The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
@@ -153,7 +155,9 @@ def write_export(path: Path, program: str, labels: Iterable[Label]) -> str:
         if not label.repeat:
             own = label.in_order(sorted(range(len(label.responses)), key=label.responses.__getitem__))
             groups.setdefault(label.key, []).append(own)
-    write_json(path, [(argilla_record if program == "argilla" else studio_task)(group) for group in groups.values()])
+    write_json(
+        path, [(argilla_record if program == "argilla" else label_studio_task)(group) for group in groups.values()]
+    )
     users = {label.judge: user_id(label) for group in groups.values() for label in group}
     return f"{path}: {len(groups)} rows; " + ", ".join(f"{name} is the user {user}" for name, user in users.items())
 
@@ -190,16 +194,17 @@ def argilla_record(group: Sequence[Label]) -> JSON:
     return {"id": group[0].key, "fields": fields_of(group[0]), "metadata": {}, "suggestions": {}, "responses": given}
 
 
-def studio_task(group: Sequence[Label]) -> JSON:
+def label_studio_task(group: Sequence[Label]) -> JSON:
     """The labels of one question as a task of Label Studio."""
     annotations = [
-        {"lead_time": label.seconds, "result": list(map(studio_result, answers_of(label).items()))} for label in group
+        {"lead_time": label.seconds, "result": list(map(label_studio_result, answers_of(label).items()))}
+        for label in group
     ]
     data = {"id": group[0].id, **fields_of(group[0]), "annotators": [label.judge for label in group]}
     return {"data": data, "annotations": annotations}
 
 
-def studio_result(answer: tuple[str, object]) -> JSON:
+def label_studio_result(answer: tuple[str, object]) -> JSON:
     """A question's name and the answer to it as a result of an annotation in Label Studio."""
     name, value = answer
     question, _, number = name.partition("_")

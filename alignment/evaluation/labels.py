@@ -3,6 +3,7 @@
 The page is serving/label_page.py; agreement, comparisons and exports are made of the file in commands/label.py.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,7 +22,7 @@ from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Columns, replies_of
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.judgments import RowLog
-from alignment.files import hash_of, sync
+from alignment.files import hash_of, sync, write_text
 from alignment.settings import NonNegativeFloat, NonNegativeInt, Rule, Settings
 
 JSON = dict[str, object]
@@ -140,7 +141,7 @@ def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
     return labels
 
 
-def read_items(source: str) -> list[Label]:
+def read_questions(source: str) -> list[Label]:
     """The questions of a file: judgment rows, prompts with responses, comparisons, rankings, or demonstrations to rate.
 
     The same pair in both orders is one question.
@@ -161,7 +162,7 @@ def read_items(source: str) -> list[Label]:
 
 
 def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool], Label]:
-    """The labels of these questions by their slot; of two answers of one person to the same question the later one counts."""
+    """The labels of these questions by their slot."""
     labels = labels_in(json_line_rows(path), judged=True) if path.is_file() else []
     keys = {item.key for item in items}
     if others := sum(label.key not in keys for label in labels):
@@ -170,7 +171,7 @@ def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool
 
 
 def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> list[Label]:
-    """What an annotator is asked, in an order of their own that depends on nothing but names, texts and the seed.
+    """The questions to an annotator, in an order of their own that depends on nothing but names, texts and the seed.
 
     Hidden repeats, a share `repeats` of the pairs, are taken from the first third and shown again in the second half.
     """
@@ -244,6 +245,8 @@ class LabelSession:
     def answer(self, body: Columns) -> JSON:
         """Keep the `annotator`'s answer to the question of a `number`, on the disk before this returns; what is open.
 
+        A second answer to the question takes the place of the first one.
+
         Raises:
             UserError: the answer is not whole.
         """
@@ -257,8 +260,14 @@ class LabelSession:
         if unknown := set().union(*label.flags) - set(self.flags):
             raise UserError(f"unknown flag {sorted(unknown)[0]!r:.40}")
         with self._lock:
-            RowLog(self.path).append(label.row())  # made anew, it mends what a full disk left of the last one
-            sync(self.path)
+            log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
+            if label.slot in self.labels:
+                others = [row for row in log.rows if label_in(row, str(self.path), judged=True).slot != label.slot]
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in [*others, label.row()])
+                write_text(self.path, "".join(lines))
+            else:
+                log.append(label.row())
+                sync(self.path)
             self.labels = {**self.labels, label.slot: label}
         return self.show({"annotator": label.judge})
 

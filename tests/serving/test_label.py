@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from alignment.cli import main
-from alignment.commands.label import report, write_comparisons, write_export
+from alignment.commands.label import agreement_lines, write_comparisons, write_export
 from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
+from alignment.evaluation import file_judge, labeled_items
 from alignment.evaluation.judgments import read_judgments
-from alignment.evaluation.labels import LabelSession, questions, read_items, read_labels
+from alignment.evaluation.labeled_items import Items, LabelColumns
+from alignment.evaluation.labels import LabelSession, questions, read_labels, read_questions
 from alignment.files import hash_of
 from alignment.serving.label_page import MOST_BYTES, LabelServer
 from tests.killing import run_killed
@@ -48,8 +51,8 @@ def form(tmp_path) -> Path:
 
 
 def session_on(file: Path, output: Path, **changes) -> LabelSession:
-    settings = {"seed": 0, "repeats": 0.1, "ratings": False, "flags": ("harmful", "untrue"), "report": report}
-    return LabelSession(read_items(str(file)), output, **{**settings, **changes})
+    settings = {"seed": 0, "repeats": 0.1, "ratings": False, "flags": ("harmful", "untrue"), "report": agreement_lines}
+    return LabelSession(read_questions(str(file)), output, **{**settings, **changes})
 
 
 @contextmanager
@@ -227,7 +230,7 @@ def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(
     rows = form_rows(200)
     turned = [{**row, "first": row["second"], "second": row["first"]} for row in rows[::-1]]
     items, others = (
-        read_items(str(write_lines(tmp_path / f"{name}.jsonl", own))) for name, own in (("a", rows), ("b", turned))
+        read_questions(str(write_lines(tmp_path / f"{name}.jsonl", own))) for name, own in (("a", rows), ("b", turned))
     )
     ann, bo = questions(items, "ann", 0, 0.1), questions(items, "bo", 0, 0.1)
     assert [(each.id, each.responses, each.repeat) for each in ann] == [
@@ -245,7 +248,7 @@ def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(
 
 
 def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
-    items = read_items(str(write_lines(tmp_path / "form.jsonl", form_rows(60))))
+    items = read_questions(str(write_lines(tmp_path / "form.jsonl", form_rows(60))))
     asked = questions(items, "ann", 0, 0.1)
     again = [each for each in asked if each.repeat]
     assert len(asked) == 66 and len(again) == 6 and [each.position for each in asked] == list(range(66))
@@ -259,7 +262,7 @@ def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
 def test_a_pair_in_both_orders_is_asked_once(tmp_path, capsys):
     rows = form_rows(3)
     both = [*rows, *({**row, "first": row["second"], "second": row["first"]} for row in rows)]
-    assert len(read_items(str(write_lines(tmp_path / "form.jsonl", both)))) == 3
+    assert len(read_questions(str(write_lines(tmp_path / "form.jsonl", both)))) == 3
     assert "3 questions in 6 rows" in capsys.readouterr().err
 
 
@@ -283,9 +286,9 @@ MESSAGES = [{"role": "user", "content": "Hello?"}]
     ],
 )
 def test_rows_that_can_be_labeled(tmp_path, row, responses, models):
-    [item] = read_items(str(write_lines(tmp_path / "rows.jsonl", [row])))
+    [item] = read_questions(str(write_lines(tmp_path / "rows.jsonl", [row])))
     assert (item.responses, item.models, item.judge, item.ranks) == (responses, models, "", ())
-    [same] = read_items(str(write_lines(tmp_path / "other.jsonl", [row])))
+    [same] = read_questions(str(write_lines(tmp_path / "other.jsonl", [row])))
     assert same.key == item.key
 
 
@@ -298,7 +301,7 @@ def test_all_rows_that_cannot_be_labeled_are_named(tmp_path):
     ]
     path = write_lines(tmp_path / "form.jsonl", rows)
     with pytest.raises(UserError) as error:
-        read_items(str(path))
+        read_questions(str(path))
     assert [line.split(": ")[0] for line in str(error.value).splitlines()] == [f"{path}:{n}" for n in (2, 3, 4)]
 
 
@@ -333,7 +336,7 @@ def test_every_pair_is_asked_once_per_person_and_a_changed_mind_counts(form, tmp
     earlier = session.show({"annotator": "ann", "number": 4})
     assert earlier["earlier"]["ranks"] == tuple(prefer(earlier)["ranks"])
     session.answer({"annotator": "ann", **prefer(earlier, "bad")})
-    assert len(output.read_text().splitlines()) == 45
+    assert len(output.read_text().splitlines()) == 44  # it took the place of the first one
     again = session_on(form, output)
     assert len(again.labels) == 44
     assert again.show({"annotator": "ann", "number": 4})["earlier"]["ranks"] == tuple(prefer(earlier, "bad")["ranks"])
@@ -343,7 +346,7 @@ def test_every_pair_is_asked_once_per_person_and_a_changed_mind_counts(form, tmp
 @pytest.mark.parametrize("after", [0, 7, 21])
 def test_killed_in_the_middle_it_goes_on_where_it_was(form, tmp_path, capsys, after):
     output = tmp_path / "labels.jsonl"
-    before = questions(read_items(str(form)), "ann", 0, 0.1)
+    before = questions(read_questions(str(form)), "ann", 0, 0.1)
     killed = run_killed(lambda: label_all(session_on(form, output), "ann"), after, ["fsync"])  # one for each answer
     assert killed == -signal.SIGKILL
     whole = output.read_text()
@@ -397,7 +400,7 @@ def test_a_full_disk_loses_no_answer(form, tmp_path, monkeypatch):
         assert status == 500 and "no disk" in text
         assert ask(server, "/show", annotator="ann")["number"] == 0  # it does not go on
         assert ask(server, "/answer", annotator="ann", **prefer(found))["number"] == 1
-    assert len(read_labels(output, read_items(str(form)))) == 1
+    assert len(read_labels(output, read_questions(str(form)))) == 1
 
 
 def test_labels_of_other_questions_are_counted_and_left_alone(form, tmp_path, capsys):
@@ -493,6 +496,24 @@ def test_comparisons_are_what_reward_models_read(form, tmp_path):
     assert {each.prompt for each in records} == {f"Question {i}?" for i in range(20)}
 
 
+def test_win_rates_and_evaluations_of_judges_read_the_labels(form, tmp_path):
+    output = tmp_path / "labels.jsonl"
+    session = session_on(form, output)
+    for name, better in (("ann", "good"), ("bo", "good"), ("cy", "bad")):
+        label_all(session, name, lambda found, better=better: prefer(found, better))
+    prompts = [Prompt(f"Question {i}?", {}, f"row-{i}") for i in range(20)]
+    goods, bads = ([f"{side} {i}" for i in range(20)] for side in ("good", "bad"))
+    judge = file_judge(output)
+    assert judge(prompts, goods, bads) == [1.0] * 20 and judge(prompts, bads, goods) == [0.0] * 20
+    items: Items = {}
+    labeled_items.read_items(str(output), LabelColumns(), items)
+    votes = [
+        item.votes if item.first.startswith("good") else {k: 1 - v for k, v in item.votes.items()}
+        for item in items.values()
+    ]
+    assert votes == [{"ann": 1.0, "bo": 1.0, "cy": 0.0}] * 20
+
+
 def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     file = [{"prompt": MESSAGES, "responses": {"m": "one", "n": "two", "o": "three"}}]
     output, rows = tmp_path / "labels.jsonl", tmp_path / "comparisons.jsonl"
@@ -525,7 +546,9 @@ def test_a_response_alone_is_rated(tmp_path):
     assert "report" in session.answer({"annotator": "ann", "number": 0, "ranks": [0], "ratings": [6]})
     [row] = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
     assert (row["responses"], row["ratings"]) == (["x"], [6])
-    assert [label.ratings for label in read_labels(tmp_path / "labels.jsonl", read_items(str(file))).values()] == [(6,)]
+    assert [label.ratings for label in read_labels(tmp_path / "labels.jsonl", read_questions(str(file))).values()] == [
+        (6,)
+    ]
 
 
 def test_exports_for_argilla_and_label_studio(form, tmp_path, capsys):
@@ -658,8 +681,8 @@ def test_two_annotators_label_in_a_browser_by_keyboard_and_a_reward_model_learns
             shown = page.inner_text("#report").splitlines()
         browser.close()
     assert not problems
-    labels = read_labels(output, read_items(str(form)))
-    assert len(labels) == 44 and len(output.read_text().splitlines()) == 45
+    labels = read_labels(output, read_questions(str(form)))
+    assert len(labels) == len(output.read_text().splitlines()) == 44
     assert [label.comment for label in labels.values() if label.comment] == ["seen again"]
     pairs = {pair for name, pair, again in given if not again}
     alike = sum(given["ann", pair, False] == given["bo", pair, False] for pair in pairs)
