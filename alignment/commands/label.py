@@ -107,7 +107,7 @@ def agreement_on(things: str, ours: Mapping[Pair, float], theirs: Mapping[Pair, 
     """On how many common pairs two sets of verdicts agree, and Cohen's kappa."""
     common = sorted(ours.keys() & theirs.keys())
     if not common:
-        return f"; no {things} in common"
+        return f"; no {things} to compare"
     sides = [[side[pair] for pair in common] for side in (ours, theirs)]
     equal, kappa = sum(a == b for a, b in zip(*sides, strict=True)), cohen_kappa(*sides)["value"]
     chance = "" if kappa is None else f", kappa {kappa:.2f}"

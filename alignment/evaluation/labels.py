@@ -124,8 +124,9 @@ def label_in(row: Columns, location: str, *, judged: bool) -> Label:
         if row["verdict"] not in list(RANKS):
             raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {row['verdict']!r:.40}")
         values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == row["verdict"])
-    values["id"] = str(row.get("id") or hash_of([row.get("prompt"), values.get("responses")])[:12])  # wherever it lies
-    return build(Label, SourcedYaml(values, {(): location}))
+    values["id"] = str(row["id"]) if row.get("id") is not None else ""
+    label = build(Label, SourcedYaml(values, {(): location}))
+    return label if label.id else replace(label, id=hash_of([label.prompt, sorted(label.responses)])[:12])
 
 
 def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:

@@ -260,7 +260,7 @@ def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
 
 
 def test_a_pair_in_both_orders_is_asked_once(tmp_path, capsys):
-    rows = form_rows(3)
+    rows = [*form_rows(2), {"prompt": "No id?", "first": "good 9", "second": "bad 9"}]
     both = [*rows, *({**row, "first": row["second"], "second": row["first"]} for row in rows)]
     assert len(read_questions(str(write_lines(tmp_path / "form.jsonl", both)))) == 3
     assert "3 questions in 6 rows" in capsys.readouterr().err
