@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from alignment.algorithms.finetune.scoring import (
+from alignment.algorithms.finetune.scoring import best_span
+from alignment.data.task_metrics import (
     answer_metrics,
     are_entities,
-    best_span,
     class_metrics,
     entities,
     entity_metrics,

@@ -1,9 +1,6 @@
 """From a classifier's logits to the loss, held-out metrics and predictions of each fine-tuning task."""
 
-import re
-import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from alignment.algorithms.finetune.model import HEADS
+from alignment.data.task_metrics import answer_metrics, are_entities, class_metrics, entity_metrics
 from alignment.data.tasks import (
     NO_TEXT,
     FinetuneTask,
@@ -31,10 +29,6 @@ from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import group_by_length
 from alignment.training import LossSum
-
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-Entity = tuple[str, int, int]  # kind, first word, the one after the last
 
 
 class Predictions(NamedTuple):
@@ -184,105 +178,6 @@ def best_answers(
     return [
         "" if form.no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)
     ]
-
-
-# Metrics: pure functions of labels and predictions
-
-
-def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
-    """`accuracy`, `macro_f1`, `matthews`, and for two classes `f1`, that of class 1.
-
-    F1 of a class is 2 right / (labeled + predicted); macro_f1 is the mean over the classes that are labeled or predicted.
-    """
-    cells = torch.tensor(labels) * classes + torch.tensor(predictions)
-    table = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)  # rows: labels
-    counts = table.sum(0) + table.sum(1)
-    f1 = (2 * table.diagonal() / counts.clamp(min=1)).tolist()
-    occurring = [score for score, count in zip(f1, counts.tolist(), strict=True) if count]
-    metrics = {
-        "accuracy": float(table.trace() / table.sum()),
-        "macro_f1": sum(occurring) / len(occurring),
-        "matthews": matthews(table),
-    }
-    return metrics | ({"f1": f1[1]} if classes == 2 else {})
-
-
-def matthews(table: Tensor) -> float:
-    """Correlation of labels and predictions, in [-1, 1]; 0 where either is always the same class.
-
-    r = (n correct - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
-
-    Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
-    K-category correlation coefficient", eq. 8.
-    """
-    counts = table.double()
-    labeled, predicted, rows = counts.sum(1), counts.sum(0), counts.sum()
-    spread = (rows**2 - labeled.square().sum()) * (rows**2 - predicted.square().sum())
-    if spread == 0:
-        return 0.0
-    return float((rows * counts.trace() - labeled @ predicted) / spread.sqrt())
-
-
-def are_entities(names: Iterable[str]) -> bool:
-    """True for labels of the beginnings and insides of entities: B-PERSON, I-PERSON ..., and O."""
-    names = set(names)
-    return bool(names - {"O"}) and all(name == "O" or re.match(r"[BI]-.", name) for name in names)
-
-
-def entities(tags: Sequence[str]) -> set[Entity]:
-    """The entities of a text with B-, I-, O labels; an I- that does not continue an entity of its kind begins one.
-
-    Source: conlleval, the scorer of the CoNLL-2000 and 2003 tasks.
-    """
-    found, start = set(), 0
-    for position, tag in enumerate([*tags, "O"]):
-        before = tags[position - 1] if position else "O"
-        continues = tag.startswith("I-") and before[2:] == tag[2:]
-        if before != "O" and not continues:
-            found.add((before[2:], start, position))
-        if tag != "O" and not continues:
-            start = position
-    return found
-
-
-def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`entity_precision`, `entity_recall`, `entity_f1` over all texts; an entity is correct if its kind and both ends are."""
-    pairs = [(entities(ours), entities(theirs)) for ours, theirs in zip(labels, predictions, strict=True)]
-    right = sum(len(gold & found) for gold, found in pairs)
-    wanted, given = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
-    precision, recall = right / max(1, given), right / max(1, wanted)
-    f1 = 2 * right / max(1, wanted + given)
-    return {"entity_precision": precision, "entity_recall": recall, "entity_f1": f1}
-
-
-def normalized(text: str) -> str:
-    """The text in lower case, without punctuation and articles, with single blanks.
-
-    Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and their evaluation script.
-    """
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
-
-
-def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`exact_match` and `f1` of the words, each with the best of the correct answers; means over questions, in [0, 1].
-
-    Where `golds` has no answer to a question, its context does not answer it, and "" is correct.
-
-    Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
-    """
-    matches, overlaps = 0.0, 0.0
-    for answer, texts in zip(answers, golds, strict=True):
-        words = normalized(answer).split()
-        correct = [gold for text in texts if (gold := normalized(text).split())] or [[]]
-        matches += words in correct
-        overlaps += max(_word_f1(words, gold) for gold in correct)
-    return {"exact_match": matches / len(answers), "f1": overlaps / len(answers)}
-
-
-def _word_f1(words: list[str], gold: list[str]) -> float:
-    if not words or not gold:
-        return float(words == gold)
-    return 2 * sum((Counter(words) & Counter(gold)).values()) / (len(words) + len(gold))
 
 
 # Predictions of a saved model

@@ -1,0 +1,96 @@
+"""Our models behind lm-eval's interface, so that its tasks run on them; imported only where `lm_eval` names tasks.
+
+Responses with equal settings are decoded side by side. lm-eval renders dialogues itself, by `apply_chat_template`.
+"""
+
+import importlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from alignment.errors import UserError
+from alignment.evaluation.benchmarks.likelihood import LanguageScorer
+from alignment.generation import SamplingConfig
+
+LM: Any = importlib.import_module("lm_eval.api.model").LM  # without types of its own that a checker could read
+NEW_TOKENS = 256  # where a task says nothing, as for lm-eval's own backends
+
+
+class Instance(Protocol):
+    """A request of lm-eval."""
+
+    args: tuple[Any, ...]  # context and continuation; a text; context and settings of the response
+
+
+class LMEvalModel(LM):
+    """A model as lm-eval asks it: log-probabilities of continuations and of texts, and responses."""
+
+    def __init__(self, scorer: LanguageScorer):
+        super().__init__()
+        self.scorer = replace(scorer, chat=False)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name under which lm-eval keeps requests."""
+        return self.scorer.tokenizer.name_or_path.replace("/", "__")
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether greedy decoding gives it."""
+        found = self.scorer.likelihoods([(request.args[0], request.args[1]) for request in requests])
+        return [(one.log_prob, one.greedy) for one in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Log-probability of each whole text."""
+        return self.scorer.text_log_probs([request.args[0] for request in requests])
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """A response to each context, cut before the first stop text."""
+        found, alike = [""] * len(requests), defaultdict[str, list[int]](list)
+        for number, request in enumerate(requests):
+            alike[str(request.args[1])].append(number)
+        for numbers in alike.values():
+            settings = requests[numbers[0]].args[1]
+            temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+            size, top_p = settings.get("max_gen_toks", NEW_TOKENS), settings.get("top_p", 1.0)
+            until = settings.get("until") or []
+            texts = self.scorer.responses(
+                [requests[number].args[0] for number in numbers],
+                SamplingConfig(size, temperature, top_p=top_p),
+                [until] if isinstance(until, str) else until,
+            )
+            for number, text in zip(numbers, texts, strict=True):
+                found[number] = text
+        return found
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a dialogue."""
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return self.scorer.tokenizer.apply_chat_template(list(chat_history), **options)
+
+
+def task_index(tasks: Sequence[str], include_path: str | None) -> object:
+    """lm-eval's index of its tasks, and of those in a folder; UserError where one of `tasks` is not among them."""
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise UserError(
+            f"lm_eval: there is no task {', '.join(unknown)}; `lm-eval ls tasks` lists them, or set include_path"
+        )
+    return manager
+
+
+def run_tasks(
+    scorer: LanguageScorer, tasks: Sequence[str], index: object, *, max_rows: int | None, shots: int | None
+) -> dict[str, dict[str, object]]:
+    """lm-eval's own results of its tasks: task -> metric -> value."""
+    found = importlib.import_module("lm_eval").simple_evaluate(
+        model=LMEvalModel(scorer),
+        tasks=list(tasks),
+        task_manager=index,
+        limit=max_rows,
+        num_fewshot=shots,
+        apply_chat_template=scorer.chat,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    return found["results"]

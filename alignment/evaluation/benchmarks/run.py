@@ -1,0 +1,184 @@
+"""`alignment evaluate benchmarks`: tasks over local rows, and lm-eval's, on several models side by side."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from alignment.errors import UserError, install_advice, raise_all
+from alignment.evaluation.benchmarks.figures import (
+    Columns,
+    Figures,
+    baselines,
+    figures_of,
+    measure,
+    rows_at,
+)
+from alignment.evaluation.benchmarks.likelihood import LanguageScorer
+from alignment.evaluation.benchmarks.tasks import Task, read_task
+from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, class_names, toxicity_classifier
+from alignment.files import write_json
+from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.models.weights_config import WeightsConfig
+from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
+
+
+@dataclass(frozen=True)
+class BenchmarksConfig(Settings):
+    """Settings of benchmarks.
+
+    Attributes:
+        models: name -> directory or Hub name, such as those after each stage of a recipe.
+        output: directory of the results.
+        tasks: names of packaged tasks, such as mmlu, or paths of YAML files of the same form.
+        data: folder that the tasks' sources are relative to.
+        baseline: name among `models` that the others are compared with; null: the first one.
+        few_shot: examples of each prompt, in tasks that have some; null: as many as each task says.
+        max_rows: rows of each task, drawn evenly; null: all.
+        chat: prompts are messages of a user, through each model's chat template.
+        toxicity: classifier of texts, for tasks of that kind.
+        lm_eval: tasks of lm-eval to run on the models through its own interface.
+        include_path: folder of YAML tasks for lm-eval.
+        chat_template: of the models, a built-in one's name or a Jinja file; null: each tokenizer's own.
+        weights: type that models are held and compute in; auto: each checkpoint's.
+    """
+
+    models: dict[str, str]
+    output: str
+    tasks: list[str] = field(default_factory=list)
+    data: str = "."
+    baseline: str | None = None
+    few_shot: NonNegativeInt | None = None
+    max_rows: PositiveInt | None = None
+    chat: bool = False
+    toxicity: ToxicityConfig | None = None
+    lm_eval: list[str] = field(default_factory=list)
+    include_path: str | None = None
+    chat_template: str | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+
+    RULES = (
+        Rule("models", lambda c: not c.models, "must name at least one model"),
+        Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
+        Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
+             "{self.baseline!r} is not among the models"),
+    )  # fmt: skip
+
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """The folder of rows, where tasks need it and it is not there."""
+        if self.tasks and not Path(self.data).is_dir():
+            yield "data", f"{self.data}: no such folder; set ALIGNMENT_DATA, or name the folder of the tasks' rows"
+
+
+def run(config: BenchmarksConfig) -> Path:
+    """Figures of every task for every model and baseline, and differences between models, in `results.json`.
+
+    Tasks, rows and models are checked before a model is loaded.
+    """
+    raise_all(why for _, why in config.missing())
+    tasks = [
+        read_task(name, Path(config.data), max_rows=config.max_rows, shots=config.few_shot) for name in config.tasks
+    ]
+    check_models(config, tasks)
+    index = _lm_eval(config).task_index(config.lm_eval, config.include_path) if config.lm_eval else None
+    classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
+    measured = [dict[str, Columns]() for _ in tasks]
+    foreign = dict[str, object]()
+    for name, source in config.models.items():
+        model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+        scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
+        for task, columns in zip(tasks, measured, strict=True):
+            columns[name] = measure(task, scorer, classify)
+        if index is not None:
+            shots, limit = config.few_shot, config.max_rows
+            foreign[name] = _lm_eval(config).run_tasks(scorer, config.lm_eval, index, max_rows=limit, shots=shots)
+        del model, scorer
+    results = {
+        task.name: task_results(task, columns, config.baseline) for task, columns in zip(tasks, measured, strict=True)
+    }
+    write_json(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
+    return Path(config.output) / "results.json"
+
+
+def check_models(config: BenchmarksConfig, tasks: Sequence[Task]) -> None:
+    """Refuse models that are not there or cannot do a task, and what an extra or a classifier is missing for."""
+    kinds = {source: architecture_of(source) for source in config.models.values()}
+    others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
+    raise_all(
+        f"models: {source} is an {kind}, and {others[0] if kind == 'encoder' and others else 'a benchmark'} needs a decoder"
+        for source, kind in kinds.items()
+        if kind == "encoder-decoder" or (kind == "encoder" and others)
+    )
+    toxic = [task.name for task in tasks if task.settings.kind == "toxicity"]
+    if toxic and config.toxicity is None:
+        raise UserError(f"tasks: {toxic[0]} needs a classifier of toxic texts; set toxicity.model")
+    if config.toxicity is not None:
+        class_names(config.toxicity)
+
+
+def _lm_eval(config: BenchmarksConfig) -> ModuleType:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(f"lm_eval: {', '.join(config.lm_eval)}: lm-eval is not installed; {install_advice('bench')}")
+    return importlib.import_module("alignment.evaluation.benchmarks.lm_eval_model")
+
+
+def task_results(task: Task, measured: Mapping[str, Columns], baseline: str | None = None) -> dict[str, object]:
+    """The entry of a task in `results.json`: first prompt, figures by model, of baselines and of subsets, differences.
+
+    Args:
+        measured: model -> values of each row.
+        baseline: name of the model that the others are compared with; None: the first one.
+    """
+    settings, against = task.settings, baseline or next(iter(measured))
+    _, clusters = np.unique([item.cluster for item in task.items], return_inverse=True)
+    subsets = dict[str, dict[str, dict[str, Figures]]]()
+    for number, expression in enumerate(settings.subsets):
+        values = np.array([item.subsets[number] for item in task.items])
+        subsets[expression] = {
+            value: {name: figures_of(settings, clusters[own], rows_at(one, own)) for name, one in measured.items()}
+            for value in np.unique(values).tolist()
+            for own in (values == value,)
+        }
+    chance = [len(item.right) / len(item.choices) for item in task.items if item.right]
+    return {
+        "kind": settings.kind,
+        "figure": settings.figure,
+        "rows": len(task.items),
+        "clusters": int(clusters.max()) + 1,
+        "first_prompt": task.items[0].prompt,
+        "models": {name: figures_of(settings, clusters, columns) for name, columns in measured.items()},
+        "baselines": {
+            name: figures_of(settings, clusters, measure(task, scorer)) for name, scorer in baselines(task).items()
+        },
+        "chance": float(np.mean(chance)) if chance else 0.5 if settings.kind == "pairs" else None,
+        "subsets": subsets,
+        "against": against,
+        "differences": {
+            name: figures_of(settings, clusters, columns, measured[against])
+            for name, columns in measured.items()
+            if name != against
+        },
+    }
+
+
+def print_results(results: Mapping[str, Any]) -> None:
+    """Print a row for each figure of a `results.json`, and for each task the first prompt, on standard output."""
+    from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
+
+    rows = list[dict[str, object]]()
+    for task, entry in results["tasks"].items():
+        print(f"{task}: the first prompt\n{entry['first_prompt']}\n")
+        sides = {**entry["models"], **entry["baselines"]}
+        for figure in next(iter(entry["models"].values())):
+            cells = {name: "{value:.3f} [{low:.3f}, {high:.3f}]".format(**one[figure]) for name, one in sides.items()}
+            chance = entry["chance"] if figure == entry["figure"] else None
+            rows.append({"task": task, "figure": figure, "rows": entry["rows"], **cells, "chance": chance})
+    for name, tasks in results["lm_eval"].items():
+        for task, metrics in tasks.items():
+            rows += [{"task": task, "figure": key, name: value} for key, value in metrics.items() if key != "alias"]
+    print_table(rows)

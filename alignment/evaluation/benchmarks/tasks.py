@@ -1,0 +1,266 @@
+"""Benchmark tasks: YAML files that say how rows of local data sets become prompts, choices and references.
+
+Texts are Jinja templates over a row's columns, values are Jinja expressions; `row` is the row itself, for columns whose
+names are no identifiers. Both run in jinja2's sandbox, and a column that is not there is an error. Rows are read before a
+model is loaded. Models score them in likelihood.py.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import accumulate, groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+
+from alignment.config.load import build, packaged_folder
+from alignment.config.yaml_source import read_yaml
+from alignment.data.rows.files import read_raw
+from alignment.errors import UserError, raise_all, suggest
+from alignment.rewards.answers import reference_problem
+from alignment.rewards.specs import AnswerMatch
+from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
+
+ENVIRONMENT = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
+
+
+@dataclass(frozen=True)
+class Benchmark(Settings):
+    """A task of `alignment evaluate benchmarks`: one YAML file.
+
+    Attributes:
+        kind: multiple_choice (the choice with the highest log-probability), pairs (which of two texts is likelier), last_word
+            (log-probability of a continuation), rolling (perplexity of texts), answers (generated, then compared), toxicity
+            (of several sampled continuations).
+        source: file of rows, or several, relative to the data folder.
+        prompt: template of the context that the choices follow; of `rolling` the text itself.
+        columns: name -> expression; further columns, each of which the next ones may use.
+        description: template in front of the examples and the prompt.
+        choices: a list of templates, or an expression that gives the list; of `pairs` the two texts.
+        answer: expression: the index of the right choice or a list of such, the best first; of `last_word` and `answers`
+            the text, or a list of accepted ones.
+        solution: template of an example's whole answer; null: its right choice, or its first accepted answer.
+        delimiter: text between a prompt and what follows it.
+        few_shot: solved examples in front of every prompt, the first rows; a row is never an example of its own.
+        examples: file of the examples; null: the task's own rows.
+        alike: expression; the examples of a row have the same value, such as `subject`; null: any rows.
+        subsets: expressions, such as `category`: figures are given for each of their values too.
+        cluster: expression; rows with the same value are not independent of each other, which widens the intervals.
+        bias: expressions for the bias score of BBQ: `stereotyped`, the index of the answer that agrees with the stereotype;
+            `unknown`, of the one that says it cannot be known; `ambiguous`, true where the context does not say who it is.
+        figure: name of the main figure, which is 1 for a right row (of `pairs`, where the first text is likelier).
+        metrics: further figures of choices: f1 (of class 1), matthews, mc1, mc2.
+        match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of the
+            content of a box, or SQuAD's (exact match, and F1 of the words).
+        extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
+        document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
+        max_new_tokens, stop, temperature, top_p: of generated texts.
+        samples: continuations of a prompt, for `toxicity`.
+    """
+
+    kind: Literal["multiple_choice", "pairs", "last_word", "rolling", "answers", "toxicity"]
+    source: str | list[str]
+    prompt: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    description: str = ""
+    choices: str | list[str] = field(default_factory=list)
+    answer: str = "none"
+    solution: str | None = None
+    delimiter: str = " "
+    few_shot: NonNegativeInt = 0
+    examples: str | None = None
+    alike: str = "none"
+    subsets: list[str] = field(default_factory=list)
+    cluster: str | None = None
+    bias: dict[Literal["stereotyped", "unknown", "ambiguous"], str] = field(default_factory=dict)
+    figure: str = "accuracy"
+    metrics: list[Literal["f1", "matthews", "mc1", "mc2"]] = field(default_factory=list)
+    match: AnswerMatch | Literal["squad"] = "exact"
+    extract: str | None = None
+    document_start: str | None = None
+    max_new_tokens: PositiveInt = 64
+    stop: list[str] = field(default_factory=list)
+    temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    samples: PositiveInt = 25
+
+    RULES = (
+        Rule("prompt", lambda c: not c.prompt and c.kind != "pairs", "is missing; write the template of the text"),
+        Rule("choices", lambda c: not c.choices and c.kind in ("multiple_choice", "pairs"),
+             "is missing: a list of templates, or an expression that gives one"),
+        Rule("answer", lambda c: c.answer == "none" and c.kind in ("multiple_choice", "last_word", "answers"),
+             "is missing: an expression that gives the right answer"),
+        Rule("few_shot", lambda c: c.few_shot and c.kind in ("pairs", "rolling", "toxicity"),
+             "has no effect with kind={self.kind}; leave it out"),
+        Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
+        Rule("temperature", lambda c: c.kind == "toxicity" and c.temperature == 0,
+             "must be above 0: all continuations of a prompt would be the same"),
+        Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),
+        Rule("document_start", lambda c: c.document_start and refusal(compile_pattern, c.document_start)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row as models read it."""
+
+    name: str  # FILE:LINE
+    description: str
+    prompt: str  # in a `Task` behind description and examples
+    choices: tuple[str, ...]
+    right: tuple[int, ...]  # indices of choices, the best first
+    references: tuple[str, ...]  # accepted answers
+    bias: dict[str, object]  # as in `Benchmark`, its values
+    subsets: tuple[str, ...]
+    cluster: str
+    alike: str
+    own: str  # right choice, or first accepted answer
+    solution: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A benchmark with its rows."""
+
+    name: str
+    settings: Benchmark
+    items: list[Item]
+
+
+def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int | None = None) -> Task:
+    """A task with its rows, of which `max_rows` are drawn evenly; `shots` replaces the number of its examples.
+
+    Args:
+        name: path of the task's file, or the name of a packaged one, such as `mmlu`.
+        data: folder that the files of rows are relative to.
+
+    Raises:
+        UserError: all faults of the file; then those of the rows, such as columns that are not there.
+    """
+    known = {path.stem: path for path in (packaged_folder("configs") / "evaluate" / "benchmarks").glob("*.yaml")}
+    path = Path(name) if Path(name).is_file() else known.get(name)
+    if path is None:
+        raise UserError(f"tasks: {name}: no such file, and no packaged task of that name; {suggest(name, known)}")
+    settings = build(Benchmark, read_yaml(path))
+    items = _items(settings, data, [settings.source] if isinstance(settings.source, str) else settings.source, path)
+    pool = items if settings.examples is None else _items(settings, data, [settings.examples], path)
+    if max_rows is not None and max_rows < len(items):
+        items = [items[number * len(items) // max_rows] for number in range(max_rows)]
+    count = settings.few_shot if shots is None or not settings.few_shot else shots
+    return Task(path.stem, settings, _with_examples(settings, items, pool, count))
+
+
+def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
+    """The rows of some files; each fault is named once, with the first row that has it."""
+    items, faults = list[Item](), defaultdict[str, list[str]](list)
+    for location, row in _rows([data / source for source in sources], settings.document_start, faults):
+        try:
+            columns = {**row, "row": row}
+            for key, text in settings.columns.items():
+                columns[key] = _value(columns, f"columns.{key}", text)
+            items.append(_item(settings, partial(_value, columns), location))
+        except ValueError as error:
+            faults[f"{error} ({path})"].append(location)
+    raise_all(
+        f"{rows[0]}: {why}" + (f", and {len(rows) - 1} more rows" if len(rows) > 1 else "")
+        for why, rows in faults.items()
+    )
+    if not items:
+        raise UserError(f"{path}: there is no row in {', '.join(sources)} of {data}")
+    return items
+
+
+def _rows(
+    paths: Sequence[Path], starts: str | None, faults: dict[str, list[str]]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Location and columns of each row; paragraphs of one document are put together."""
+    for path in paths:
+        rows = list(read_raw(str(path.resolve())))
+        for row in (row for row in rows if row.values is None):
+            faults[row.reason].append(row.location)
+        if starts is None:
+            yield from ((row.location, row.values) for row in rows if row.values is not None)
+            continue
+        begins, texts = compile_pattern(starts), [str((row.values or {}).get("text")) for row in rows]
+        numbers = accumulate(begins.search(text) is not None for text in texts)
+        for _, group in groupby(zip(numbers, rows, texts, strict=True), key=itemgetter(0)):
+            _, (first, *_), paragraphs = zip(*group, strict=True)
+            yield first.location, {"text": BETWEEN.join(paragraphs)}
+
+
+@cache
+def _compiled(text: str, is_template: bool) -> Callable[[Mapping[str, object]], object]:
+    if is_template:
+        return ENVIRONMENT.from_string(text).render
+    return ENVIRONMENT.compile_expression(text, undefined_to_none=False)
+
+
+def _value(columns: Mapping[str, object], key: str, text: str, *, is_template: bool = False) -> object:
+    """The value of an expression, or the text of a template; ValueError names the key and the columns."""
+    try:
+        found = _compiled(text, is_template)(columns)
+        return str(found) if isinstance(found, StrictUndefined) else found  # str() says what is not there
+    except Exception as error:  # of a template, which may raise anything
+        raise ValueError(f"{key}: {text!r}: {error}; the row has {', '.join(columns)}") from error
+
+
+def _item(settings: Benchmark, value: Callable[..., object], location: str) -> Item:
+    """ValueError names the key whose value the task's kind cannot take."""
+    kind, choices, answer = settings.kind, settings.choices, value("answer", settings.answer)
+
+    def text(key: str, template: str) -> str:
+        return str(value(key, template, is_template=True))
+
+    found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
+    if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
+        raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
+    texts, right, references = tuple(map(str, found)), tuple[int, ...](), tuple[str, ...]()
+    given = answer if isinstance(answer, (list, tuple)) else [answer]
+    if kind == "pairs":
+        right = (0,)
+    elif kind == "multiple_choice":
+        right = tuple(one for one in given if type(one) is int and 0 <= one < len(texts))
+        if not right or len(right) < len(given):
+            raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
+    elif kind in ("last_word", "answers"):
+        references = tuple(map(str, given))
+        texts = references[:1]
+        if why := reference_problem("exact" if settings.match == "squad" else settings.match, references):
+            raise ValueError(f"answer: {why}")
+    own = texts[right[0]] if right else "".join(references[:1])
+    return Item(
+        location,
+        text("description", settings.description),
+        text("prompt", settings.prompt),
+        texts,
+        right,
+        references,
+        bias={key: value(f"bias.{key}", one) for key, one in settings.bias.items()},
+        subsets=tuple(str(value("subsets", one)) for one in settings.subsets),
+        cluster=location if settings.cluster is None else f"cluster {value('cluster', settings.cluster)}",
+        alike=str(value("alike", settings.alike)),
+        own=own,
+        solution=own if settings.solution is None else text("solution", settings.solution),
+    )
+
+
+def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[Item], count: int) -> list[Item]:
+    """The judged rows with the description, and solved examples that are other rows, before their prompts."""
+    alike, filled, short = defaultdict[str, list[Item]](list), list[Item](), 0
+    for example in pool:
+        alike[example.alike].append(example)
+    for item in judged:
+        shown = list(islice((one for one in alike[item.alike] if one.prompt != item.prompt), count))
+        short += len(shown) < count
+        solved = [example.prompt + settings.delimiter + example.solution for example in shown]
+        filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
+    if short:
+        print(f"few_shot: {short} rows have fewer than {count} examples, for no other rows are alike", file=sys.stderr)
+    return filled
