@@ -80,7 +80,7 @@ def _turned(pair: Pair) -> Pair:
 
 def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict that more than half of them are; a tie where none is, None of none."""
-    label = majority(verdicts)
+    label = majority_label(verdicts)
     return TIE if label is None and verdicts else label
 
 
