@@ -13,6 +13,7 @@ from typing import Annotated, get_args
 import numpy as np
 from annotated_types import Interval
 
+from alignment.data.rows.files import SUFFIXES
 from alignment.errors import UserError
 from alignment.evaluation.agreement import (
     Figures,
@@ -49,8 +50,8 @@ class JudgeEvalConfig(JudgeConfig, LabelColumns):
         labels: file of rows with people's labels, or several: judgments, votes for models, comparisons, or rows of two
             responses whose columns `columns` names. With several files, figures are given for each.
         output: directory of results.json and judge.html, and of the judge's calls, which a later start reads again.
-        verdicts: for judge=verdicts: a column of the rows, or a file of the judge's verdicts, rows of a known form with the
-            same ids. Those on items that no person has judged count too: they narrow the corrected win rates.
+        verdicts: for judge=verdicts: a column of the rows, or a file (.jsonl, .csv, ...) of the judge's verdicts, rows of a
+            known form with the same ids. Those on items that no person has judged count too: they narrow the corrected win rates.
         width: of a 95 % interval of a win rate, for which the labels needed are counted; 0.1 is +- 5 points.
     """
 
@@ -64,7 +65,7 @@ def run(config: JudgeEvalConfig) -> Path:
     items: Items = {}
     files = [config.labels] if isinstance(config.labels, str) else config.labels
     verdicts = config.verdicts if config.judge == "verdicts" and config.verdicts else ""
-    in_column = bool(verdicts) and not Path(verdicts).exists()
+    in_column = bool(verdicts) and not verdicts.endswith(SUFFIXES)
     rows = replace(config, columns={**config.columns, "verdict": verdicts}) if in_column else config
     for file in files:
         add_items(file, rows, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")

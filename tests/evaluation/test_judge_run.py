@@ -179,6 +179,7 @@ def test_comparisons_and_dialogues_need_no_columns(tmp_path):
         ),
         ({}, {"columns": {"label": "who_wins"}}, "no responses for judge=longer to read"),
         ({}, {"judge": "verdicts", "verdicts": "modle"}, "labels.jsonl:1: no column 'modle'"),
+        ({}, {"judge": "verdicts", "verdicts": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
         ({}, {"annotators": "ann"}, "labels.jsonl: no item has a label of people; compare"),
     ],
 )
