@@ -156,6 +156,7 @@ EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
     "judge": ("judge", "How far a judge agrees with people, and win rates corrected by their labels."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
+    "ratings": ("ratings", "Ratings of several models, from battles of two or a tournament that a judge decides."),
     "language": ("language", "Loss of a language model on running text."),
     "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),
     "benchmarks": ("benchmarks", "Benchmark tasks over local rows, and lm-eval's, on several models side by side."),

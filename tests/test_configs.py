@@ -20,6 +20,7 @@ NAMES = sorted(
 EVALUATIONS = {  # the others are win rates
     "evaluate/reward_tiny": "reward_eval", "evaluate/judge_tiny": "judge", "evaluate/language_tiny": "language",
     "evaluate/behavior_tiny": "behavior", "evaluate/benchmarks_tiny": "benchmarks",
+    "evaluate/ratings_tiny": "ratings",
 }  # fmt: skip
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",

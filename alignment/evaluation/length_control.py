@@ -24,9 +24,6 @@ class LengthControlledRate:
     standard_error: float
     length_effect: Estimate  # log odds of a response that is one unit of tanh longer; above 0: the judge prefers it
 
-    def __str__(self) -> str:
-        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.n} at equal length"
-
 
 def length_controlled_win_rate(
     preferences: Sequence[float],

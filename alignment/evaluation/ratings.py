@@ -100,7 +100,7 @@ def bradley_terry_ratings(
 
     Raises:
         UserError: rows that are no battles; models that the battles do not connect; models without a finite rating, such as
-            one that never wins; collinear covariates; ties="davidson" or "rao_kupper" without a tie.
+            one that never wins; collinear covariates; fewer clusters than models; ties="davidson" or "rao_kupper" without a tie.
 
     Source: Bradley and Terry 1952, Biometrika 39, 324-345; ties: see regression.py.
     """
@@ -118,6 +118,11 @@ def bradley_terry_ratings(
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
         refuse_collinear(design, list(effects))
+    if clusters is not None and len(set(clusters)) < len(effects) + size + (ties != "half"):
+        raise UserError(
+            f"{len(set(clusters))} clusters are too few for the intervals of {size} models; take smaller clusters, or fewer "
+            "models"
+        )
     penalty = np.zeros([size + len(effects)] * 2)
     penalty[:size, :size] = 1 / size  # the ratings' sum is 0, which the outcomes leave open
     fit = fit_outcomes(design, outcomes, penalty, ties=ties)

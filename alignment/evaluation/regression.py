@@ -96,35 +96,32 @@ def fit_outcomes(
         UserError: there is no finite maximum: the columns tell some outcomes without an error.
     """
     from scipy.linalg import block_diag
-    from scipy.sparse import csr_array, hstack
+    from scipy.sparse import block_array, csr_array, diags_array
 
-    size, n = len(penalty), len(outcomes)
-    # Both have a last column for the tie parameter, which ties="half" holds at 0.
-    band = np.full((n, 1), float(ties != "half"))
-    eta_columns = csr_array(hstack([design, csr_array(np.zeros((n, 1)))]))
-    tau_columns = csr_array(hstack([csr_array(np.zeros((n, size))), csr_array(band)]))
-    precision, middle = block_diag(penalty, float(ties == "half")), np.append(np.zeros(size) + center, 0.0)
+    n, fixed = len(outcomes), float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
+    columns = csr_array(
+        block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]])
+    )  # of eta, then of tau, [2n, P + 1]
+    precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
 
     def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
-        points = torch.tensor(np.stack([eta_columns @ b, tau_columns @ b]), requires_grad=True)
+        points = torch.tensor((columns @ b).reshape(2, n), requires_grad=True)
         each = outcome_log_probs(points[0], points[1], labels, ties)
         return each.detach().sum().item() - float((b - middle) @ precision @ (b - middle)) / 2, each, points
 
-    found = np.append(middle[:-1], float(ties != "half"))
+    found = np.append(middle[:-1], 1 - fixed)
     height, each, points = evaluate(found)
     for _ in range(STEPS):
         [slopes] = torch.autograd.grad(each.sum(), points, create_graph=True)
-        by_eta, by_tau = (-torch.autograd.grad(slope.sum(), points, retain_graph=True)[0].numpy() for slope in slopes)
-        on_eta, on_tau = slopes.detach().numpy()[:, :, None]
-        scores = csr_array(eta_columns.multiply(on_eta) + tau_columns.multiply(on_tau))
-        information = (
-            eta_columns.T @ (eta_columns.multiply(by_eta[0][:, None]) + tau_columns.multiply(by_eta[1][:, None]))
-            + tau_columns.T @ (eta_columns.multiply(by_tau[0][:, None]) + tau_columns.multiply(by_tau[1][:, None]))
-        ).toarray() + precision  # fmt: skip
-        step = np.linalg.solve(information, scores.sum(0) - precision @ (found - middle))
+        curves = [torch.autograd.grad(slope.sum(), points, retain_graph=True)[0].numpy() for slope in slopes]
+        weights = block_array([[diags_array(curve) for curve in row] for row in curves])
+        information = precision - (columns.T @ (csr_array(weights) @ columns)).toarray()
+        ascent = slopes.detach().numpy().ravel()
+        step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
         if np.abs(step).max() < 1e-9:
-            return Fit(found, np.linalg.inv(information), n, scores)
+            rows = csr_array((ascent, (np.tile(np.arange(n), 2), np.arange(2 * n))))
+            return Fit(found, np.linalg.inv(information), n, rows @ columns)
         while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
             step = step / 2
         found, (height, each, points) = found + step, nearer
@@ -139,14 +136,15 @@ def fit_outcomes(
 def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:
     """Refuse a design [n, P] in which one of the last columns, those that have `names`, follows from all the others."""
     gram = (design.T @ design).toarray()
-    sizes = np.sqrt(np.diag(gram))
-    gram, first = gram / np.outer(*[np.where(sizes, sizes, 1)] * 2), len(gram) - len(names)
-    problems = []
-    for column, name in enumerate(names, start=first):
-        others = np.delete(np.arange(len(gram)), column)
-        part = gram[others, column]
-        known = part @ np.linalg.pinv(gram[np.ix_(others, others)], rcond=1e-10, hermitian=True) @ part
-        if gram[column, column] - known < 1e-8:
-            why = "follows from the models and the other columns" if sizes[column] else "is 0 in every row"
-            problems.append(f"{name!r} {why}: its effect cannot be told from theirs; leave it out")
-    raise_all(problems)
+    sizes = np.maximum(np.sqrt(np.diag(gram)), 1e-12)
+    gram = gram / np.outer(sizes, sizes)
+
+    def rank(kept: np.ndarray) -> int:
+        return int(np.linalg.matrix_rank(gram[np.ix_(kept, kept)], tol=1e-9, hermitian=True))
+
+    every = np.arange(len(gram))
+    raise_all(
+        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be told from theirs; leave it out"
+        for column, name in zip(every[-len(names) :], names, strict=True)
+        if rank(np.delete(every, column)) == rank(every)
+    )

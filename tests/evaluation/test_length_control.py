@@ -40,7 +40,6 @@ def test_a_longer_model_loses_what_length_gave_it_and_both_sides_mirror():
     assert found.rate < win_rate(preferences.tolist()).rate and found.length_effect.low > 0
     mirror = length_controlled_win_rate(1 - preferences, baseline, ours)
     assert (mirror.rate, mirror.low, mirror.high) == pytest.approx((1 - found.rate, 1 - found.high, 1 - found.low))
-    assert "at equal length" in str(found)
 
 
 def test_a_length_that_the_judge_ignores_leaves_the_win_rate():
@@ -77,7 +76,7 @@ def test_a_prior_holds_the_effect_of_length_where_all_responses_are_longer():
     [
         ({"lengths": [5] * 20, "baseline_lengths": [3] * 20}, "ours differ from the baseline's by 2 in every row"),
         ({"difficulty": [2.0] * 20}, "'difficulty' follows from the models"),
-        ({"difficulty": [0.0] * 20}, "'difficulty' is 0 in every row"),
+        ({"difficulty": [0.0] * 20}, "'difficulty' follows from .* or is 0"),
         ({"preferences": [1.0] * 20}, "no finite fit"),
         ({"preferences": [0.5, 2.0] * 10}, r"must be in \[0, 1\]"),
         ({"lengths": [1.0] * 19}, "lengths has 19 rows where preferences has 20"),

@@ -139,7 +139,7 @@ CYCLE = [("a", "b", 1.0), ("b", "c", 1.0), ("c", "a", 1.0)]
         ([("a", "b", 0.7), ("a", "b", 0.2)], {"ties": "davidson"}, r"row 0: outcome is 0\.7"),
         (CYCLE, {"ties": "rao_kupper"}, "needs wins and ties"),
         (CYCLE, {"covariates": {"length": [1.0, -1.0, 0.0]}}, "'length' follows from the models"),
-        (CYCLE, {"covariates": {"length": [0.0] * 3}}, "'length' is 0 in every row"),
+        (CYCLE, {"covariates": {"length": [0.0] * 3}}, "'length' follows from .* or is 0"),
         (
             CYCLE * 9,
             {"covariates": {"x": [1.0] * 26 + [1.1], "y": [2.0] * 26 + [2.2]}},
@@ -148,6 +148,7 @@ CYCLE = [("a", "b", 1.0), ("b", "c", 1.0), ("c", "a", 1.0)]
         (CYCLE * 9, {"covariates": {"x": [1.0] * 27}}, "no finite fit"),  # the first always wins
         (CYCLE, {"covariates": {"x": [1.0]}}, "x has 1 values for 3 rows"),
         (CYCLE, {"covariates": {"x": [math.nan] * 3}}, "x has values that are not finite"),
+        (CYCLE, {"clusters": [1, 1, 2]}, "2 clusters are too few for the intervals of 3 models"),
         (CYCLE, {"clusters": [1]}, "clusters has 1 values for 3 rows"),
     ],
 )
