@@ -31,7 +31,7 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
     return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def majority_label(votes: Sequence[Label]) -> Label:
+def majority(votes: Sequence[Label]) -> Label:
     """The label of more than half of the votes; None where no label has that many."""
     given = [vote for vote in votes if vote is not None]
     label, count = Counter(given).most_common(1)[0] if given else (None, 0)
@@ -106,7 +106,7 @@ def krippendorff_alpha(
     """Krippendorff's alpha of any number of raters, 1 - (observed disagreement) / (that of labels drawn from all).
 
     Args:
-        labels: of each item one label per rater; items with fewer than two are left out.
+        labels: of each item those that it was given, in any order; items with fewer than two are left out.
         level: nominal: two unequal labels disagree, whichever they are. ordinal: by the number of labels that lie between
             them, as the points of a Likert scale, or a verdict with its ties in the middle.
         clusters: equal for items that are not independent; None: all are.
@@ -121,9 +121,9 @@ def krippendorff_alpha(
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
     """1 at each rater's label, else 0, [items, raters, labels], the labels in order."""
-    values = np.array(labels, float).reshape(
-        len(labels), len(labels[0]) if labels else 2
-    )  # None becomes NaN, which equals nothing
+    width = max((len(row) for row in labels), default=2)
+    padded = [[*row, *[None] * (width - len(row))] for row in labels]
+    values = np.array(padded, float).reshape(len(labels), width)  # None becomes NaN, which equals nothing
     return (values[..., None] == np.unique(values[~np.isnan(values)])).astype(float)
 
 

@@ -120,9 +120,9 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
     voted = [(item, verdict) for item, verdict in judged if item.votes]
     decided = [(verdict, item.label) for item, verdict in voted if item.label is not None]
     subsets = sorted({item.subset for item, _ in voted})
-    most, clusters = max(len(item.votes) for item in items), [item.cluster for item, _ in voted]
-    people = [[*item.votes.values(), *[None] * (most - len(item.votes))] for item, _ in voted]
-    both = [[*votes, verdict] for votes, (_, verdict) in zip(people, voted, strict=True)]
+    clusters = [item.cluster for item, _ in voted]
+    people = [list(item.votes.values()) for item, _ in voted]
+    both = [[*item.votes.values(), verdict] for item, verdict in voted]
     return {
         "labeled": sum(bool(item.votes) for item in items),
         "without_majority": len(voted) - len(decided),

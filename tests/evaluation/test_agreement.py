@@ -17,7 +17,7 @@ from alignment.evaluation.agreement import (
     fleiss_kappa,
     krippendorff_alpha,
     macro_scores,
-    majority_label,
+    majority,
     mean_figures,
     vote_agreement,
 )
@@ -49,6 +49,7 @@ def test_krippendorff_alpha_of_the_published_example():
     found = krippendorff_alpha(labels)
     assert found["value"] == pytest.approx(0.743, abs=5e-4) and found["n"] == 11  # one label alone makes no pair
     assert krippendorff_alpha(labels, level="ordinal")["value"] == pytest.approx(0.815, abs=5e-4)
+    assert krippendorff_alpha([[label for label in unit if label is not GAP] for unit in labels]) == found
 
 
 def test_fleiss_kappa_of_the_published_example():
@@ -111,9 +112,9 @@ def test_the_interval_of_kappa_covers():
 
 
 def test_majority_needs_more_than_half():
-    assert majority_label([1.0, 1.0, 0.0]) == 1.0
-    assert majority_label([1.0, 0.0]) is None and majority_label([1.0, 0.5, 0.0]) is None
-    assert majority_label([GAP, 0.5]) == 0.5 and majority_label([GAP]) is None and majority_label([]) is None
+    assert majority([1.0, 1.0, 0.0]) == 1.0
+    assert majority([1.0, 0.0]) is None and majority([1.0, 0.5, 0.0]) is None
+    assert majority([GAP, 0.5]) == 0.5 and majority([GAP]) is None and majority([]) is None
 
 
 def test_macro_scores_of_a_hand_worked_table():
