@@ -100,8 +100,10 @@ def corrected_win_rate(
 
 def corrected_by_people(
     labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
-) -> CorrectedWinRate:
+) -> CorrectedWinRate | None:
     """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
+
+    None where they have said something of fewer than five.
 
     Args:
         labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
@@ -113,6 +115,8 @@ def corrected_by_people(
         for prompt, a, b in zip(prompts, ours, theirs, strict=True)
     ]
     means = [fmean(votes) if votes else None for votes in found]
+    if sum(None not in pair for pair in zip(means, verdicts, strict=True)) < MIN_LABELS:
+        return None
     return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
 
 

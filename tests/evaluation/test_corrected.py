@@ -177,5 +177,7 @@ def test_labels_of_a_form_correct_a_win_rate(tmp_path):
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
     sides = [f"ours {i}" for i in range(20)], [f"theirs {i}" for i in range(20)]
     found = corrected_by_people(path, prompts, *sides, [1.0, 0.0] * 10)
+    assert found is not None
     assert (found.items, found.labels, found.judge.rate) == (20, 12, 0.5)
     assert found.people.rate == pytest.approx((8 + 4 * 0.5) / 12)
+    assert corrected_by_people(path, prompts[8:], *(side[8:] for side in sides), [1.0] * 12) is None  # four labels
