@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -67,9 +66,9 @@ def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
     return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
 
 
-def mean_figures(values: Sequence[float], clusters: Sequence[Hashable]) -> Figures:
-    """Mean of values +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
-    mean, (error, number) = fmean(values), clustered_error(np.array(values), clusters)
+def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
+    """Mean of values [n] +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
+    mean, (error, number) = float(values.mean()), clustered_error(values, clusters)
     low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 

@@ -4,7 +4,7 @@ The rows are read in labeled_items.py; the statistics are in agreement.py and co
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -172,10 +172,12 @@ def longer_figures(voted: Judged) -> Figures | None:
     """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths."""
     leads = [np.sign(len(item.first) - len(item.second)) * item.has_texts for item, _ in voted]
     unequal = [(lead, *row) for lead, row in zip(leads, voted, strict=True) if lead]
-    judge = [0.5 + lead * (verdict - 0.5) for lead, _, verdict in unequal]
-    people = [0.5 + lead * (fmean(item.votes.values()) - 0.5) for lead, item, _ in unequal]
-    parts = {"judge": judge, "people": people, "difference": [a - b for a, b in zip(judge, people, strict=True)]}
-    clusters = [item.cluster for _, item, _ in unequal]
+    verdicts = np.array([(lead, verdict, item.mean_vote) for lead, item, verdict in unequal]).reshape(-1, 3).T
+    judge, people = TIE + verdicts[0] * (verdicts[1:] - TIE)
+    parts, clusters = (
+        {"judge": judge, "people": people, "difference": judge - people},
+        [row[1].cluster for row in unequal],
+    )
     return {name: mean_figures(values, clusters) for name, values in parts.items()} if unequal else None
 
 
@@ -187,14 +189,14 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
     groups: dict[str, list[tuple[LabeledItem, float]]] = {}
     for item, verdict in judged:
         groups.setdefault(item.pair, []).append((item, verdict))
-    pairs, errors, rest = dict[str, Figures](), list[float](), list[np.ndarray]()
+    pairs, rest = dict[str, Figures](), list[np.ndarray]()
     for pair, rows in sorted(groups.items()):
         known = np.array([(verdict, item.mean_vote) for item, verdict in rows if item.votes]).reshape(-1, 2)
         rest.append(known - (known.mean(0) if pair and len(known) else TIE))
         if pair and len(known) >= MIN_LABELS:
             sides = [verdict for _, verdict in rows], [item.mean_vote for item, _ in rows]
-            pairs[pair] = asdict(corrected_win_rate(*sides, [item.cluster for item, _ in rows]))
-            errors.append(abs(float((known[:, 0] - known[:, 1]).mean())))
+            pairs[pair] = corrected_win_rate(*sides, [item.cluster for item, _ in rows])
+    errors = [abs(figures["bias"]) for figures in pairs.values()]
     moments = np.concatenate(rest).T @ np.concatenate(rest)
     people, scale = moments[1, 1] / max(sum(map(len, rest)), 1), (moments[0, 0] * moments[1, 1]) ** 0.5
     correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used
