@@ -30,7 +30,7 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
     return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def majority(votes: Sequence[Label]) -> Label:
+def majority_label(votes: Sequence[Label]) -> Label:
     """The label of more than half of the votes; None where no label has that many."""
     given = [vote for vote in votes if vote is not None]
     label, count = Counter(given).most_common(1)[0] if given else (None, 0)

@@ -19,7 +19,7 @@ from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Comparison, Prompt
 from alignment.errors import raise_all
-from alignment.evaluation.agreement import majority
+from alignment.evaluation.agreement import majority_label
 from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.settings import PATTERN_SECONDS, Settings, Share, compile_pattern
@@ -88,7 +88,7 @@ class LabeledItem:
     @property
     def label(self) -> Verdict:
         """The verdict of more than half of the people; None where there is none."""
-        return majority(list(self.votes.values()))
+        return majority_label(list(self.votes.values()))
 
     @property
     def mean_vote(self) -> Verdict:

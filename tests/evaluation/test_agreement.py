@@ -17,7 +17,7 @@ from alignment.evaluation.agreement import (
     fleiss_kappa,
     krippendorff_alpha,
     macro_scores,
-    majority,
+    majority_label,
     mean_figures,
     vote_agreement,
 )
@@ -112,9 +112,9 @@ def test_the_interval_of_kappa_covers():
 
 
 def test_majority_needs_more_than_half():
-    assert majority([1.0, 1.0, 0.0]) == 1.0
-    assert majority([1.0, 0.0]) is None and majority([1.0, 0.5, 0.0]) is None
-    assert majority([GAP, 0.5]) == 0.5 and majority([GAP]) is None and majority([]) is None
+    assert majority_label([1.0, 1.0, 0.0]) == 1.0
+    assert majority_label([1.0, 0.0]) is None and majority_label([1.0, 0.5, 0.0]) is None
+    assert majority_label([GAP, 0.5]) == 0.5 and majority_label([GAP]) is None and majority_label([]) is None
 
 
 def test_macro_scores_of_a_hand_worked_table():
