@@ -10,7 +10,7 @@ from alignment.errors import UserError
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
 from alignment.evaluation.win_rate_config import WinRateConfig
-from alignment.evaluation.winrate import TIE, detectable_difference, holm, sign_test
+from alignment.evaluation.winrate import TIE, detectable_difference, sign_test
 from alignment.files import read_json_object
 
 COIN = (
@@ -38,7 +38,7 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
 def comparison_figures(
     prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str], result: JudgeResult
 ) -> dict[str, Any]:
-    """What the statistics say beyond the rate: at equal length, by a sign test, and what so many prompts can show."""
+    """Statistics beyond the rate: at equal length, by a sign test, and the difference that so many prompts can show."""
     rate = result.win_rate
     judged = [(a, b, v) for a, b, v in zip(ours, baseline, result.verdicts, strict=True) if v is not None]
     lengths = [len(a) for a, _, _ in judged], [len(b) for _, b, _ in judged]
@@ -56,13 +56,6 @@ def comparison_figures(
         "sign_test": {"p": sign_test(rate.wins, rate.losses)},
         "detectable_difference": detectable_difference(rate.effective or rate.n, ties=rate.ties / rate.n),
     }
-
-
-def adjust_sign_tests(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write Holm's adjusted p-value, over all contestants, beside that of each one's sign test."""
-    tests = [own["sign_test"] for own in figures.values()]
-    for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
-        test["holm"] = adjusted
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     models: tuple[str, ...] = ()  # whose responses they are; no part of the question
 
 
-class Answer(NamedTuple):
+class JudgeAnswer(NamedTuple):
     """A response, a rating, or a verdict for the first response; None where what was answered cannot be read.
 
     Attributes:
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 # Makes calls, and hands each answer on at once; it makes no more of them once False comes back.
-Ask = Callable[[Sequence[Call], Callable[[Call, Answer], bool]], None]
+Ask = Callable[[Sequence[Call], Callable[[Call, JudgeAnswer], bool]], None]
 
 
 @dataclass
@@ -117,7 +117,7 @@ class LoggedJudge:
         keys, before = {id(call): key for key, call in missing.items()}, self.failures.total()
         allowed = before + self.max_failed_share * count
 
-        def done(call: Call, answer: Answer) -> bool:
+        def done(call: Call, answer: JudgeAnswer) -> bool:
             if answer.failure:
                 self.failures[answer.failure] += 1
             else:
@@ -139,7 +139,7 @@ class LoggedJudge:
                 f"What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
-    def _keep(self, key: str, call: Call, columns: Mapping[str, Any]) -> None:
+    def _keep(self, key: str, call: Call, columns: Mapping[str, object]) -> None:
         """Append the row of an answer to the log, unless it stands there for these models."""
         value, texts = COLUMNS[len(call.responses)]
         row = {**columns, "id": call.prompt.row_id, "prompt": call.prompt.prompt, "judge": self.name, "key": key}
@@ -150,7 +150,7 @@ class LoggedJudge:
             self._known[key] = self._places[place] = row
 
     def _forecast(self, calls: Sequence[Call], count: int) -> str:
-        """What is to come, in words: calls, tokens, and time and cost where they can be known."""
+        """The calls to come in words: how many, their tokens, and time and cost where they can be known."""
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + 250 * len(calls)  # the template's own
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} are answered already), about {tokens:,} tokens"
