@@ -153,7 +153,7 @@ class LoggedJudge:
         """The calls to come in words: how many, their tokens, and time and cost where they can be known."""
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + 250 * len(calls)  # the template's own
-        text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} are answered already), about {tokens:,} tokens"
+        text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
         if self.service is not None:
             seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
             minutes = len(calls) * seconds / self.service.requests / 60

@@ -479,4 +479,4 @@ def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_o
     models = {"SFT": sft, "PPO": str(stage("ppo") / "model")}
     config = config_of(64, judge="model", judge_model=next(iter(base)), models=models, baseline="SFT")
     (warning,) = parent_warnings(config, evaluation.check_models(config))
-    assert "is the model that SFT, PPO is, or was trained from," in warning  # PPO by way of the SFT
+    assert "is the model of SFT, PPO, or one that it was trained from" in warning  # PPO by way of the SFT
