@@ -116,7 +116,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
             words = f"{baseline}'s responses are preferred to {name}'s, which win {figures}"
         else:
             words = f"Between {name} and {baseline} nothing is decided: {name} wins {figures}, and the interval includes 50 %"
-        words += f" (judge: {results['judge']})."
+        words += f" (judge: {results.get('judging', {}).get('judge', results['judge'])})."
         if count := model["inconsistent"]["count"]:
             words += f" The judge's two orders contradict each other on {count} of them."
         sentences.append(words)
