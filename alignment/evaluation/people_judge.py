@@ -6,7 +6,6 @@ whose. The texts are part of a verdict's key: it counts for the responses that w
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,7 +14,7 @@ from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.agreement import agreement, krippendorff_alpha
+from alignment.evaluation.agreement import agreement, krippendorff_alpha, majority_label
 from alignment.evaluation.judgments import Judgment, read_judgments
 from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import hash_of, write_text
@@ -81,8 +80,8 @@ def _turned(pair: Pair) -> Pair:
 
 def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict that more than half of them are; a tie where none is, None of none."""
-    most, count = Counter(verdicts).most_common(1)[0] if verdicts else (None, 1)
-    return most if 2 * count > len(verdicts) else TIE
+    label = majority_label(verdicts)
+    return TIE if label is None and verdicts else label
 
 
 def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:
