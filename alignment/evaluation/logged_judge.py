@@ -6,6 +6,7 @@ status 500 after the retries) is not written, and the next start makes it again.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,11 +116,12 @@ class LoggedJudge:
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
         keys, before = {id(call): key for key, call in missing.items()}, self.failures.total()
-        allowed = before + self.max_failed_share * count
+        allowed, lock = before + self.max_failed_share * count, threading.Lock()
 
         def done(call: Call, answer: JudgeAnswer) -> bool:
             if answer.failure:
-                self.failures[answer.failure] += 1
+                with lock:
+                    self.failures[answer.failure] += 1
             else:
                 self._keep(keys[id(call)], call, {COLUMNS[len(call.responses)][0]: answer.value, **answer.more})
             return self.failures.total() <= allowed
@@ -142,8 +144,10 @@ class LoggedJudge:
     def _keep(self, key: str, call: Call, columns: Mapping[str, object]) -> None:
         """Append the row of an answer to the log, unless it stands there for these models."""
         value, texts = COLUMNS[len(call.responses)]
-        row = {**columns, "id": call.prompt.row_id, "prompt": call.prompt.prompt, "judge": self.name, "key": key}
-        row |= {**dict(zip(texts, call.responses, strict=True)), **dict(zip(MODELS, call.models, strict=False))}
+        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **dict(zip(texts, call.responses, strict=True))}
+        own |= {value: columns.get(value), "judge": self.name, **dict(zip(MODELS, call.models, strict=False))}
+        own["key"] = key
+        row = {**own, **columns, **own}  # in the order of `own`
         place = (key, *call.models)
         if columns and (place not in self._places or self._places[place].get(value) != row.get(value)):
             self.log.append(row)
