@@ -21,7 +21,7 @@ from alignment.evaluation.benchmarks.figures import (
     task_figures,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
-from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_results, task_results
+from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import read_task
 from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, toxicity_classifier
 from alignment.evaluation.winrate import accuracy_gain, win_rate
@@ -462,7 +462,7 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
         assert set(entry["models"]) == {"base", "other"} and set(entry["differences"]) == {"other"}
         for figure in [*entry["models"]["base"].values(), *entry["differences"]["other"].values()]:
             assert figure["low"] <= figure["value"] <= figure["high"]
-    print_results(results)
+    print_benchmarks(tmp_path / "results.json")
     assert "tiny_rolling: the first prompt" in (printed := capsys.readouterr().out) and "byte_perplexity" in printed
 
 

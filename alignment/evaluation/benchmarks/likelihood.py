@@ -1,4 +1,4 @@
-"""What a model gives a benchmark: log-probabilities of continuations and of texts, and responses.
+"""Log-probabilities of continuations and of texts, and responses, as benchmarks ask a model for them.
 
 Batches hold documents end to end without padding; an input that several continuations share is computed once, and so is the
 context before longer ones. The rules for the boundary between context and continuation, for the first token and for long
