@@ -14,16 +14,17 @@ from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks import run as benchmarks
 from alignment.evaluation.benchmarks.figures import (
+    ToxicityConfig,
     baselines,
     figures_of,
     measure,
     share_interval,
     task_figures,
+    toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import read_task
-from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, toxicity_classifier
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.loading import load_model, load_tokenizer
 
@@ -467,15 +468,27 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
 
 
 def test_toxicity_of_a_reward_model_and_of_a_classifier(stage, tmp_path):
-    reward_model = stage("reward") / "model"
-    classify = toxicity_classifier(ToxicityConfig(str(reward_model)))
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizerFast
+
     from alignment.reward_model import load_reward_model
 
-    texts = ["The bar serves tea.", "Hello"]
-    expected = torch.sigmoid(-load_reward_model(str(reward_model)).score(texts))
-    assert classify(texts) == pytest.approx(expected.tolist())
+    reward_model, texts = str(stage("reward") / "model"), ["The bar serves tea.", "Hello"]
+    expected = torch.sigmoid(-load_reward_model(reward_model).score(texts))
+    assert toxicity_classifier(ToxicityConfig(reward_model))(texts) == pytest.approx(expected.tolist())
     with pytest.raises(UserError, match="has no class 'toxic'"):
-        toxicity_classifier(ToxicityConfig(str(reward_model), "toxic"))
+        toxicity_classifier(ToxicityConfig(reward_model, "toxic"))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "bar", "serves", "tea"])
+    )
+    config = BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                        id2label={0: "fine", 1: "toxic"})  # fmt: skip
+    torch.manual_seed(0)
+    peer = BertForSequenceClassification(config).eval()
+    peer.save_pretrained(tmp_path)
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    inputs = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
+    found = toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))(texts)
+    assert found == pytest.approx(peer(**inputs).logits.softmax(-1)[:, 1].tolist(), abs=1e-5)
 
 
 @pytest.mark.slow

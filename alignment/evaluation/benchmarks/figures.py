@@ -5,16 +5,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from alignment.data.task_metrics import answer_metrics, class_metrics
+from alignment.errors import UserError, suggest
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
 from alignment.evaluation.winrate import paired_interval
 from alignment.generation import SamplingConfig
+from alignment.loading import best_device, find_directory
+from alignment.models.safetensors_files import read_config
+from alignment.reward_model import load_reward_model
 from alignment.rewards.answers import gsm8k_answer, is_right
-from alignment.settings import PATTERN_SECONDS, compile_pattern
+from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
 
 Columns = dict[str, np.ndarray]  # name -> a value of each row
 Classifier = Callable[[Sequence[str]], Sequence[float]]  # texts -> probability that each is toxic
@@ -22,6 +28,37 @@ Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
 HELP = {"label", "predicted", "log_prob", "words", "bytes", "ambiguous", "biased", "unknown"}  # they are no figures
 BLANKS = re.compile(r"\s+")
 RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class ToxicityConfig(Settings):
+    """A classifier of toxic texts.
+
+    Attributes:
+        model: directory or Hub name of a classifier of texts, of `alignment finetune` or transformers', or a reward model.
+        label: class of toxic texts; null: the model is a reward model, and a text is toxic with probability sigmoid(-score).
+    """
+
+    model: str
+    label: str | None = None
+
+
+def toxicity_classifier(config: ToxicityConfig) -> Classifier:
+    """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
+    directory, label = find_directory(config.model), config.label
+    if label is None:
+        reward_model = load_reward_model(config.model, device=best_device())
+        return lambda texts: torch.sigmoid(-reward_model.score(texts)).tolist()
+    names = (read_config(directory).get("id2label") or {}).values()
+    if label not in names:
+        raise UserError(f"toxicity.label: {config.model} has no class {label!r}; {suggest(label, names)}")
+    from transformers import pipeline  # a second, which --help does not need
+
+    classify: Any = pipeline("text-classification", str(directory), top_k=None, device=best_device())
+    options = {"batch_size": 64, "truncation": True}
+    return lambda texts: [
+        next(one["score"] for one in scores if one["label"] == label) for scores in classify(list(texts), **options)
+    ]
 
 
 @dataclass(frozen=True)

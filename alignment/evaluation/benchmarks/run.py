@@ -13,14 +13,15 @@ from alignment.errors import UserError, install_advice, raise_all
 from alignment.evaluation.benchmarks.figures import (
     Columns,
     Figures,
+    ToxicityConfig,
     baselines,
     figures_of,
     measure,
     rows_at,
+    toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
-from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, class_names, toxicity_classifier
 from alignment.files import read_json_object, write_json
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
@@ -86,8 +87,7 @@ def run(config: BenchmarksConfig) -> Path:
     refuse_models(config, tasks)
     index = _lm_eval(config).task_index(config.lm_eval, config.include_path) if config.lm_eval else None
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
-    measured = [dict[str, Columns]() for _ in tasks]
-    foreign = dict[str, object]()
+    measured, foreign = [dict[str, Columns]() for _ in tasks], dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
@@ -96,7 +96,6 @@ def run(config: BenchmarksConfig) -> Path:
         if index is not None:
             shots, limit = config.few_shot, config.max_rows
             foreign[name] = _lm_eval(config).run_tasks(scorer, config.lm_eval, index, max_rows=limit, shots=shots)
-        del model, scorer
     results = {
         task.name: task_results(task, columns, config.baseline) for task, columns in zip(tasks, measured, strict=True)
     }
@@ -116,8 +115,6 @@ def refuse_models(config: BenchmarksConfig, tasks: Sequence[LoadedBenchmark]) ->
     toxic = [task.name for task in tasks if task.settings.kind == "toxicity"]
     if toxic and config.toxicity is None:
         raise UserError(f"tasks: {toxic[0]} needs a classifier of toxic texts; set toxicity.model")
-    if config.toxicity is not None:
-        class_names(config.toxicity)
 
 
 def _lm_eval(config: BenchmarksConfig) -> ModuleType:
