@@ -51,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
 )
-evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
+evaluate = typer.Typer(no_args_is_help=True, help="Win rates, judges, reward-model accuracy, language-model loss.")
 data = typer.Typer(no_args_is_help=True, help="Check data files as training reads them.")
 app.add_typer(evaluate, name="evaluate")
 inspect = typer.Typer(no_args_is_help=True, help="Show what a model computes.")
@@ -154,8 +154,11 @@ for _verb, _help in TRAINING.items():
 
 EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
+    "judge": ("judge", "How far a judge agrees with people, and win rates corrected by their labels."),
     "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
+    "ratings": ("ratings", "Ratings of several models, from battles of two or a tournament that a judge decides."),
     "language": ("language", "Loss of a language model on running text."),
+    "behavior": ("behavior", "Behavioral tests of a classifier, a reward model or a policy: failure rates."),
     "benchmarks": ("benchmarks", "Benchmark tasks over local rows, and lm-eval's, on several models side by side."),
 }
 
@@ -333,6 +336,36 @@ def serve(
 
 
 @app.command()
+def label(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A form, responses.jsonl, comparisons or rankings.")],
+    output: Annotated[str, typer.Option(metavar="FILE", help="Labels, appended.")] = "labels.jsonl",
+    annotator: Annotated[str | None, typer.Option(metavar="NAME", help="The page asks by default.")] = None,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the orders.")] = 0,
+    repeats: Annotated[float, typer.Option(min=0, max=0.3, help="Share of pairs shown twice, sides exchanged.")] = 0.1,
+    ratings: Annotated[bool, typer.Option("--ratings", help="Each response gets 1 to 7 as well.")] = False,
+    flags: Annotated[str, typer.Option(help="Marks for responses, commas between; empty for none.")] = (
+        "harmful,off topic,untrue"
+    ),
+    show_report: Annotated[bool, typer.Option("--report", help="Print pace and agreement; serve nothing.")] = False,
+    comparisons: Annotated[str | None, typer.Option(metavar="FILE", help="Write rows for reward and dpo.")] = None,
+    export_to: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--export", metavar="argilla|label-studio FILE", help="Write JSON for that program."),
+    ] = None,
+) -> None:
+    """Serve a page, on this machine only, on which people judge responses; or read their labels."""
+    from alignment.commands import label as labelling
+
+    marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
+    if not (show_report or comparisons or export_to):
+        return labelling.serve_labels(
+            file, Path(output), annotator=annotator, port=port, seed=seed, repeats=repeats, ratings=ratings, flags=marks
+        )
+    labelling.write_labels(file, Path(output), comparisons, export_to)
+
+
+@app.command()
 def export(
     model: ModelName,
     output: Annotated[str, typer.Option(help="Directory to write.")],
@@ -391,21 +424,27 @@ def data_check(
     evaluation: Annotated[str | None, typer.Option(help="Held-out rows: which prompts are in FILE too.")] = None,
 ) -> None:
     """Read rows as training does, and list what is wrong with them: a file, directory, glob or Hub id."""
-    names = [pair.partition("=") for pair in columns or []]
-    if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
-        raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
+    renamed = _columns(columns)
     from alignment.data.doctor import check_file
 
     try:
         report = check_file(
             file, kind=kind, tokenizer=tokenizer, template=chat_template, max_length=max_length, evaluation=evaluation,
-            columns={ours: theirs for ours, _, theirs in names},
+            columns=renamed,
         )  # fmt: skip
     except UserError as error:  # it names the keys of a stage's config
         raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)
+
+
+def _columns(pairs: Texts) -> dict[str, str]:
+    """Our names of columns -> the file's, of options such as prompt=question."""
+    names = [pair.partition("=") for pair in pairs or []]
+    if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
+        raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
+    return {ours: theirs for ours, _, theirs in names}
 
 
 @data.command("cache")
@@ -438,6 +477,80 @@ def inspect_attention(
 
     numbers = None if parts is None else [int(part) for part in parts]
     print(write_attention(model, text, output, layers=numbers, targets=target or []))
+
+
+@inspect.command("probe")
+def inspect_probe(
+    model: Model,
+    data: Annotated[str, typer.Option(metavar="FILE", help="Rows with text and label, or with words and labels.")],
+    evaluation: Annotated[str | None, typer.Option(help="Held-out rows; else a fifth of FILE's.")] = None,
+    words: Annotated[bool, typer.Option("--words", help="Words have labels: columns words, labels.")] = False,
+    pooling: Annotated[
+        Literal["first", "last", "mean"] | None,
+        typer.Option(help="A text's state: of its first or last token, or the mean."),
+    ] = None,
+    columns: Annotated[Texts, typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the file's.")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=10, help="The most rows read of each file.")] = None,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; longer rows are cut.")] = 512,
+    output: Annotated[
+        str, typer.Option(help="HTML file to write; the results stand beside it as JSON.")
+    ] = "probe.html",
+) -> None:
+    """Fit linear probes on every layer, with a control task, and write a page with their held-out accuracy."""
+    if words and pooling is not None:
+        raise UserError("--pooling is for texts, and with --words each word's own state is read; leave it out")
+    from alignment.analysis import write_probe
+    from alignment.data.config import DataConfig
+
+    rows = DataConfig(
+        train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_columns(columns),
+        max_rows=max_rows, max_length=max_length,
+    )  # fmt: skip
+    task = "token_classification" if words else "classification"
+    print(write_probe(model, rows, output, task=task, pooling=pooling))
+
+
+@inspect.command("saliency")
+def inspect_saliency(
+    model: Model,
+    text: Annotated[Texts, typer.Option(help="Input text; may be given several times.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Rows of prompts, texts or messages.")] = None,
+    target: Annotated[
+        Texts,
+        typer.Option(help="Continuation, response (reward model) or class; else what the model finds most probable."),
+    ] = None,
+    drop: Annotated[
+        Literal["word", "sentence", "turn"], typer.Option(help="Parts that are left out, one at a time.")
+    ] = "word",
+    baseline: Annotated[
+        str, typer.Option(help="zero, or a token whose vector stands for every token, such as the padding token.")
+    ] = "zero",
+    output: Annotated[
+        str, typer.Option(help="HTML file to write; the numbers stand beside it as JSON.")
+    ] = "saliency.html",
+) -> None:
+    """Write a page with the share of each token in a model's answer: integrated gradients, gradient x input, ablation."""
+    if (text is None) == (prompts is None):
+        raise UserError("give --text, or a file by --prompts")
+    from alignment.analysis import write_saliency
+    from alignment.data.rows.read import read_rows
+
+    rows: list[Any] = read_rows(prompts, "prompts")[0] if prompts else []
+    inputs = text or [row.prompt for row in rows]
+    print(write_saliency(model, inputs, output, targets=target or [], baseline=baseline, unit=drop))
+
+
+@inspect.command("lens")
+def inspect_lens(
+    model: Model,
+    text: Annotated[list[str], typer.Option(help="Input text; may be given several times.")],
+    top: Annotated[int, typer.Option(min=1, help="Tokens per layer and position.")] = 5,
+    output: Annotated[str, typer.Option(help="HTML file to write; the numbers stand beside it as JSON.")] = "lens.html",
+) -> None:
+    """Write a page with the tokens that each layer's state would predict (logit lens)."""
+    from alignment.analysis import write_lens
+
+    print(write_lens(model, text, output, top=top))
 
 
 @app.command()

@@ -18,12 +18,15 @@ NAMES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml") if path.parent.name != "launch"
 )
 EVALUATIONS = {  # the others are win rates
-    "evaluate/reward_tiny": "reward_eval", "evaluate/language_tiny": "language", "evaluate/benchmarks_tiny": "benchmarks",
+    "evaluate/reward_tiny": "reward_eval", "evaluate/judge_tiny": "judge", "evaluate/language_tiny": "language",
+    "evaluate/behavior_tiny": "behavior", "evaluate/benchmarks_tiny": "benchmarks",
+    "evaluate/ratings_tiny": "ratings",
 }  # fmt: skip
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
-    "evaluate/tiny", *EVALUATIONS,
+    "evaluate/tiny",
     *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_", "ppo/tiny_"))),
+    *EVALUATIONS,
 ]  # fmt: skip
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from alignment.config.yaml_source import parse_yaml
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
+from alignment.pipeline.recipe import repeat_stages
 from alignment.pipeline.run import run_recipe
 from alignment.pipeline.stages import STAGES
 from alignment.settings import PositiveFloat, Settings
@@ -416,3 +418,71 @@ def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypa
     commits["org/name"] = "b" * 40
     go(recipe)
     assert ran.names() == ["sft"]
+
+
+MATRIX = """\
+name: demo
+matrix: {size: [4, 8], seed: [0, 1]}
+stages:
+  - {name: world, run: make, config: {size: 3, seed: "${seed}"}}
+  - name: sft_${size}_${seed}
+    run: train
+    config: &train {policy: "${world}/model", data: "${recipe}/rows.jsonl", optim: {rate: 0.1, steps: "${size}"}}
+  - name: ppo_${seed}
+    run: train
+    config: {<<: *train, policy: "${sft_8_${seed}}/model", optim: {rate: 0.1, steps: "${seed}"}}
+"""
+
+
+@pytest.fixture
+def matrix(recipe) -> Path:
+    (recipe / "recipe.yaml").write_text(MATRIX)
+    return recipe
+
+
+def test_a_stage_is_repeated_for_the_axes_in_its_name(matrix, ran):
+    go(matrix, "sft_*_1.optim.rate=0.5", "seed=7")
+    out = str(matrix.parent / "out")
+    assert ran[0] == MakeConfig(f"{out}/world", 3, 7)  # no axis repeats it: the recipe's seed
+    found = [(config.output.removeprefix(out), config.policy.removeprefix(out), config.optim) for config in ran[1:]]
+    assert found == [
+        ("/sft_4_0", "/world/model", OptimConfig(0.1, 4)), ("/sft_4_1", "/world/model", OptimConfig(0.5, 4)),
+        ("/sft_8_0", "/world/model", OptimConfig(0.1, 8)), ("/sft_8_1", "/world/model", OptimConfig(0.5, 8)),
+        ("/ppo_0", "/sft_8_0/model", OptimConfig(0.1, 0)), ("/ppo_1", "/sft_8_1/model", OptimConfig(0.1, 1)),
+    ]  # fmt: skip
+    ran.names()
+    go(matrix, "sft_*_1.optim.rate=0.5", "seed=7", "matrix.seed=[1, 2]")  # what is finished stays
+    assert ran.names() == ["sft_4_2", "sft_8_2", "ppo_2"]
+
+
+def test_items_of_lists_are_repeated_in_a_stage_without_the_axis():
+    text = """\
+matrix: {a: [1, 2], b: [x, y]}
+stages:
+  - {name: all, config: {each: ["${s_${a}_${b}}/model", "${world}"], alone: "${s_1_x}"}}
+  - {name: "one_${b}", config: {each: ["${s_${a}_${b}}", {run: "${b}"}]}}
+"""
+    every, x, y = repeat_stages(document := parse_yaml(text, "recipe.yaml")).values["stages"]
+    pairs = [f"${{s_{a}_{b}}}/model" for a in "12" for b in "xy"]
+    assert every["config"] == {"each": [*pairs, "${world}"], "alone": "${s_1_x}"}
+    assert (x["name"], x["config"]) == ("one_x", {"each": ["${s_1_x}", "${s_2_x}", {"run": "x"}]})
+    assert y["config"]["each"][1] == "${s_2_y}"
+    assert repeat_stages(document).location(("stages", 2, "config")) == "recipe.yaml:4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("rate: 0.1, steps: \"${size}\"", "rate: -1, steps: 2", "stage sft_8_1: /demo/recipe.yaml:7: optim.rate: must be above 0"),
+        ("size: [4, 8]", "size: 4", "recipe.yaml:2: matrix.size: must be a list"),
+        ("seed: [0, 1]", "seed: []", "matrix: needs a value for each axis"),
+        ("size: [4, 8]", "size: [4, 8], world: [1]", "not called like a stage or a folder; got world"),
+        ("sft_${size}_", "sft_${sise}_", "must be of letters, digits, - and _"),
+        ("sft_8_${seed}}", "sft_9_${seed}}", "stage ppo_1: ${sft_9_1} is no stage before this one"),
+        ("name: ppo_${seed}", "name: ppo", "stage ppo: ${sft_8_${seed}}/model needs axes that this stage's name has"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_matrix(matrix, ran, old, new, message):
+    edit(matrix, old, new)
+    assert message in refusal(matrix)
+    assert list(ran) == []

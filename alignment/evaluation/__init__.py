@@ -1,18 +1,20 @@
-"""Evaluation of models: win rates, judges, language-model loss. The HTML report is in report/."""
+"""Evaluation of models: win rates, ratings, judges, agreement, language-model loss. The HTML report is in report/."""
 
-from alignment.evaluation.judges import (
-    Judge,
-    JudgeResult,
-    compare,
-    file_judge,
-    longer_judge,
-    score_judge,
-    write_annotation_form,
-)
+from alignment.evaluation.agreement import agreement, cohen_kappa, fleiss_kappa, krippendorff_alpha
+from alignment.evaluation.corrected import CorrectedWinRate, corrected_win_rate, labels_needed
+from alignment.evaluation.judge_config import EndpointConfig, JudgeConfig
+from alignment.evaluation.judges import Judge, JudgeResult, build_judge, compare, longer_judge, score_judge
+from alignment.evaluation.judgments import Judgment, read_judgments
 from alignment.evaluation.language_loss import LanguageLoss, language_loss
-from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
+from alignment.evaluation.length_control import LengthControlledRate, length_controlled_win_rate
+from alignment.evaluation.people_judge import file_judge, write_annotation_form
+from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_ratings
+from alignment.evaluation.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
 
 __all__ = [
-    "Judge", "JudgeResult", "LanguageLoss", "WinRate", "agreement", "compare", "file_judge", "language_loss",
-    "longer_judge", "merge_orders", "score_judge", "win_rate", "write_annotation_form",
+    "CorrectedWinRate", "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",
+    "LengthControlledRate", "Ratings", "WinRate", "agreement", "bradley_terry_ratings", "build_judge", "cohen_kappa",
+    "compare", "corrected_win_rate", "detectable_difference", "elo_ratings", "file_judge", "fleiss_kappa", "holm",
+    "krippendorff_alpha", "labels_needed", "language_loss", "length_controlled_win_rate", "longer_judge", "merge_orders",
+    "read_judgments", "score_judge", "sign_test", "win_rate", "write_annotation_form",
 ]  # fmt: skip

@@ -1,23 +1,42 @@
-"""Judges of two responses, by scores, lengths or a file of verdicts; each pair is judged in both orders.
+"""Judges of two responses, made of a config, and how they are asked: each pair in both orders, people once.
 
-Rates and intervals are in winrate.py. No judge here calls a service.
+Rates and intervals are in winrate.py, people in people_judge.py, language models in language_judges.py.
 """
 
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
-from alignment.data.rows.files import json_line_rows
+import numpy as np
+
 from alignment.data.rows.records import Prompt
-from alignment.errors import UserError, raise_all
-from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, paired_interval, win_rate
-from alignment.files import write_text
+from alignment.errors import UserError
+from alignment.evaluation.judge_config import JudgeConfig
+from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
+from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
+from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
+from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
+from alignment.evaluation.winrate import (
+    LOSS,
+    TIE,
+    WIN,
+    Z_95,
+    Verdict,
+    WinRate,
+    merge_orders,
+    paired_interval,
+    win_rate,
+)
+from alignment.files import hash_of
+from alignment.loading import best_device
+from alignment.reward_model import RewardModel, load_reward_model
+from alignment.rewards.specs import plain_url
+from alignment.training.run.lineage import parent_hashes
 
-ROW = ("id", "first", "second", "verdict")  # of a form
-
+Figures = dict[str, float]
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 Judge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[Verdict]]
 # Prompts, one response to each -> one score each; higher is better, not a number: could not score.
@@ -36,6 +55,9 @@ class JudgeResult:
     position_bias: float
     inconsistent_interval: tuple[float, float]  # of the share of inconsistent items, 95 %
     position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
+    both_orders: int  # items that were judged in both orders, the n of `inconsistent`; people see most pairs once
+    shown: int  # n of `position_bias`: items, or verdicts of people
+    length: dict[str, Figures | None]  # how the verdicts go with the lengths, see `length_effect`
 
 
 def compare(
@@ -45,9 +67,15 @@ def compare(
     judge: Judge,
     *,
     max_failed_share: float = 0.1,
+    models: tuple[str, str] | None = None,
 ) -> JudgeResult:
-    """Judge each pair of responses in both orders, the judge being called once with all of them."""
-    verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
+    """Judge each pair of responses in both orders, the judge being called once with all of them; people in one order.
+
+    `models` are the names of the two sides, for the log of a `LoggedJudge`.
+    """
+    names = [] if models is None else [models] * len(prompts) + [(models[1], models[0])] * len(prompts)
+    both = [*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]
+    verdicts = list(judge(*both, models=names) if isinstance(judge, LoggedJudge) else judge(*both))
     if len(verdicts) != 2 * len(prompts):
         raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
     merged = merge_orders(verdicts[: len(prompts)], verdicts[len(prompts) :])
@@ -56,19 +84,71 @@ def compare(
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
+            + (". ".join(["", *judge.faults()]) if isinstance(judge, LoggedJudge) else "")
         )
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
-    n, ahead, behind = len(leads), sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads)
+    inconsistent = coins = merged.inconsistent
+    asked_twice = len(leads)
+    if isinstance(judge, PeopleJudge):
+        pairs = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, baseline, strict=True)]
+        votes = [judge.shown_first(pair) for pair in pairs]
+        leads = [2 * verdict - 1 for verdicts, _ in votes for verdict in verdicts]
+        inconsistent, asked_twice = (sum(map(count, (both for _, both in votes))) for count in (any, bool))
+        coins = sum(any(both) and verdict == TIE for (_, both), verdict in zip(votes, merged.verdicts, strict=True))
+    bias = share_of(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
+    contradicted = share_of(inconsistent, asked_twice - inconsistent, asked_twice)
     return JudgeResult(
-        win_rate(judged, inconsistent=merged.inconsistent),
+        win_rate(judged, inconsistent=coins, clusters=judged_prompts(prompts, merged.verdicts)),
         merged.verdicts,
-        merged.inconsistent,
+        inconsistent,
         merged.failures,
-        position_bias=(1 + (ahead - behind) / n) / 2,
-        inconsistent_interval=paired_interval(merged.inconsistent, n - merged.inconsistent, n),
-        position_bias_interval=paired_interval(ahead, behind, n),
+        position_bias=bias["rate"],
+        inconsistent_interval=(contradicted["low"], contradicted["high"]),
+        position_bias_interval=(bias["low"], bias["high"]),
+        both_orders=asked_twice,
+        shown=len(leads),
+        length=length_effect(ours, baseline, merged.verdicts),
     )
+
+
+def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> list[str]:
+    """Names of the prompts that have a verdict, equal for equal prompts, whose responses are not independent."""
+    return [hash_of(prompt.prompt) for prompt, verdict in zip(prompts, verdicts, strict=True) if verdict is not None]
+
+
+def share_of(wins: float, losses: float, n: int) -> Figures:
+    """A share, ties counting half, with its 95 % interval; a half and no bounds where nothing was counted."""
+    low, high = paired_interval(wins, losses, n) if n else (0.0, 1.0)
+    return {"rate": (1 + (wins - losses) / n) / 2 if n else TIE, "low": low, "high": high, "n": n}
+
+
+def length_effect(
+    ours: Sequence[str], baseline: Sequence[str], verdicts: Sequence[Verdict]
+) -> dict[str, Figures | None]:
+    """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
+
+    The slope is the change of the win rate for a response twice as long as the other, by least squares with an intercept,
+    which takes up how much better one side is on the whole; its interval is +- 1.96 standard errors that hold for any
+    variance (HC1). A better response is often a longer one: neither figure alone is a fault. Lengths are in characters.
+
+    Returns:
+        `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
+        None where it cannot be known.
+    """
+    judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
+    leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
+    longer, found = share_of(leads.count(1), leads.count(-1), len(leads)), None
+    ratios, wins = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged]).reshape(-1, 2).T
+    x, y, n = ratios - ratios.mean(), wins - wins.mean(), len(wins)
+    if n > 2 and x.any() and y.any():
+        slope = float(x @ y / (x @ x))
+        error = Z_95 * math.sqrt(n / (n - 2) * float((x**2) @ (y - slope * x) ** 2)) / float(x @ x)
+        found = {"slope": slope, "low": slope - error, "high": slope + error}
+    return {"longer_preferred": longer if leads else None, "length_slope": found}
+
+
+# Judges by scores
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
@@ -100,74 +180,112 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
 
 
-def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:
-    """Write every pair that `compare` judges, in both orders and on a line each, for people or another program to fill in."""
-    rows = [
-        {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
-        for one, other in ((ours, baseline), (baseline, ours))
-        for prompt, first, second in zip(prompts, one, other, strict=True)
-    ]
-    lines = dict.fromkeys(json.dumps(row, ensure_ascii=False) for row in rows)  # each pair and order only once
-    write_text(path, "".join(f"{line}\n" for line in lines))
-
-
-def file_judge(path: Path) -> Judge:
-    """A judge that takes its verdicts from a file of rows as `write_annotation_form` writes them (.jsonl or .jsonl.gz).
-
-    `verdict` is 1, 0.5 or 0 for the response shown first; null, or a pair that is not in the file, is a failure. The
-    texts are part of the key, so that verdicts on older responses do not count for these. How many are filled in is
-    printed on standard error where some are not.
-
-    Raises:
-        UserError: rows that are not of this form, or two different verdicts on one pair, with file:line; no verdict is
-            filled in. The judge raises it where the file holds none of the pairs that it is asked about.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: cannot read the verdicts: no such file")
-    verdicts: dict[tuple[str, str, str], tuple[str, Verdict]] = {}
-    problems: list[str] = []
-    for row in json_line_rows(path):
-        problem = _row_problem(row.values or {})
-        if row.values is None or problem:
-            problems.append(row.problem if row.values is None else f"{row.location}: {problem}")
-            continue
-        name, first, second, verdict = (row.values[key] for key in ROW)
-        verdict = None if verdict is None else float(verdict)
-        earlier_location, earlier = verdicts.setdefault((name, first, second), (row.location, verdict))
-        if earlier != verdict:
-            problems.append(f"{row.location}: id {name!r} has verdict {verdict}, but {earlier} in {earlier_location}")
-    if not verdicts and not problems:
-        problems.append(f"{path}: no verdicts in this file")
-    filled = sum(verdict is not None for _, verdict in verdicts.values())
-    if not filled and not problems:
-        problems.append(
-            f"0 of {len(verdicts)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
-            "each row's `verdict`, and run this again"
-        )
-    raise_all(problems)
-    if filled < len(verdicts):
-        print(f"{filled} of {len(verdicts)} verdicts are filled in in {path}", file=sys.stderr)
+def majority_judge(judges: Sequence[Judge]) -> Judge:
+    """A judge whose verdict is that of more than half of its members; a tie where none is, a failure where a member fails."""
 
     def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
-        if not verdicts.keys() & set(keys):
-            raise UserError(
-                f"{path}: its verdicts are on other prompts or responses, none on these {len(prompts)}; put the "
-                "responses.jsonl and sampling.json that it was made from into the output directory, or let another file "
-                "be written as a form"
-            )
-        return [verdicts.get(key, ("", None))[1] for key in keys]
+        verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
+        return [None if None in each else majority_verdict(each) for each in verdicts]
 
     return judge
 
 
-def _row_problem(row: Mapping[str, object]) -> str:
-    """The reason why a row holds no verdict in the form's shape; empty where it does."""
-    if missing := [key for key in ROW if key not in row]:
-        return f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
-    if wrong := [key for key in ROW[:3] if not isinstance(row[key], str)]:
-        return f"{', '.join(map(repr, wrong))} must be text"
-    verdict = row["verdict"]
-    valid = not isinstance(verdict, bool) and verdict in (WIN, TIE, LOSS, None)
-    return "" if valid else f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
+def gold_score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """The hotel data set's gold score of each response."""
+    from alignment.hotel_world.gold import score
+
+    return [score(str(prompt.prompt), text).total for prompt, text in zip(prompts, responses, strict=True)]
+
+
+def reward_model_score(config: JudgeConfig, source: str) -> ScoreFunction:
+    """Scores of texts by a reward model, loaded at the first of them."""
+
+    @cache
+    def load() -> RewardModel:
+        model = load_reward_model(source, config.weights.dtype, quantize=config.weights.quantize)
+        model.model.to(best_device())
+        return model
+
+    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        texts = [(prompt.prompt, text) for prompt, text in zip(prompts, responses, strict=True)]
+        return load().score(texts).tolist()
+
+    return score
+
+
+# The judge of a config
+
+
+def build_judge(
+    config: JudgeConfig,
+    directory: Path | None = None,
+    *,
+    scorers: Mapping[str, ScoreFunction] | None = None,
+    hashes: Mapping[str, str | None] | None = None,
+) -> LoggedJudge | PeopleJudge:
+    """The judge that a config names; `usage()` of a `LoggedJudge`, or `summary()` of people, is for the results.
+
+    Args:
+        directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by the
+            next start; None: in memory.
+        scorers: scores by reward models that are known already, by their directories.
+        hashes: of the models' files by directory, where they are known already.
+
+    Raises:
+        UserError: a template that cannot be used, no key for the service, verdicts that cannot be read.
+    """
+    if config.judge == "verdicts":
+        return file_judge(Path(str(config.verdicts)))
+    log = RowLog(None if directory is None else directory / "judgments.jsonl")
+    if config.judge in ("model", "endpoint"):
+        return _language_judge(config, log, directory, hashes)
+    if config.judge == "reward_model":
+        found, sources = dict(scorers or {}), config.judging_models
+        scores = {source: found.get(source) or reward_model_score(config, source) for source in sources}
+        members = [score_judge(score, config.tie_margin) for score in scores.values()]
+        judge = members[0] if len(members) == 1 else majority_judge(members)
+        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
+        return _record(f"reward_model {', '.join(sources)}", own, judge, log)
+    judge = longer_judge if config.judge == "longer" else score_judge(gold_score, config.tie_margin)
+    return _record(str(config.judge), {}, judge, log)
+
+
+def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:
+    """A judge that costs nothing, and judges anew at every start."""
+
+    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+        sides = [call.responses[0] for call in calls], [call.responses[1] for call in calls]
+        for call, verdict in zip(calls, judge([call.prompt for call in calls], *sides), strict=True):
+            done(call, Answer(verdict))
+
+    return LoggedJudge(name, hash_of([name, dict(hashes)]), ask, log, remembers=False)
+
+
+def _language_judge(
+    config: JudgeConfig, log: RowLog, directory: Path | None, hashes: Mapping[str, str | None] | None
+) -> LoggedJudge:
+    template = load_template(config.judge_template)
+    service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
+    words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
+    labels = labels_of(template, ties=config.ties)
+    question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
+    if service is not None:
+        check_key(service)
+        ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
+        settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
+    else:
+        source = str(config.judge_model)
+        ask, name = ask_model(source, question, config.weights), f"model {source}"
+        settings = [(hashes or parent_hashes([source]))[source], asdict(config.weights)]
+    margin = config.tie_margin if (service is None or service.logprobs) and not rubric else None
+    identity = hash_of([settings, words("", ("",) if rubric else ("", "")), margin])
+    if not rubric:
+        return LoggedJudge(name, identity, ask, log, config.max_failed_share, service=service)
+    ratings = RowLog(None if directory is None else directory / "ratings.jsonl")
+    rater = LoggedJudge(name, identity, ask, ratings, config.max_failed_share, service=service)
+
+    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        calls = [Call(prompt, (text,)) for prompt, text in zip(prompts, responses, strict=True)]
+        return [math.nan if rating is None else float(rating) for rating in rater.values(calls)]
+
+    return replace(_record(name, {name: identity}, score_judge(score, config.tie_margin), log), rater=rater)

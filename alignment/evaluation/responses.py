@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
@@ -30,6 +31,8 @@ from alignment.training.run.lineage import differences
 
 RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
 OF_ONE_DRAW = ("seed:", "weights.")  # what a second start for people's verdicts may change: the responses are there
+
+KINDS = ("models", "best_of", "response_files", "endpoints")  # of contestants
 
 Responses = dict[str, Generation]  # contestant -> a response to each prompt
 
@@ -123,7 +126,9 @@ def write_responses(
         }
         rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_json(output / SAMPLING, {**source, RESPONSES: sha256(output / RESPONSES)})
+    present = {kind: {name: own for name, own in values.items() if name in responses}
+               for kind in KINDS if isinstance(values := source[kind], dict)}  # fmt: skip
+    write_json(output / SAMPLING, {**source, **present, RESPONSES: sha256(output / RESPONSES)})
 
 
 def note_form(output: Path, form: Path) -> None:
@@ -131,33 +136,43 @@ def note_form(output: Path, form: Path) -> None:
     write_json(output / SAMPLING, {**read_json_object(output / SAMPLING), "form": str(form)})
 
 
-def read_responses(
-    output: Path, source: Mapping[str, object], *, by_people: bool
-) -> tuple[list[str], Responses] | None:
-    """The ids of the rows and the responses that an earlier start sampled from `source`; None where they have to be sampled.
+def read_responses(output: Path, source: Mapping[str, object], *, by_people: bool) -> tuple[list[str], Responses]:
+    """The ids of the rows and the responses that an earlier start sampled from `source`, of the contestants that are the same.
 
-    Where verdicts of people are read, seed and type of the weights may be others than before.
+    Both are empty where nothing can be read again. Where verdicts of people are read, seed and type of the weights may be
+    others than before.
     """
     path = output / RESPONSES
     if not (path.is_file() and (output / SAMPLING).is_file()):
-        return None
+        return [], {}
     earlier = read_json_object(output / SAMPLING)
-    form = earlier.pop("form", None)
-    changed = differences(earlier, {**source, RESPONSES: sha256(path)})
+    form, now = earlier.pop("form", None), {**source, RESPONSES: sha256(path)}
+    changed = differences(earlier, now)
     others = [line for line in changed if not (by_people and line.startswith(OF_ONE_DRAW))]
     if others and form:
         raise UserError(
             "\n".join([f"{path}: people judge these responses in {form}, and now others would be sampled:", *others])
             + "\nNothing was changed. Take back what has changed, or choose another output directory and another form"
         )
-    if others:
+    shared = [{key: value for key, value in each.items() if key not in KINDS} for each in (earlier, now)]
+    if [line for line in differences(shared[0], shared[1]) if line in others]:
         print("\n".join([f"{path}: sampled again, for this has changed:", *others]), file=sys.stderr)
-        return None
-    kept = f", in spite of {'; '.join(changed)}" if changed else ""
-    print(f"{path}: read again, nothing is sampled{kept}", file=sys.stderr)
+        return [], {}
     rows = [row.values for row in json_line_rows(path) if row.values is not None]  # as written: the hash agrees
+    before, after = _contestants(earlier), _contestants(source)
+    names = [
+        name for name in (rows[0]["responses"] if rows else ()) if name in after and before.get(name) == after[name]
+    ]
+    kept = f", in spite of {'; '.join(changed)}" if changed and not others else ""
+    news = [f"sampled now: {', '.join(name for name in after if name not in names)}"] if len(names) < len(after) else []
+    print("\n".join([f"{path}: read again, nothing is sampled{kept}"] if not news else
+                    [f"{path}: {', '.join(names) or 'nothing'} read again, {news[0]}"]), file=sys.stderr)  # fmt: skip
     columns = ("responses", "token_ids", "log_probs", "ended")
-    names = list(rows[0]["responses"]) if rows else []
     return [row["id"] for row in rows], {
         name: Generation(*([row[column][name] for row in rows] for column in columns)) for name in names
     }
+
+
+def _contestants(source: Mapping[str, Any]) -> dict[str, list[object]]:
+    """Contestant -> its kind, and what its responses come from."""
+    return {name: [kind, value] for kind in KINDS for name, value in source.get(kind, {}).items()}

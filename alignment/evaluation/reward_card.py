@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from alignment.evaluation.winrate import TIE, Z_95, paired_interval
+from alignment.evaluation.winrate import Z_95, win_rate
 from alignment.rewards.selection import best_of_n, kl_bound
 
 Figures = dict[str, Any]  # names and numbers as they stand in card.json
@@ -53,33 +53,18 @@ def outcomes(margins: np.ndarray) -> np.ndarray:
 
 
 def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
-    """Share of wins, ties counting half, with its 95 % interval; None of no verdicts.
+    """Figures of `win_rate`, pairs of a prompt being one cluster, and the name of the interval; None of no verdicts.
 
-    With one pair per prompt the interval is Tango's score interval. Else pairs of a prompt are not independent: the variance
-    is the cluster-robust one, G/(G-1) sum_g (sum_i (v_i - rate))^2 / n^2, and the interval Wilson's of as many pairs as would
-    have that variance if they were independent (at most n; the number of prompts where all pairs agree). `verdicts` are 1,
-    0.5 or 0 of each pair, [n], `prompts` the number of its prompt, [n].
-
-    Source: Korn and Graubard 1998, Survey Methodology 24, 193-201 (effective sample size).
+    `verdicts` are 1, 0.5 or 0 of each pair, [n], `prompts` the number of its prompt, [n].
     """
-    n = len(verdicts)
-    if not n:
+    if not len(verdicts):
         return None
-    rate = float(verdicts.mean())
-    wins, losses, ties = (int((verdicts == value).sum()) for value in (1, 0, TIE))
-    _, cluster = np.unique(prompts, return_inverse=True)
-    number = int(cluster.max()) + 1
-    if number == n:
-        low, high = paired_interval(wins, losses, n)
-        name = "Tango's score interval, pairs independent"
-    else:
-        deviations = np.bincount(cluster, verdicts - rate)
-        variance = number / max(number - 1, 1) * float((deviations**2).sum()) / n**2
-        effective = min(rate * (1 - rate) / variance, n) if variance > 0 else float(number)
-        low, high = wilson_interval(rate, effective)
-        name = f"Wilson's of {effective:.1f} effective pairs, clustered by prompt"
-    counts = {"n": n, "wins": wins, "losses": losses, "ties": ties, "prompts": number}
-    return {"rate": rate, "low": low, "high": high, **counts, "interval": name}
+    found = win_rate(verdicts.tolist(), clusters=prompts.tolist())
+    name = "Tango's score interval, pairs independent"
+    if found.clusters != found.n:
+        name = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
+    counts = {"n": found.n, "wins": found.wins, "losses": found.losses, "ties": found.ties, "prompts": found.clusters}
+    return {"rate": found.rate, "low": found.low, "high": found.high, **counts, "interval": name}
 
 
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:

@@ -1,12 +1,17 @@
-"""Win rates from verdicts: ties, failures, a 95 % interval. Judges are in judges.py."""
+"""Win rates from verdicts: ties, failures, clusters, 95 % intervals, and tests. Judges are in judges.py.
+
+Rates at equal length are in length_control.py, ratings of several models in ratings.py.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
-from alignment.errors import raise_all
+import numpy as np
+
+from alignment.errors import UserError, raise_all
 
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
 Verdict = float | None  # 1.0 / 0.5 / 0.0, or None where the judge failed
@@ -17,13 +22,16 @@ Z_95 = NormalDist().inv_cdf(0.975)  # 1.96
 class WinRate:
     """Share of items won, ties counting half, with its 95 % interval."""
 
-    rate: float  # (wins + ties / 2) / n
+    rate: float  # (wins + ties / 2) / n; of preferences in (0, 1) their mean
     low: float
     high: float
     n: int  # items with a verdict
-    wins: int
-    losses: int
+    wins: int  # verdicts above one half
+    losses: int  # verdicts below one half
     ties: int
+    standard_error: float | None = None  # of the rate, cluster-robust; None of a single cluster
+    clusters: int | None = None  # independent groups of items, n where each item is one
+    effective: float | None = None  # independent items that would have the same variance, at most n
 
     def __str__(self) -> str:
         return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.n}"
@@ -38,33 +46,120 @@ class Merged(NamedTuple):
     failures: int
 
 
-def win_rate(verdicts: Sequence[float], *, inconsistent: int = 0) -> WinRate:
+def win_rate(
+    verdicts: Sequence[float], *, inconsistent: int = 0, clusters: Sequence[Hashable] | None = None
+) -> WinRate:
     """Win rate of one side over items that were judged, failures having been taken out and counted before.
 
     An item whose two orders contradict each other counts half in the rate and adds nothing to what is known: the interval
     takes it for a toss of a coin, not for a tie, and is that of n - `inconsistent` items with those shares. So a judge
     that always prefers the response shown first gives 50 % [0, 100], and no contradiction narrows an interval.
 
-    Args:
-        verdicts: 1.0 won, 0.5 tied, 0.0 lost; one per item, both orders already merged.
-        inconsistent: items among the ties whose two orders contradict each other.
+    Items of one cluster, such as responses to one prompt or prompts of one source, are not independent. The interval is
+    then that of as many independent items as have the cluster-robust variance, at most n, see `clustered_error`; with
+    `clusters` all different it is the same as without.
 
-    Source: interval: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
+    Preferences in (0, 1), such as probabilities of a judge's labels, give their mean +- 1.96 standard errors.
+
+    Args:
+        verdicts: 1.0 won, 0.5 tied, 0.0 lost, or probabilities that ours is preferred, in [0, 1]; one per item, both
+            orders already merged.
+        inconsistent: items among the ties whose two orders contradict each other.
+        clusters: name of each item's cluster, [n]; None: each item is its own.
+
+    Source: interval: Tango 1998, Statistics in Medicine 17, 891-908, see `paired_interval`; clusters: Korn and Graubard
+    1998, Survey Methodology 24, 193-201 (effective sample size).
     """
     raise_all(
-        f"verdict {i} is {verdict!r}; a verdict is 1.0, 0.5 or 0.0 (take failures out before, and count them)"
+        f"verdict {i} is {verdict!r}; a verdict is 1.0, 0.5, 0.0 or a probability in [0, 1] (take failures out before, "
+        "and count them)"
         for i, verdict in enumerate(verdicts)
-        if verdict not in (WIN, TIE, LOSS)
+        if verdict is None or not 0 <= verdict <= 1
     )
     if len(verdicts) == 0:
         raise_all(["a win rate needs at least one verdict, and there is none"])
     n = len(verdicts)
-    wins, losses = (sum(1 for verdict in verdicts if verdict == outcome) for outcome in (WIN, LOSS))
-    coins, decided = inconsistent / 2, (n - inconsistent) / n
-    low, high = (0.0, 1.0)
-    if decided:
-        low, high = paired_interval((wins + coins) * decided, (losses + coins) * decided, n * decided)
-    return WinRate(sum(verdicts) / n, low, high, n, wins, losses, n - wins - losses)
+    wins, losses = sum(verdict > TIE for verdict in verdicts), sum(verdict < TIE for verdict in verdicts)
+    rate, values = sum(verdicts) / n, np.asarray(verdicts, float)
+    error, number = clustered_error(values, clusters, tosses=inconsistent)
+    spread = float(((values - rate) ** 2).sum()) + inconsistent / 4  # a toss of a coin varies by 1/4
+    effective = float(n)
+    if number < n:
+        effective = min(spread / n / error**2, n) if error else float(number)
+    decided = (n - inconsistent) / n
+    low, high = 0.0, 1.0  # where nothing is known
+    is_hard = all(verdict in (WIN, TIE, LOSS) for verdict in verdicts)
+    if is_hard and decided:
+        coins, share = inconsistent / 2, decided * (effective / n)
+        low, high = paired_interval((wins + coins) * share, (losses + coins) * share, n * share)
+    elif error and not is_hard:
+        low, high = max(rate - Z_95 * error, 0.0), min(rate + Z_95 * error, 1.0)
+    return WinRate(
+        rate, low, high, n, wins, losses, n - wins - losses, error if number > 1 else None, number, effective
+    )
+
+
+def clustered_error(
+    values: np.ndarray, clusters: Sequence[Hashable] | None = None, *, tosses: int = 0
+) -> tuple[float, int]:
+    """Standard error of the mean of values [n], rows of one cluster not being independent; and the number of clusters G.
+
+    variance = [G/(G-1) sum_g (sum_i (v_i - mean))^2 + tosses / 4] / n^2, the i being the rows of cluster g; where each row is
+    its own cluster that is the usual one. `tosses` is the number of values 1/2 that stand for an independent toss of a coin.
+    """
+    numbers = cluster_numbers(range(len(values)) if clusters is None else clusters)
+    if len(numbers) != len(values):
+        raise UserError(f"clusters has {len(numbers)} names for {len(values)} rows; give one for each row")
+    number = int(numbers.max()) + 1
+    sums = np.bincount(numbers, values - values.mean())
+    variance = number / max(number - 1, 1) * float(sums @ sums) + tosses / 4
+    return math.sqrt(variance) / len(values), number
+
+
+def cluster_numbers(clusters: Sequence[Hashable]) -> np.ndarray:
+    """Number of each row's cluster, 0 on in the order of their first rows, [n]."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters], int)
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided p-value of wins and losses being equally likely, ties left out: the exact binomial test; 1 of no items."""
+    from scipy.stats import binomtest  # a second, which few need
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values of several tests adjusted so that one below 0.05 in any of them has a chance of at most 5 % in all.
+
+    The i-th smallest of m is multiplied by m - i + 1; none is smaller than the one before it, or above 1.
+
+    Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
+    """
+    ordered = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for place, i in enumerate(ordered):
+        least = adjusted[i] = max(least, min((len(p_values) - place) * p_values[i], 1.0))
+    return adjusted
+
+
+def detectable_difference(n: float, *, ties: float = 0.0, power: float = 0.8) -> float | None:
+    """The smallest difference of a win rate from one half that n independent items show with this power; None where none.
+
+    d sqrt(n) = 1.96 s + z sqrt(s^2 - d^2), solved for d: s^2 = (1 - ties) / 4 is the variance of a verdict at a rate of one
+    half, s^2 - d^2 at 1/2 + d, and z the quantile of `power`. A rate is at most (1 - ties) / 2 from one half.
+
+    Args:
+        n: items with a verdict; of clustered ones `WinRate.effective`.
+        ties: share of ties, in [0, 1).
+        power: chance that the 95 % interval leaves one half out, in [0.5, 1).
+    """
+    z, variance = NormalDist().inv_cdf(power), (1 - ties) / 4
+    discriminant = n * Z_95**2 - (n + z**2) * (Z_95**2 - z**2)
+    if discriminant < 0:
+        return None
+    difference = math.sqrt(variance) * (Z_95 * math.sqrt(n) + math.sqrt(discriminant)) / (n + z**2)
+    return difference if difference < 2 * variance else None
 
 
 def paired_interval(wins: float, losses: float, n: float) -> tuple[float, float]:
@@ -126,14 +221,6 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
         inconsistent += not agree
         merged.append(ours_first if agree else TIE)
     return Merged(merged, inconsistent, merged.count(None))
-
-
-def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
-    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    if not pairs:
-        raise_all(["agreement needs at least one item that both have judged, and there is none"])
-    return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
 
 
 def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:

@@ -2,19 +2,21 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import filter as matching
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from alignment.config.load import build, code_folders, find_packaged
-from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
+from alignment.config.yaml_source import Key, SourcedYaml, fill, overlay, override, read_yaml, references
 from alignment.errors import UserError, raise_all, suggest
 from alignment.settings import NonNegativeInt, Rule, Settings
 
 FOLDERS = ("configs", "data", "recipe")  # names for `${...}`, in addition to stages and the seed
-RESERVED = (*FOLDERS, "seed")
+RESERVED = (*FOLDERS, "seed", "matrix")
 
 Over = Literal["first", "last", "min", "max", "mean"]
 
@@ -68,12 +70,20 @@ class StageEntry(Settings):
 
 @dataclass(frozen=True)
 class Recipe(Settings):
-    """A pipeline: stages in order, and the expected ranges of their results."""
+    """A pipeline: stages in order, and the expected ranges of their results.
+
+    Attributes:
+        stages: in order, those that `matrix` repeats being written out.
+        matrix: axis -> its values; a stage whose name holds `${axis}` is run once for each of them, see `repeat_stages`.
+        seed: `${seed}` in stages that no axis of that name repeats.
+        expect: compared by --check.
+    """
 
     name: str
     stages: list[StageEntry]
     title: str = ""
     description: str = ""
+    matrix: dict[str, list[int | str]] = field(default_factory=dict)
     seed: NonNegativeInt = 0
     expect: list[Expectation] = field(default_factory=list)
 
@@ -88,6 +98,13 @@ class Recipe(Settings):
             "stages",
             lambda c: ", ".join(sorted({name for name in c.names if c.names.count(name) > 1})),
             "must have different names; two stages are called {found}",
+        ),
+        Rule(
+            "matrix",
+            lambda c: ", ".join(
+                axis for axis, values in c.matrix.items() if not values or axis in (*FOLDERS, *c.names)
+            ),
+            "needs a value for each axis, and axes that are not called like a stage or a folder; got {found}",
         ),
         Rule(
             "expect",
@@ -105,16 +122,17 @@ def read_recipe(
     """A recipe, its folder, and each stage with its config, settings and overrides applied, references not yet replaced."""
     path = find_packaged(source, "recipes")
     code_folders[:] = [path.parent]
-    own = [text for text in overrides if "." not in text.partition("=")[0]]
-    document = override(read_yaml(path), own)
+    own = [text for text in overrides if "." not in (key := text.partition("=")[0]) or key.startswith("matrix.")]
+    document = repeat_stages(override(read_yaml(path), own))
     recipe = build(Recipe, document)
     below: dict[str, list[str]] = {name: [] for name in recipe.names}
     problems, stages = [], []
     for text in (text for text in overrides if text not in own):
         name, _, rest = text.partition(".")
-        if name in below:
-            below[name].append(rest)
-        else:
+        found = matching(below, name)
+        for each in found:
+            below[each].append(rest)
+        if not found:
             problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
     for index, stage in enumerate(recipe.stages):
         try:
@@ -148,6 +166,44 @@ def _leaves(value: object, key: Key) -> Iterator[tuple[Key, object]]:
             yield from _leaves(item, (*key, name))
     else:
         yield key, value
+
+
+def repeat_stages(document: SourcedYaml) -> SourcedYaml:
+    """A recipe's document with each stage written out once for every combination of the axes of `matrix` in its name.
+
+    With `matrix: {seed: [0, 1]}` the stage `sft_${seed}` is `sft_0` and `sft_1`, and `${seed}` is 0 or 1 wherever it
+    stands in that stage: `${pretrain_${seed}}/model` becomes `${pretrain_0}/model`. In a stage without the axis in its
+    name an item of a list is repeated instead: `["${sft_${seed}}/model"]` becomes a list of both.
+    """
+    matrix, stages = (document.values or {}).get("matrix"), (document.values or {}).get("stages")
+    if not (
+        isinstance(matrix, dict) and isinstance(stages, list) and all(isinstance(x, list) for x in matrix.values())
+    ):
+        return document  # which is refused with the reason, or has no matrix
+    made: list[object] = []
+    locations = {key: where for key, where in document.locations.items() if key[:1] != ("stages",)}
+    for index, stage in enumerate(stages):
+        own = {key[2:]: where for key, where in document.locations.items() if key[:2] == ("stages", index)}
+        for names in _combinations(stage.get("name") if isinstance(stage, dict) else None, matrix):
+            locations |= {("stages", len(made), *key): where for key, where in own.items()}
+            made.append(_written_out(stage, names, {axis: matrix[axis] for axis in matrix if axis not in names}))
+    return SourcedYaml({**document.values, "stages": made}, locations)
+
+
+def _combinations(value: object, matrix: Mapping[str, list[object]]) -> Iterator[dict[str, object]]:
+    """Every combination of the axes that a value refers to, as axis -> value; one without any where it refers to none."""
+    axes = [axis for axis in matrix if axis in references(value)]
+    for values in product(*(matrix[axis] for axis in axes)):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _written_out(value: Any, names: Mapping[str, object], others: Mapping[str, list[object]]) -> Any:
+    """A value with the axes `names` replaced, and with an item for each combination of `others` that it refers to."""
+    if isinstance(value, dict):
+        return {key: _written_out(item, names, others) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_written_out(item, {**names, **more}, {}) for item in value for more in _combinations(item, others)]
+    return fill(value, {name: f"${{{name}}}" for name in references(value)} | dict(names))
 
 
 # Results

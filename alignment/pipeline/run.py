@@ -104,6 +104,8 @@ def _wrong_references(entry: StageEntry, document: SourcedYaml, earlier: Sequenc
         yield f"stage {entry.name}: run: {own} is not there"
     if values.pop("output", None) not in (None, f"${{{entry.name}}}"):
         yield f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
+    for text in (text for text in strings(values) if "${" in text.partition("${")[2].partition("}")[0]):
+        yield f"stage {entry.name}: {text} needs axes that this stage's name has; elsewhere it stands in a list"
     known = ["seed", *FOLDERS, *earlier]
     for name in sorted(references(values) - set(known)):
         yield f"stage {entry.name}: ${{{name}}} is no stage before this one; {suggest(name, known)}"

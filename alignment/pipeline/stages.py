@@ -24,8 +24,11 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "online_dpo": "alignment.algorithms.online_dpo.online_dpo:run",
     "finetune": "alignment.algorithms.finetune.finetune:run",
     "winrate": "alignment.evaluation.win_rate_run:run",
+    "ratings": "alignment.evaluation.ratings_run:run",
+    "judge": "alignment.evaluation.judge_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
+    "behavior": "alignment.evaluation.behavior:run",
     "benchmarks": "alignment.evaluation.benchmarks.run:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from alignment.rewards.combine import SampledTexts, TextReward
-from alignment.rewards.specs import JudgeSpec, plain_url
+from alignment.rewards.specs import JudgeSpec, ServiceSpec, plain_url
 from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses after which the same request may succeed
@@ -90,7 +90,7 @@ def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
 # The request
 
 
-def post_json(service: JudgeSpec, body: bytes) -> object:
+def post_json(service: ServiceSpec, body: bytes) -> object:
     """The decoded JSON answer to a posted body of JSON.
 
     Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause before
@@ -111,7 +111,7 @@ def post_json(service: JudgeSpec, body: bytes) -> object:
     raise AssertionError("counting never ends")
 
 
-def _post_once(service: JudgeSpec, body: bytes) -> object:
+def _post_once(service: ServiceSpec, body: bytes) -> object:
     """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
     parts, deadline = urlsplit(service.url), time.monotonic() + service.timeout_seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

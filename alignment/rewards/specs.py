@@ -121,7 +121,38 @@ class CodeSpec(SandboxLimits):
 
 
 @dataclass(frozen=True)
-class JudgeSpec(Settings):
+class ServiceSpec(Settings):
+    """An HTTP service that answers a posted body of JSON, and how it is asked.
+
+    Attributes:
+        url: of the service.
+        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold none.
+        timeout_seconds: for one whole request.
+        retries: further requests after a failed one: no connection, time-out, status 408, 409, 425, 429 or 5xx.
+        backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
+            where it is longer.
+        max_backoff_seconds: longest pause; a longer Retry-After is a failure.
+        requests: at the same time from one rank.
+    """
+
+    url: str
+    _: KW_ONLY
+    key_variable: str | None = None
+    timeout_seconds: PositiveFloat = 60.0
+    retries: NonNegativeInt = 5
+    backoff_seconds: PositiveFloat = 1.0
+    max_backoff_seconds: PositiveFloat = 60.0
+    requests: PositiveInt = 8
+
+    RULES = (
+        Rule("url", lambda c: url_problem(c.url)),
+        Rule("key_variable", lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
+             "must be the name of an environment variable, not the key itself"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JudgeSpec(ServiceSpec):
     """A reward that an HTTP service gives.
 
     Attributes:
@@ -134,44 +165,27 @@ class JudgeSpec(Settings):
             brackets, or else the one after `score`, `rating` or `grade`, or else the only number; `of 10`, `/10` and
             `1-10` are read as scales, and where different numbers are left there is no score (openai).
         columns: columns of the prompts that the service gets.
-        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold none.
-        timeout_seconds: for one whole request.
-        retries: further requests after a failed one: no connection, time-out, status 408, 409, 425, 429 or 5xx.
-        backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
-            where it is longer.
-        max_backoff_seconds: longest pause; a longer Retry-After is a failure.
         max_failed_share: largest share of responses of one iteration without a score; nothing is learned from them.
-        requests: at the same time from one rank.
         low, high: a score outside is a failure; None: no bound.
     """
 
-    url: str
     _: KW_ONLY
     protocol: Literal["json", "openai"] = "json"
     model: str | None = None
     template: str | None = None
     pattern: str | None = None
     columns: tuple[str, ...] = ()
-    key_variable: str | None = None
-    timeout_seconds: PositiveFloat = 60.0
-    retries: NonNegativeInt = 5
-    backoff_seconds: PositiveFloat = 1.0
-    max_backoff_seconds: PositiveFloat = 60.0
     max_failed_share: Share = 0.1
-    requests: PositiveInt = 8
     low: float | None = None
     high: float | None = None
 
     RULES = (
-        Rule("url", lambda c: url_problem(c.url)),
         Rule("protocol", lambda c: c.protocol == "openai" and None in (c.model, c.template),
              "openai of a judge needs model and template"),
         Rule("protocol", lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
              "json has no model, template and pattern; they go with protocol: openai"),
         Rule("template", lambda c: c.template is not None and template_problem(c.template, c.columns)),
         Rule("pattern", lambda c: c.pattern is not None and _group_problem(c.pattern)),
-        Rule("key_variable", lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
-             "must be the name of an environment variable, not the key itself"),
         Rule("low", lambda c: c.low is not None and c.high is not None and c.low >= c.high,
              "({self.low}) must be below high ({self.high})"),
     )  # fmt: skip

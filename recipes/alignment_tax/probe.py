@@ -5,34 +5,25 @@ Only the linear layer is fitted; the model is read, never trained. Every model g
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import torch
 
-from alignment.adapters.files import is_adapter
+from alignment.analysis.probe import prepare_parts, probe_outcomes, read_probe_rows
 from alignment.data.config import DataConfig
-from alignment.data.tasks import LabeledExamples, TaskFormat, prepare_labeled
-from alignment.errors import UserError, raise_all
-from alignment.evaluation.inputs import print_tally, refuse_mixture
+from alignment.data.tasks import LabeledExamples
+from alignment.errors import raise_all
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.files import write_json, write_text
 from alignment.hotel_world.datasets import FOLDS, generate_rows
 from alignment.hotel_world.grammar import CLAIM, find_claims, fold
-from alignment.loading import architecture_of, best_device, find_base, find_directory, load_model, load_tokenizer
-from alignment.models.families import is_external_type
-from alignment.models.language_model import LanguageModel
-from alignment.models.model import check_lengths
-from alignment.models.safetensors_files import read_config
+from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
-from alignment.ragged import Ragged, group_by_length
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
 
 FIT_FOLDS = range(60, 63)  # of the folds of held-out pretraining text; the others are of the rows that are judged
-BATCH_TOKENS = 16_384
 Pooling = Literal["last", "mean"]
 
 
@@ -86,7 +77,7 @@ class ProbeConfig(Settings):
     """Settings of linear probes.
 
     Attributes:
-        models: name -> directory or Hub name of a decoder of this library's own families.
+        models: name -> directory or Hub name of a decoder.
         baseline: the name among `models` that the others are compared with.
         data: rows with `text` and `label`: those of `train` fit the linear layer, those of `evaluation` (or
             `evaluation_share`) are judged.
@@ -110,48 +101,6 @@ class ProbeConfig(Settings):
     )
 
 
-class Probe(NamedTuple):
-    """A linear layer over standardized states."""
-
-    mean: np.ndarray  # of the states that it was fitted on, [D]
-    scale: np.ndarray  # their deviation, [D]
-    weight: np.ndarray  # [D, C]
-    bias: np.ndarray  # share of each class among the rows of the fit, [C]
-
-    def classify(self, states: np.ndarray) -> np.ndarray:
-        """The class with the highest output for each row; states [N, D] -> [N]."""
-        return ((states - self.mean) / self.scale @ self.weight + self.bias).argmax(1)
-
-
-def fit_probe(states: np.ndarray, classes: np.ndarray, *, count: int, ridge: float) -> Probe:
-    """The ridge classifier: least squares from standardized states Z [N, D] to the indicators Y [N, count] of the classes.
-
-    weight = argmin ||Z weight - (Y - mean Y)||^2 / N + ridge ||weight||^2 = (Z'Z / N + ridge I)^-1 Z'(Y - mean Y) / N
-
-    Source: probes: Alain and Bengio 2016, arXiv:1610.01644; ridge regression: Hoerl and Kennard 1970, Technometrics 12, 55-67.
-    """
-    states = states.astype(np.float64)
-    mean, deviation = states.mean(0), states.std(0)
-    scale = np.where(deviation > 0, deviation, 1.0)
-    z, indicators = (states - mean) / scale, np.eye(count)[classes]
-    bias = indicators.mean(0)
-    covariance = z.T @ z / len(z) + ridge * np.eye(z.shape[1])
-    return Probe(mean, scale, np.linalg.solve(covariance, z.T @ (indicators - bias) / len(z)), bias)
-
-
-@torch.no_grad()
-def pooled_states(model: LanguageModel, documents: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
-    """One state per document, from the last layer after its norm; token ids of each -> [B, D]."""
-    device = next(model.parameters()).device
-    found: list[np.ndarray] = [np.empty(0)] * len(documents)
-    for group in group_by_length([len(document) for document in documents], BATCH_TOKENS):
-        batch = Ragged.build([documents[i] for i in group]).to(device)
-        states = model.hidden_states(model.trunk, batch).float()
-        for i, own in zip(group, states.split(list(batch.lengths)), strict=True):
-            found[i] = (own[-1] if pooling == "last" else own.mean(0)).cpu().numpy()
-    return np.stack(found)
-
-
 def run(config: ProbeConfig) -> Path:
     """Fit and judge a probe on every model; write `results.json` and return its path.
 
@@ -159,20 +108,17 @@ def run(config: ProbeConfig) -> Path:
     interval, the difference from the baseline's with the interval for pairs, and the share on the rows of the fit; and
     `majority`, the share of held-out rows that have the most frequent label of the fit.
     """
-    refuse_mixture(config.data)
-    for source in config.models.values():
-        directory = find_directory(source)
-        base = find_base(directory) if is_adapter(directory) else directory
-        if is_external_type(read_config(base)) or architecture_of(source) != "decoder":
-            raise UserError(f"{source}: a probe reads the states of decoders of this library's own families alone")
-    parts = {name: _prepare(config, name) for name in config.models}
+    parts = {
+        name: prepare_parts(config.data, load_tokenizer(source), quiet=name != config.baseline)
+        for name, source in config.models.items()
+    }
     rows = {name: [[each.row_id for each in part.examples] for part in both] for name, both in parts.items()}
     raise_all(
         f"{config.models[name]}: its tokenizer drops other rows than that of {config.baseline}; take those rows out"
         for name, found in rows.items()
         if found != rows[config.baseline]
     )
-    right = {name: _judge(config, source, *parts[name]) for name, source in config.models.items()}
+    right = {name: _judge(config, source, parts[name]) for name, source in config.models.items()}
     fit, judged = parts[config.baseline]
     classes, held_out_classes = (np.array([example.labels[0] for example in part.examples]) for part in (fit, judged))
     results = {
@@ -194,32 +140,11 @@ def run(config: ProbeConfig) -> Path:
     return Path(config.output) / "results.json"
 
 
-def _prepare(config: ProbeConfig, name: str) -> tuple[LabeledExamples, LabeledExamples]:
-    """Rows of the fit and rows to judge, as token ids of one model."""
-    tokenizer = load_tokenizer(config.models[name])
-    form = TaskFormat("classification", max_length=config.data.max_length)
-    fit = prepare_labeled(config.data, form, tokenizer)
-    judged = prepare_labeled(config.data, form, tokenizer, "evaluation", names=fit.names)
-    if name == config.baseline:
-        print_tally("data.train", fit.counts)
-        print_tally("data.evaluation", judged.counts)
-        if twice := judged.counts.trained_on:
-            raise UserError(
-                f"{len(twice)} held-out texts, the first {twice[0]}, are among the rows of the fit; take them out"
-            )
-    return fit, judged
-
-
-def _judge(config: ProbeConfig, source: str, fit: LabeledExamples, judged: LabeledExamples) -> list[list[float]]:
-    """1.0 for each row that the probe classifies rightly, else 0.0: of the fit, and held out."""
+def _judge(config: ProbeConfig, source: str, parts: tuple[LabeledExamples, LabeledExamples]) -> list[list[float]]:
+    """1.0 for each row that the probe on the last layer classifies rightly, else 0.0: of the fit, and held out."""
     model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
-    states, classes = [], []
-    for part in (fit, judged):
-        documents = [example.documents[0] for example in part.examples]
-        names = [(example.row_id, len(ids)) for example, ids in zip(part.examples, documents, strict=True)]
-        check_lengths(model, names, "lower data.max_length")
-        states.append(pooled_states(model, documents, config.pooling))
-        classes.append(np.array([example.labels[0] for example in part.examples]))
-    probe = fit_probe(states[0], classes[0], count=len(fit.names), ridge=config.ridge)
+    fit, judged = (read_probe_rows(model, part, config.pooling) for part in parts)
+    states, classes = (fit.states[-1], judged.states[-1]), (fit.classes, judged.classes)
+    outcomes = probe_outcomes(states, classes, count=len(parts[0].names), ridge=config.ridge)
     print(f"probe: {source}", file=sys.stderr)
-    return [(probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)]
+    return list(outcomes)

@@ -1,5 +1,7 @@
 """Every setting of a data config reaches the reading of each kind of rows."""
 
+import gc
+
 import pytest
 
 from alignment.data.config import DataConfig, SourceConfig
@@ -23,6 +25,17 @@ def test_columns_limits_and_bad_rows_of_a_config_are_kept_to(jsonl, bpe):
     assert (counts.rows, counts.kept, counts.lost) == (4, 2, 2)
     with pytest.raises(UserError, match="1 bad row;"):
         prepare(DataConfig(path, columns=COLUMNS), "comparisons", bpe)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_of_cycles_is_as_it_was(enabled, jsonl, bpe):
+    before = gc.isenabled()
+    gc.enable() if enabled else gc.disable()
+    try:
+        prepare(DataConfig(jsonl({"text": "a pool"})), "text", bpe)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_labeled_rows_keep_to_the_config_too(jsonl, bpe):

@@ -18,7 +18,6 @@ from alignment.evaluation.benchmarks.figures import (
     baselines,
     figures_of,
     measure,
-    share_interval,
     task_figures,
     toxicity_classifier,
 )
@@ -313,15 +312,17 @@ def test_baselines(make_task):
 
 
 def test_intervals_are_those_of_win_rates_and_wider_in_clusters(make_task):
-    values = np.array([1.0] * 12 + [0.0] * 8)
-    alone = share_interval(values, [values[[i]] for i in range(20)])
-    expected = win_rate(values.tolist())
-    assert alone == pytest.approx((expected.low, expected.high))
-    low, high = share_interval(values, np.split(values, 5))  # clusters of four equal values
-    four = win_rate([1.0] * 3 + [0.0] * 2)
-    assert low < alone[0] and high > alone[1]
-    assert (low, high) == pytest.approx((four.low, four.high), abs=0.05)
-    assert share_interval(np.ones(20), np.split(np.ones(20), 5)) == pytest.approx((win_rate([1.0] * 5).low, 1.0))
+    rows = [{"question": "q", "choices": ["a", "b"], "right": int(i < 8), "author": i // 4} for i in range(20)]
+    values = [0.0] * 8 + [1.0] * 12
+    planted, found = Planted({"a": -1.0, "b": -2.0}), {}
+    for cluster in (None, "author"):  # four equal values each
+        task = make_task(rows, {**CHOICES, "cluster": cluster})
+        entry = task_results(task, {"base": measure(task, planted)})
+        expected = win_rate(values, clusters=None if cluster is None else [row["author"] for row in rows])
+        found[cluster] = entry["models"]["base"]["accuracy"]
+        assert entry["clusters"] == expected.clusters
+        assert found[cluster] == pytest.approx({"value": 0.6, "low": expected.low, "high": expected.high, "n": 20})
+    assert found["author"]["low"] < found[None]["low"] and found["author"]["high"] > found[None]["high"]
 
 
 def test_models_side_by_side_and_their_paired_difference(make_task):

@@ -9,7 +9,7 @@ import pytest
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation import compare, file_judge, longer_judge, score_judge, win_rate, write_annotation_form
-from alignment.evaluation.win_rate_run import position_warnings
+from alignment.evaluation.judge_faults import position_warnings
 from alignment.evaluation.winrate import Z_95
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
@@ -67,14 +67,29 @@ def filled_in(path, judge):
     return [{**row, "verdict": judge(row["first"], row["second"])} for row in rows]
 
 
-def test_verdicts_go_out_as_a_form_and_come_back_from_a_file(tmp_path):
+def test_verdicts_go_out_as_a_form_in_one_order_and_come_back_from_a_file(tmp_path):
     path = tmp_path / "questions.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
     rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)
-    assert len(rows) == 7  # both orders of 4 pairs; the two orders of equal texts are one question
+    assert len(rows) == 3  # each of the 4 pairs once, but for the one of equal texts, which is a tie
     packed = tmp_path / "verdicts.jsonl.gz"
     packed.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    assert compare(PROMPTS, OURS, BASELINE, file_judge(packed)) == compare(PROMPTS, OURS, BASELINE, longer_judge)
+    people, longer = (compare(PROMPTS, OURS, BASELINE, judge) for judge in (file_judge(packed), longer_judge))
+    assert (people.win_rate, people.verdicts, people.length) == (longer.win_rate, longer.verdicts, longer.length)
+    assert (people.shown, people.both_orders, people.inconsistent, people.inconsistent_interval) == (3, 0, 0, (0, 1))
+
+
+def test_the_order_in_a_form_is_drawn_from_the_texts_and_tells_nobody_whose_they_are(tmp_path):
+    path = tmp_path / "form.jsonl"
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(60)]
+    ours, baseline = [f"ours {i}" for i in range(60)], [f"theirs {i}" for i in range(60)]
+    write_annotation_form(path, prompts, ours, baseline)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 15 < sum(row["first"].startswith("ours") for row in rows) < 45 and len(rows) == 60
+    assert set(rows[0]) == {"id", "prompt", "first", "second", "verdict"}
+    before = path.read_text()
+    write_annotation_form(path, prompts, baseline, ours)
+    assert path.read_text() == before
 
 
 def test_verdicts_on_other_texts_are_failures(tmp_path):
@@ -90,13 +105,45 @@ def test_verdicts_on_other_texts_are_failures(tmp_path):
 def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, capsys):
     path = tmp_path / "verdicts.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
-    with pytest.raises(UserError, match=rf"^0 of 7 verdicts are filled in in {path}"):
+    with pytest.raises(UserError, match=rf"^0 of 3 verdicts are filled in in {path}"):
         file_judge(path)
-    rows = filled_in(path, lambda a, b: 1.0 if a in OURS else None)
+    rows = filled_in(path, lambda a, b: float(a in OURS) if "long" not in a + b else None)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge = file_judge(path)
-    assert f"4 of 7 verdicts are filled in in {path}" in capsys.readouterr().err
-    assert judge(PROMPTS, OURS, BASELINE) == [1.0] * 4
+    assert f"1 of 3 verdicts are filled in in {path}" in capsys.readouterr().err
+    assert judge(PROMPTS, OURS, BASELINE) == [None, None, 0.5, 1.0]
+    assert judge(PROMPTS, BASELINE, OURS) == [None, None, 0.5, 0.0]
+
+
+def write_votes(path, votes):
+    """A file of votes (person, first, second, verdict) on the prompt "row 0"."""
+    keys = ("judge", "first", "second", "verdict")
+    path.write_text("".join(json.dumps({"id": "row 0", **dict(zip(keys, v, strict=True))}) + "\n" for v in votes))
+    return file_judge(path)
+
+
+@pytest.mark.parametrize(
+    ("votes", "verdict", "agreement"),
+    [
+        ([("Ann", "a", "b", 1), ("Bob", "b", "a", 0), ("Cid", "a", "b", 0)], 1.0, 1 / 3),  # 1, 1, 0 for a
+        ([("Ann", "a", "b", 1), ("Bob", "b", "a", 1)], 0.5, 0.0),  # one each
+        ([("Ann", "a", "b", 1), ("Bob", "a", "b", 0.5), ("Cid", "a", "b", 0)], 0.5, 1 / 3),  # no majority
+        ([("Ann", "a", "b", 0), ("Ann", "a", "b", 1)], 1.0, None),  # a label given again counts in place of the first
+        (
+            [("Ann", "a", "b", 1), ("Ann", "b", "a", 1), ("Bob", "a", "b", 1)],
+            0.5,
+            0.5,
+        ),  # Ann contradicts herself: a tie
+    ],
+)
+def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_path, votes, verdict, agreement):
+    judge = write_votes(tmp_path / "v.jsonl", votes)
+    result = compare(PROMPTS[:1], ["a"], ["b"], judge)
+    assert result.verdicts == [verdict]
+    assert sum(judge.summary()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
+    assert judge.summary().get("agreement") == (None if agreement is None else pytest.approx(agreement))
+    repeated = votes[0][0] == votes[1][0] and votes[0][1] != votes[1][1]
+    assert (result.inconsistent, result.both_orders) == (repeated, repeated)
 
 
 # --- judges that go by position -------------------------------------------------------------------------------------
@@ -139,8 +186,11 @@ def test_broken_rows_are_all_named_with_file_and_line(tmp_path):
     with pytest.raises(UserError) as caught:
         file_judge(path)
     lines = str(caught.value).splitlines()
-    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7", "8"]
-    assert "'first', 'second'" in lines[2] and f"but 1.0 in {path}:1" in lines[-1]
+    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7"]
+    assert "'first', 'second'" in lines[2]
+    path.write_text(f"{rows[0]}\n{rows[-1]}\n")  # of nobody named: two people's rows in one file, or a slip
+    with pytest.raises(UserError, match=rf"{path}:2: id 'row 0' has verdict 0.0, but 1.0 in {path}:1"):
+        file_judge(path)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Linear probes: the closed form, separable and shuffled labels, frozen models, and what is refused before one is loaded."""
+"""The recipe's probes: frozen models compared on the same rows, what is refused before one is loaded, and the rows."""
 
 import json
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,6 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.hotel_world.datasets import FOLDS, RANGES
 from alignment.hotel_world.grammar import find_claims, fold
-from alignment.loading import load_model
 from alignment.pipeline.stages import load_stage_file
 
 probes: Any = load_stage_file(packaged_folder("recipes") / "alignment_tax/probe.py")
@@ -22,40 +20,6 @@ probes: Any = load_stage_file(packaged_folder("recipes") / "alignment_tax/probe.
 def write(path, rows):
     path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
     return str(path)
-
-
-def states_of(classes, *, noise, seed=0, size=6):
-    """States around one random center for each class."""
-    rng = np.random.default_rng(seed)
-    centers = np.random.default_rng(99).normal(size=(classes.max() + 1, size))
-    return centers[classes] + noise * rng.normal(size=(len(classes), size))
-
-
-def test_by_hand():
-    # One feature, -1, -1, 1, 1: standardized as it is. Indicators of class 1 less their mean: -1/2, -1/2, 1/2, 1/2.
-    # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4
-    found = probes.fit_probe(np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([0, 0, 1, 1]), count=2, ridge=0.25)
-    np.testing.assert_allclose(found.weight, [[-0.4, 0.4]])
-    np.testing.assert_allclose(found.bias, [0.5, 0.5])
-    assert found.classify(np.array([[-0.1], [0.1]])).tolist() == [0, 1]
-
-
-def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():
-    classes = np.array([0, 1] * 4)
-    states = np.concatenate([states_of(classes, noise=0.01, size=30), np.full((8, 1), 7.0)], 1)
-    found = probes.fit_probe(states, classes, count=2, ridge=0.01)
-    assert np.isfinite(found.weight).all() and (found.classify(states) == classes).all()
-
-
-def test_states_are_those_of_each_text_alone(checkpoints, monkeypatch):
-    model = load_model(checkpoints["llama"])
-    documents = [[5, 6, 7], [8], [9, 10, 11, 12, 5]]
-    alone = [
-        model.hidden_states(model.trunk, probes.Ragged.build([document])).detach().numpy() for document in documents
-    ]
-    monkeypatch.setattr(probes, "BATCH_TOKENS", 6)
-    for pooling, expected in (("last", [each[-1] for each in alone]), ("mean", [each.mean(0) for each in alone])):
-        np.testing.assert_allclose(probes.pooled_states(model, documents, pooling), expected, atol=1e-5)
 
 
 @pytest.fixture
@@ -101,16 +65,6 @@ def test_wrong_rows_are_refused_before_a_model_is_loaded(rows, words, texts, che
     data = DataConfig(train=texts.train, evaluation=write(tmp_path / "bad.jsonl", rows), max_length=64)
     with pytest.raises(UserError, match=words):
         probes.run(probes.ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out")))
-
-
-@pytest.mark.parametrize("kind", ["bert", "gptj"])
-def test_models_of_another_kind_are_refused_before_one_is_loaded(kind, texts, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(probes, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/config.json").write_text(json.dumps({"model_type": kind}))
-    models = {"A": checkpoints["llama"], "B": str(tmp_path / "other")}
-    with pytest.raises(UserError, match="other: a probe reads the states of decoders of this library's own families"):
-        probes.run(probes.ProbeConfig(models, "A", texts, str(tmp_path / "out")))
 
 
 def test_the_label_is_the_one_fact_that_has_not_come_again():

@@ -14,7 +14,7 @@ from alignment.data.task_metrics import answer_metrics, class_metrics
 from alignment.errors import UserError, suggest
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
-from alignment.evaluation.winrate import paired_interval
+from alignment.evaluation.winrate import win_rate
 from alignment.generation import SamplingConfig
 from alignment.loading import best_device, find_directory
 from alignment.models.safetensors_files import read_config
@@ -250,8 +250,9 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     shares = {name for name in found if name in ours and set(np.unique(ours[name])) <= {0.0, 0.5, 1.0}}
     for name in shares:
         values = ours[name] if theirs is None else (ours[name] - theirs[name] + 1) / 2
-        low, high = share_interval(values, [values[rows] for rows in members])
-        found[name] |= {"low": low, "high": high} if theirs is None else {"low": 2 * low - 1, "high": 2 * high - 1}
+        share = win_rate(values.tolist(), clusters=clusters.tolist())
+        scale, shift = (1, 0) if theirs is None else (2, 1)
+        found[name] |= {"low": scale * share.low - shift, "high": scale * share.high - shift}
     generator = np.random.default_rng(0)
     draws = generator.integers(len(members), size=(RESAMPLES if found.keys() - shares else 0, len(members)))
     drawn = [statistics(np.concatenate([members[number] for number in draw])) for draw in draws]
@@ -259,22 +260,6 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
         found[name] |= {"low": low, "high": high}
     return found
-
-
-def share_interval(values: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[float, float]:
-    """95 % score interval of the mean of values 0, 1/2 and 1, whose `groups` are the values of each cluster.
-
-    The rows count as fewer by the design effect, where it is above 1: the variance of the mean with whole clusters drawn
-    over that with rows drawn. Equal values count as one a cluster.
-
-    Source: Liang and Zeger 1986, Biometrika 73, 13-22, for the variance; Kish 1965, "Survey sampling", for the effect.
-    """
-    n, clusters, mean = len(values), len(groups), values.mean()
-    rows, between = (sum(float((one - mean).sum()) ** 2 for one in parts) for parts in (values, groups))
-    effect = between * clusters / (clusters - 1) / (rows * n / (n - 1)) if rows and clusters > 1 else n / clusters
-    effect = max(1.0, effect)
-    wins, losses = ((values == outcome).sum() / effect for outcome in (1, 0))
-    return paired_interval(wins, losses, n / effect)
 
 
 def rows_at(columns: Columns, rows: np.ndarray) -> Columns:

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from alignment.evaluation.report.html import Chart
 
@@ -43,6 +43,17 @@ class Curve(NamedTuple):
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    color: int = 0
+
+
+class Estimates(NamedTuple):
+    """Points with the interval around each: label, coordinates, intervals of y, points of single runs, number of the color."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    intervals: Sequence[tuple[float, float]]
+    runs: Sequence[tuple[float, float]] = ()
     color: int = 0
 
 
@@ -97,6 +108,41 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
         return _legend(curves) + _inline(figure, label)
 
 
+def estimate_chart(
+    label: str,
+    estimates: Sequence[Estimates],
+    x_label: str,
+    y_label: str,
+    *,
+    counts: bool = False,
+    line_at: float | None = None,
+) -> Markup:
+    """Points joined by lines, with their intervals; single runs as pale dots.
+
+    Args:
+        counts: x are counts such as parameters, on a logarithmic axis, and y are shares, in percent.
+        line_at: a level to compare with.
+    """
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(270)
+        for each in estimates:
+            color = SERIES[each.color % len(SERIES)]
+            axes.plot(*np.transpose(each.runs), color=color, linestyle="", marker="o", markersize=2.2, alpha=0.4)
+            axes.plot(each.x, each.y, color=color, linewidth=1.2, marker="o", markersize=4)
+            axes.vlines(each.x, *np.transpose(each.intervals), color=color, linewidth=1.6)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        if counts:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        if line_at is not None:
+            axes.axhline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+        return _legend(estimates) + _inline(figure, label)
+
+
 def bar_chart(
     label: str, bars: Sequence[Bar], *, limits: tuple[float, float], percent: bool = False, line_at: float | None = None
 ) -> Markup:
@@ -129,14 +175,21 @@ def bar_chart(
         return _inline(figure, label)
 
 
-def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
-    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside one half; a rate that is None is left out."""
+def rate_chart(
+    title: str,
+    note: str,
+    rates: Mapping[str, Any],
+    colors: Mapping[str, int] | None = None,
+    *,
+    line_at: float | None = 0.5,
+) -> Chart:
+    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside a line; a rate that is None is left out."""
     bars = [
         Bar(name, rate["rate"], (rate["low"], rate["high"]), (colors or {}).get(name, 0))
         for name, rate in rates.items()
         if rate is not None
     ]
-    return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=0.5))
+    return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=line_at))
 
 
 def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
@@ -173,7 +226,7 @@ def _thin(values: np.ndarray) -> np.ndarray:
     return np.append(means, values[-1])
 
 
-def _legend(curves: Sequence[Curve]) -> Markup:
+def _legend(curves: Sequence[Curve | Estimates]) -> Markup:
     """Colors and labels as a list above the chart, which breaks its lines where the window does."""
     items = (Markup('<li class="series-{}">{}</li>').format(curve.color % len(SERIES), curve.label) for curve in curves)
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")

@@ -1,0 +1,298 @@
+"""`alignment inspect saliency`: the share of each token of a text in a model's answer, by gradients and by leaving parts out.
+
+The answer is one number: the log-probability of a continuation, of the next token or of a class, or a reward model's score.
+A page and a JSON file beside it are written.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from alignment.adapters.files import is_scalar_adapter
+from alignment.analysis.attribution import gradient_times_input, integrated_gradients
+from alignment.analysis.inspection import TEMPLATES, shown
+from alignment.data.rows.records import Messages
+from alignment.data.text.chat import prompt_ids, response_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.evaluation.report.html import render_page
+from alignment.files import write_json
+from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
+from alignment.models.external.models import ExternalModel
+from alignment.models.heads import score_outputs
+from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.model import check_lengths
+from alignment.models.native_model import NativeModel
+from alignment.models.safetensors_files import read_config
+from alignment.ragged import Ragged
+from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model.model import Encoded, document_scores
+
+Unit = Literal["word", "sentence", "turn"]
+UNITS = {"word": re.compile(r"\S+\s*"), "sentence": re.compile(r"\S.*?(?:[.!?]+(?=\s|$)|$)\s*", re.DOTALL)}
+ZERO = "zero"
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The number that a model gives a document.
+
+    Attributes:
+        name: of the number, for people.
+        encode: the document that the model reads for a prompt.
+        value: the number of each document of a batch, [B], with a gradient.
+        target: tokens at the end of every document, whose log-probability the number is.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Tokenizer
+    encode: Callable[[str | Messages], Encoded]
+    value: Callable[[Ragged], Tensor]
+    target: int = 0
+
+    def batch(self, documents: Sequence[Encoded]) -> Ragged:
+        """The documents as the model reads them."""
+        masks = [[place >= len(one.ids) - self.target for place in range(len(one.ids))] for one in documents]
+        segments = torch.tensor([segment for one in documents for segment in one.segments])
+        batch = replace(Ragged.build([one.ids for one in documents], masks), segments=segments)
+        return batch.to(next(self.model.parameters()).device)
+
+    @torch.no_grad()
+    def values(self, prompts: Sequence[str | Messages]) -> list[float]:
+        """The number of each prompt."""
+        return [self.value(self.batch([self.encode(prompt)])).item() for prompt in prompts]
+
+
+ExplainedOf = Callable[[str | Messages, str | None], Explained]  # (prompt, target) -> the number
+
+
+def load_explained(source: str) -> ExplainedOf:
+    """The number that is explained of the model of a directory or Hub name, by its head, given a prompt and a target or None.
+
+    The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the whole
+    text) or a class (None: the most probable one).
+    """
+    checkpoint = Checkpoint(source)
+    config = read_config(checkpoint.base)
+    classifies = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    scores = classifies and (score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1)
+    if is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else scores:
+        reward_model = load_reward_model(source, device=best_device())
+        return lambda prompt, target: explained_score(reward_model, target)
+    tokenizer = load_tokenizer(source)
+    if classifies and not checkpoint.is_adapter:
+        classifier = load_pretrained(checkpoint.directory, "sequence", device=best_device())
+        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
+    if (kind := architecture_of(checkpoint)) != "decoder":
+        raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
+    model = load_model(checkpoint, device=best_device())
+    return lambda prompt, target: explained_continuation(model, tokenizer, prompt, target)
+
+
+def explained_continuation(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str | Messages, target: str | None
+) -> Explained:
+    """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
+    if target is not None:
+        response = response_ids(tokenizer, target, prompt, ended=False)
+    else:
+        ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
+        with torch.no_grad():
+            response = [int(model(ids).logits[0, -1].argmax())]
+
+    def value(batch: Ragged) -> Tensor:
+        return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
+
+    name = f"log-probability of {tokenizer.decode(response)!r}, nats"
+    return Explained(
+        name,
+        model,
+        tokenizer,
+        lambda prompt: _one_text([*prompt_ids(tokenizer, prompt), *response]),
+        value,
+        len(response),
+    )
+
+
+def explained_score(reward_model: RewardModel, response: str | None) -> Explained:
+    """A reward model's score of the prompt with a response, or of the prompt as the whole text."""
+    model = reward_model.model
+    last_alone = getattr(model, "task", "") == "scalar"
+
+    def encode(prompt: str | Messages) -> Encoded:
+        if response is None and not isinstance(prompt, str):
+            raise UserError("a reward model scores messages with a response: give --target")
+        return reward_model.encode([str(prompt) if response is None else (prompt, response)])[0]
+
+    def value(batch: Ragged) -> Tensor:
+        output = model(batch=batch, **({"tokens": batch.last} if last_alone else {}))
+        return reward_model.combined(reward_model.calibration.apply(document_scores(output)))
+
+    return Explained("score", model, reward_model.tokenizer, encode, value)
+
+
+def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
+    """The log-probability of a class of the text, or of its most probable one, nats."""
+    config = cast(NativeModel | ExternalModel, model).config
+    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
+    numbers = {str(name): int(number) for number, name in names.items()}
+    if not isinstance(text, str) or (label is not None and label not in numbers):
+        raise UserError(
+            f"a classifier reads texts, no messages, and --target is one of {', '.join(numbers)}, or left out"
+        )
+
+    def log_probs(batch: Ragged) -> Tensor:
+        return model(batch=batch).logits.log_softmax(-1)
+
+    def encode(text: str | Messages) -> Encoded:
+        return _one_text(tokenizer(cast(str, text), truncation=False, verbose=False)["input_ids"])
+
+    whole = Explained("", model, tokenizer, encode, log_probs)
+    if label is None:
+        with torch.no_grad():
+            most_probable = int(log_probs(whole.batch([encode(text)])).argmax())
+        label = next(name for name, number in numbers.items() if number == most_probable)
+    return replace(
+        whole, name=f"log-probability of class {label}, nats", value=lambda batch: log_probs(batch)[:, numbers[label]]
+    )
+
+
+def _one_text(ids: Sequence[int]) -> Encoded:
+    return Encoded(ids, [0] * len(ids))
+
+
+# Attributions
+
+
+def embedding_layers(model: nn.Module) -> list[nn.Module]:
+    """The token tables of a model, or of the members of an ensemble; each once."""
+    found: dict[nn.Module, None] = {}
+    for part in model.modules():
+        if isinstance(part, ExternalModel):
+            found[part.inner.get_input_embeddings()] = None
+        elif isinstance(part, NativeModel):
+            found[part.get_submodule("trunk.embed")] = None
+    return list(found)
+
+
+@contextmanager
+def replaced_embeddings(layers: Sequence[nn.Module], vectors: Tensor) -> Iterator[None]:
+    """Within the block the tables give these vectors of S documents of T tokens, [S, T, E], whatever ids are read."""
+
+    def give(layer: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        rows = output.view(len(vectors), -1, output.shape[-1])  # tokens of a soft prompt may stand in front
+        before = rows[:, : rows.shape[1] - vectors.shape[1]]
+        return torch.cat([before, vectors.to(output.dtype)], 1).view_as(output)
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(give))
+        yield
+
+
+def explain_answer(
+    explained: Explained, prompt: str | Messages, *, baseline: str = ZERO, unit: Unit = "word"
+) -> dict[str, object]:
+    """Attributions of a model's answer to the tokens of a prompt, and the change by each part left out, as JSON has them.
+
+    Special tokens and the target keep their embeddings and get no attribution, so that the others' sum is the difference
+    between the answer to the prompt and to the prompt's tokens at the baseline.
+
+    Args:
+        baseline: "zero": vectors of zeros; else a token of the vocabulary, whose vector stands for every token.
+        unit: of the parts left out; see `without_each`.
+    """
+    document, layers, tokenizer = explained.encode(prompt), embedding_layers(explained.model), explained.tokenizer
+    if baseline != ZERO and baseline not in tokenizer.get_vocab():
+        raise UserError(
+            f"--baseline {baseline!r}: give {ZERO}, or a token of the vocabulary, such as the padding token"
+        )
+    check_lengths(explained.model, [("the text", len(document.ids))], "shorten it")
+    ids, places = explained.batch([document]).tokens, range(len(document.ids))
+    free = [i < len(ids) - explained.target and document.ids[i] not in tokenizer.all_special_ids for i in places]
+    with torch.no_grad():
+        inputs = layers[0](ids).float()
+        away = (
+            torch.zeros_like(inputs) if baseline == ZERO else layers[0](ids.new_tensor(tokenizer.get_vocab()[baseline]))
+        )
+        start = torch.where(torch.tensor(free, device=ids.device)[:, None], away.float(), inputs)
+
+    def value(vectors: Tensor) -> Tensor:
+        with replaced_embeddings(layers, vectors):
+            return explained.value(explained.batch([document] * len(vectors)))
+
+    found, plain = integrated_gradients(value, inputs, start), gradient_times_input(value, inputs)
+    if not found.complete:
+        print(f"{explained.name}: integrated gradients miss its change by {found.residual:.3g}", file=sys.stderr)
+    parts = without_each(prompt, unit)
+    [own, *left] = explained.values([prompt, *(other for _, other in parts if len(parts) > 1)])
+    numbers = {"baseline_value": found.baseline_value, "change": found.value - found.baseline_value}
+    return {
+        "prompt": prompt, "explained": explained.name, "value": own,
+        "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,
+        "gradient_x_input": [one if free[i] else None for i, one in enumerate(plain.tolist())],
+        "integrated_gradients": {
+            "values": [one if free[i] else None for i, one in enumerate(found.values.tolist())],
+            "baseline": baseline, **numbers, "residual": found.residual, "complete": found.complete,
+            "gradients": found.gradients,
+        },
+        "ablation": {
+            "unit": unit, "parts": [part for part, _ in parts], "values": left, "changes": [own - other for other in left],
+        },
+    }  # fmt: skip
+
+
+def without_each(prompt: str | Messages, unit: Unit) -> list[tuple[str, str | Messages]]:
+    """Each word or sentence of a text (of messages, of the last one) or each message, and the prompt without it.
+
+    A message stays in place with an empty content, as templates want the roles in order.
+    """
+    if unit == "turn":
+        if isinstance(prompt, str):
+            raise UserError("--drop turn is for messages, and this prompt is a text; take word or sentence")
+        empty = [[*prompt[:i], message | {"content": ""}, *prompt[i + 1 :]] for i, message in enumerate(prompt)]
+        return [(f"{one['role']}: {one['content']}", other) for one, other in zip(prompt, empty, strict=True)]
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    parts = []
+    for part in UNITS[unit].finditer(text):
+        other = text[: part.start()] + text[part.end() :] if part.end() < len(text) else text[: part.start()].rstrip()
+        whole = other if isinstance(prompt, str) else [*prompt[:-1], prompt[-1] | {"content": other}]
+        parts.append((part[0].strip(), whole))
+    return parts
+
+
+def write_saliency(
+    model: str,
+    prompts: Sequence[str | Messages],
+    output: str | Path,
+    *,
+    targets: Sequence[str] = (),
+    baseline: str = ZERO,
+    unit: Unit = "word",
+) -> Path:
+    """Write a page with the attributions of each prompt, and the numbers beside it as JSON; return the page's path.
+
+    Args:
+        model: directory or Hub name of a decoder, a classifier or a reward model, or of an adapter of either.
+        prompts: texts, or messages, which go through the chat template.
+        targets: a continuation, response or class for each prompt, or one for all; none: see `load_explained`.
+        baseline, unit: as of `explain_answer`.
+    """
+    if len(targets) not in (0, 1, len(prompts)) or not prompts:
+        raise UserError(f"{len(prompts)} prompts and {len(targets)} --target; give one for all, one for each, or none")
+    explained_of = load_explained(model)
+    each = list(targets) * (len(prompts) if len(targets) == 1 else 1) or [None] * len(prompts)
+    found = [
+        explain_answer(explained_of(prompt, target), prompt, baseline=baseline, unit=unit)
+        for prompt, target in zip(prompts, each, strict=True)
+    ]
+    write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": found})
+    return render_page(Path(output), TEMPLATES / "saliency.html.jinja", title=str(model), texts=found)

@@ -1,0 +1,171 @@
+"""Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, with intervals.
+
+Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of shares
+are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
+all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+
+from alignment.errors import raise_all
+from alignment.evaluation.winrate import TIE, Z_95, Verdict, cluster_numbers, clustered_error, win_rate
+
+Label = float | None
+Level = Literal["nominal", "ordinal"]
+Figures = dict[str, Any]
+DRAWS = 1000  # of the bootstrap
+
+
+def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
+    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise_all(["agreement needs at least one item that both have judged, and there is none"])
+    return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
+
+
+def majority_label(votes: Sequence[Label]) -> Label:
+    """The label of more than half of the votes; None where no label has that many."""
+    given = [vote for vote in votes if vote is not None]
+    label, count = Counter(given).most_common(1)[0] if given else (None, 0)
+    return label if 2 * count > len(given) else None
+
+
+def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hashable]) -> dict[str, Figures | None]:
+    """Share of pairs of votes that are equal: `with_ties`, a third answer, and `without_ties`, of pairs where neither is one.
+
+    Args:
+        votes: two votes on one item each; an item with several people makes as many pairs as there are.
+        clusters: equal for pairs that are not independent, one per pair.
+
+    Returns:
+        Rate, low, high (95 %), n pairs, and how many of them agree; None of a set-up without pairs.
+
+    Source: Zheng et al. 2023, arXiv:2306.05685, table 5 (set-ups S1 and S2).
+    """
+    rows = list(zip(votes, clusters, strict=True))
+    found: dict[str, Figures | None] = {"with_ties": None, "without_ties": None}
+    for name, kept in (("with_ties", rows), ("without_ties", [row for row in rows if TIE not in row[0]])):
+        if kept:
+            rate = win_rate([float(a == b) for (a, b), _ in kept], clusters=[cluster for _, cluster in kept])
+            found[name] = {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n, "agreed": rate.wins}
+    return found
+
+
+def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
+    """Precision, recall and F1 of the labels that anyone was given or gave, each the plain mean over labels."""
+    hot = _one_hot(list(zip(predicted, true, strict=True)))
+    right, given, wanted = (hot[:, 0] * hot[:, 1]).sum(0), hot[:, 0].sum(0), hot[:, 1].sum(0)
+    scores = {"precision": right / np.maximum(given, 1), "recall": right / np.maximum(wanted, 1)}
+    return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
+
+
+def mean_figures(values: Sequence[float], clusters: Sequence[Hashable]) -> Figures:
+    """Mean of values +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
+    mean, (error, number) = fmean(values), clustered_error(np.array(values), clusters)
+    low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
+    return {"value": mean, "low": low, "high": high, "n": len(values)}
+
+
+# Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
+
+
+def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[Hashable] | None = None) -> Figures:
+    """Cohen's kappa of two raters, 1 - (share of unequal labels) / (that of independent raters with the same habits).
+
+    Returns:
+        Value, low, high (95 %) and n, the items with both labels; None for what there is not, such as a value where
+        both raters give one and the same label throughout.
+
+    Source: Cohen 1960, Educational and Psychological Measurement 20, 37-46.
+    """
+    hot = _one_hot(list(zip(first, second, strict=True)))
+    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, clusters)
+
+
+def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[Hashable] | None = None) -> Figures:
+    """Fleiss' kappa of as many labels for every item, of whichever raters; as `cohen_kappa`.
+
+    Source: Fleiss 1971, Psychological Bulletin 76, 378-382.
+    """
+    counts = {sum(label is not None for label in row) for row in labels}
+    raise_all([f"Fleiss' kappa needs as many labels for each item, found {sorted(counts)}"] if len(counts) > 1 else [])
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=0), clusters)
+
+
+def krippendorff_alpha(
+    labels: Sequence[Sequence[Label]], *, level: Level = "nominal", clusters: Sequence[Hashable] | None = None
+) -> Figures:
+    """Krippendorff's alpha of any number of raters, 1 - (observed disagreement) / (that of labels drawn from all).
+
+    Args:
+        labels: of each item one label per rater; items with fewer than two are left out.
+        level: nominal: two unequal labels disagree, whichever they are. ordinal: by the number of labels that lie between
+            them, as the points of a Likert scale, or a verdict with its ties in the middle.
+        clusters: equal for items that are not independent; None: all are.
+
+    Returns:
+        As `cohen_kappa`.
+
+    Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
+    """
+    return _with_interval(_coincidences(labels), partial(_pooled, drawn=1, level=level), clusters)
+
+
+def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
+    """1 at each rater's label, else 0, [items, raters, labels], the labels in order."""
+    values = np.array(labels, float).reshape(
+        len(labels), len(labels[0]) if labels else 2
+    )  # None becomes NaN, which equals nothing
+    return (values[..., None] == np.unique(values[~np.isnan(values)])).astype(float)
+
+
+def _coincidences(labels: Sequence[Sequence[Label]]) -> np.ndarray:
+    """Ordered pairs of labels of two raters, each over the item's labels less one, [items, labels, labels]."""
+    counts = _one_hot(labels).sum(1)
+    pairs = counts[:, :, None] * counts[:, None, :] - counts[:, :, None] * np.eye(counts.shape[1])
+    return pairs / np.maximum(counts.sum(1) - 1, 1)[:, None, None]
+
+
+def _cohen(tables: np.ndarray) -> np.ndarray:
+    """Kappa of tables [..., labels, labels] of the first rater's label by the second's."""
+    n, equal = tables.sum((-2, -1)), np.trace(tables, axis1=-2, axis2=-1)
+    expected = (tables.sum(-1) * tables.sum(-2)).sum(-1) / n
+    return (equal - expected) / (n - expected)
+
+
+def _pooled(tables: np.ndarray, *, drawn: int, level: Level = "nominal") -> np.ndarray:
+    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `drawn` 1: without replacement."""
+    margins = tables.sum(-1)
+    n, rows, columns = margins.sum(-1), margins[..., :, None], margins[..., None, :]
+    distance = 1 - np.eye(tables.shape[-1])
+    if level == "ordinal":  # labels between two, both ends counting half
+        middle = margins.cumsum(-1) - margins / 2
+        distance = (middle[..., :, None] - middle[..., None, :]) ** 2
+    return 1 - (tables * distance).sum((-2, -1)) * (n - drawn) / (rows * columns * distance).sum((-2, -1))
+
+
+def _with_interval(
+    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[Hashable] | None
+) -> Figures:
+    """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
+    kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
+    tables, size = tables[kept], len(kept)
+    if not size:
+        return {"value": None, "low": None, "high": None, "n": 0}
+    number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
+    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])  # [cells, clusters]
+    rng, count = np.random.default_rng(0), sums.shape[-1]
+    draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
+    with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
+        value, *spread = coefficient(np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])).tolist()
+    known = [each for each in spread if math.isfinite(each)]
+    low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
+    return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": size}

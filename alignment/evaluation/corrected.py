@@ -1,0 +1,191 @@
+"""Win rates that a judge's errors are taken out of by labels of people on some of the items.
+
+Two corrections, with what each takes for granted:
+
+    prediction-powered   the labelled items are drawn at random from all: the labels alone give the rate, the judge narrows it
+    Rogan-Gladen         the judge errs alike on labelled and other items, however these were chosen or whoever wins them
+
+Neither replaces labels: see `label_worth`. Agreement of judge and people is in agreement.py.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from alignment.data.rows.records import Prompt
+from alignment.errors import UserError
+from alignment.evaluation.people_judge import file_judge
+from alignment.evaluation.winrate import LOSS, WIN, Z_95, Verdict, cluster_numbers
+
+MIN_LABELS = 5  # fewer say nothing about their own spread
+
+
+@dataclass(frozen=True)
+class RateInterval:
+    """A win rate, ties counting half, with its 95 % interval."""
+
+    rate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CorrectedWinRate:
+    """A judge's win rate, that of people's labels, and the two put together."""
+
+    items: int  # with a verdict of the judge
+    labels: int  # of them with a label of people
+    judge: RateInterval  # by the judge alone, over all items: what its interval does not hold is its bias
+    people: RateInterval  # by the labels alone
+    corrected: RateInterval  # prediction-powered
+    # Rogan-Gladen; None where the judge's verdicts on won and lost items differ too little to be read backwards, or where
+    # all items are labelled
+    rogan_gladen: RateInterval | None
+    correlation: float  # of judge and people on the labelled items; 0 where either does not vary
+    label_worth: float  # labels alone that one label counts as, the judge's verdicts being there: a ratio of variances
+
+
+def corrected_win_rate(
+    verdicts: Sequence[Verdict], labels: Sequence[Verdict], clusters: Sequence[Hashable] | None = None
+) -> CorrectedWinRate:
+    """Win rate by people, from a judge's verdicts on all items and labels of people on some.
+
+    rate = mean of labels + lambda * (mean verdict on the other items - mean verdict on the labelled items)
+
+    with the lambda in [0, 1] of the least variance. The interval is Student's, of labelled clusters less two; its variance
+    takes half an item's disagreement more than was seen, so that a judge who is right on all of ten labels is not certain.
+
+    Args:
+        verdicts: of the judge for one side, 1, 0.5, 0 or a probability; None where it failed: the item is left out.
+        labels: of people for the same side, 1, 0.5, 0 or the mean of several votes; None of an item without one.
+        clusters: equal for items that are not independent, such as those on one prompt; None: all are.
+
+    Raises:
+        UserError: there are fewer than five labels on items that the judge has judged.
+
+    Source: Angelopoulos et al. 2023, PPI++, arXiv:2311.01453, section 6 (their f is the judge); Rogan and Gladen 1978, American
+    Journal of Epidemiology 107, 71-76, with Fieller's interval.
+    """
+    names = range(len(verdicts)) if clusters is None else clusters
+    rows = [row for row in zip(verdicts, labels, names, strict=True) if row[0] is not None]
+    judge, people = (np.array([row[k] for row in rows], float) for k in (0, 1))  # people: NaN without a label
+    cluster = cluster_numbers([row[2] for row in rows])
+    known = ~np.isnan(people)
+    n, others = int(known.sum()), int((~known).sum())
+    if n < MIN_LABELS:
+        raise UserError(
+            f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, "
+            f"found {n} among {len(rows)} items"
+        )
+    y, f = people[known], judge[known]
+    variance, covariance = judge.var(ddof=1), float(((y - y.mean()) * (f - f.mean())).mean())
+    weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if others and variance > 0 else 0.0
+    (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
+    spread = math.sqrt(float(y.var() * f.var()))
+    return CorrectedWinRate(
+        items=len(rows),
+        labels=n,
+        judge=_powered(judge, judge, 0.0, cluster)[0],
+        people=alone,
+        corrected=powered,
+        rogan_gladen=_rogan_gladen(judge, people, cluster) if others else None,
+        correlation=covariance / spread if spread else 0.0,
+        label_worth=max(1.0, wide / narrow) if narrow else 1.0,
+    )
+
+
+def corrected_by_people(
+    labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
+) -> CorrectedWinRate:
+    """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
+
+    Args:
+        labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
+        verdicts: of the judge, both orders merged.
+    """
+    people = file_judge(labels)
+    found = [
+        list(people.of_people((prompt.row_id, a, b)).values())
+        for prompt, a, b in zip(prompts, ours, theirs, strict=True)
+    ]
+    means = [fmean(votes) if votes else None for votes in found]
+    return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
+
+
+def labels_needed(
+    width: float, *, items: float = math.inf, correlation: float = 0.0, variance: float = 0.25
+) -> int | None:
+    """Labels of people that a corrected win rate takes for a 95 % interval of this width (high - low).
+
+    width = 2 * 1.96 * sqrt(variance * ((1 - correlation^2) / n + correlation^2 / items)), solved for n
+
+    Args:
+        width: as a share: 0.1 for +- 5 points.
+        items: that the judge judges, the labelled ones among them.
+        correlation: of judge and people within a pair of models; 0: of labels alone.
+        variance: of the labels; 0.25 is the largest, of a rate of one half without ties.
+
+    Returns:
+        n; None where no number will do: there are too few items.
+    """
+    share = correlation**2
+    left = (width / (2 * Z_95)) ** 2 / variance - (share / items if share else 0.0)
+    needed = math.ceil((1 - share) / left) if left > 0 else math.inf
+    return int(needed) if needed <= items else None
+
+
+def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.ndarray) -> tuple[RateInterval, float]:
+    """The prediction-powered mean with `weight` on the judge, and its variance; `people` is NaN without a label."""
+    from scipy.special import stdtrit  # Student's quantiles, without the two seconds of scipy.stats
+
+    known = ~np.isnan(people)
+    rest, others = people[known] - weight * judge[known], weight * judge[~known]
+    n, fitted = len(rest), 1 + (weight > 0)  # the mean, and the weight
+    parts = np.zeros(len(judge))
+    parts[known] = (rest - rest.mean()) / math.sqrt(n * (n - fitted))
+    if weight:
+        parts[~known] = (others - others.mean()) / len(others)
+    mean = float(rest.mean() + others.mean()) if weight else float(rest.mean())
+    variance = float((np.bincount(cluster, parts) ** 2).sum())
+    degrees = max(len(np.unique(cluster[known])) - 2, 1)
+    half = float(stdtrit(degrees, 0.975)) * math.sqrt(variance + 0.5 / n**2)
+    return RateInterval(mean, max(mean - half, 0.0), min(mean + half, 1.0)), variance
+
+
+def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> RateInterval | None:
+    """The rate at which the judge's errors on labelled items would give its mean verdict on the others.
+
+    mean = lost + rate * (won - lost) + between,   rate = (mean - lost - between) / (won - lost)
+
+    `won` and `lost` are the judge's mean verdicts on items that people decided so (sensitivity and 1 - specificity of a judge
+    without ties), `between` what its verdicts on the others, such as people's ties, are above the line through the two. Fieller's
+    interval, of the rates at which (mean - lost - between) - rate * (won - lost) would just not be told from 0, holds the
+    variance of both the mean and the errors, and widens without end where won - lost is small.
+    """
+    known = ~np.isnan(people)
+    y, f, others = people[known], judge[known], judge[~known]
+    won, lost, middle = y == WIN, y == LOSS, (y != WIN) & (y != LOSS)
+    if not won.any() or not lost.any():
+        return None
+    bottom, slope = f[lost].mean(), f[won].mean() - f[lost].mean()
+    between = middle * (f - bottom - slope * y)
+    level = others.mean() - bottom - between.mean()
+    tops, bottoms = won * (f - bottom - slope) / won.mean(), lost * (f - bottom) / lost.mean()
+    # what `level` and `slope` owe to each item
+    parts, n = np.zeros((2, len(judge))), len(y)
+    errors = (middle * y).mean() * tops + (middle * (1 - y)).mean() * bottoms - bottoms - between + between.mean()
+    parts[:, known] = np.array([errors, bottoms - tops]) / math.sqrt(n * max(n - 3, 1))
+    parts[0, ~known] = (others - others.mean()) / len(others)
+    sums = np.array([np.bincount(cluster, part) for part in parts])
+    (level_level, cross), (_, slope_slope) = Z_95**2 * (sums @ sums.T)
+    square, linear, constant = slope**2 - slope_slope, -(level * slope + cross), level**2 - level_level
+    if slope <= 0 or square <= 0:
+        return None
+    root = math.sqrt(max(linear**2 - square * constant, 0.0))
+    return RateInterval(
+        *(min(max(float(x), 0.0), 1.0) for x in (level / slope, (-linear - root) / square, (root - linear) / square))
+    )

@@ -1,0 +1,211 @@
+"""Language models as judges: one of our own by the log-probabilities of its answers, or one behind a URL."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from alignment.data.rows.records import Messages
+from alignment.data.text.chat import prompt_ids, response_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.evaluation.judge_config import EndpointConfig
+from alignment.evaluation.judge_templates import read_answer
+from alignment.evaluation.logged_judge import Answer, Ask, Call
+from alignment.evaluation.winrate import LOSS, TIE, WIN
+from alignment.loading import best_device, load_model, load_tokenizer
+from alignment.models.model import Model, check_lengths
+from alignment.models.shared_prompts import prompt_sharing
+from alignment.models.weights_config import WeightsConfig
+from alignment.ragged import Ragged, group_by_length
+from alignment.rewards.judge import RequestFailed, key_problem, post_json
+
+TOKENS_PER_FORWARD = 16_384
+SHOWN_CHARACTERS = 500  # of an answer that cannot be read
+
+# What is asked, and how an answer is read
+
+
+@dataclass(frozen=True)
+class Question:
+    """The words of a call, and what its possible answers stand for.
+
+    Attributes:
+        text: call -> the question.
+        labels: answer -> verdict for the first response, or rating.
+        tie_margin: largest difference of the probabilities of two responses that is a tie.
+    """
+
+    text: Callable[[Call], str]
+    labels: Mapping[str, float]
+    tie_margin: float = 0.0
+
+    def answer_of(self, log_probs: Mapping[str, float], **more: object) -> Answer:
+        """The verdict with the greater probability, or the mean rating, from log-probabilities of labels, up to a constant.
+
+        Source: of the mean rating: Liu et al. 2023, arXiv:2303.16634, eq. 1.
+        """
+        top = max(log_probs.values())
+        shares = {label: math.exp(value - top) for label, value in log_probs.items()}
+        total = sum(shares.values())
+        mean = sum(self.labels[label] * share for label, share in shares.items()) / total
+        if "A" not in self.labels:
+            return Answer(mean, more)
+        lead = (shares.get("A", 0.0) - shares.get("B", 0.0)) / total
+        tied = abs(lead) <= self.tie_margin or shares.get("C", 0.0) > max(shares.get("A", 0.0), shares.get("B", 0.0))
+        return Answer(TIE if tied else WIN if lead > 0 else LOSS, {"probability": mean, **more})
+
+
+# A service
+
+
+def ask_service(
+    service: EndpointConfig,
+    messages_of: Callable[[Call], Messages],
+    settings: Mapping[str, object],
+    read: Callable[[object], Answer],
+) -> Ask:
+    """Calls of a chat model behind a URL, `service.requests` at the same time.
+
+    Args:
+        settings: parameters of the request, in whose place those of the config count.
+        read: decoded JSON of an answer -> the answer.
+    """
+
+    def one(call: Call) -> Answer:
+        given = {"model": service.model, "messages": messages_of(call), **settings, **service.parameters}
+        body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
+        try:
+            received = post_json(service, body.encode())
+        except RequestFailed as error:
+            return Answer(None, failure=str(error))
+        answer = read(received)
+        more = {"seconds": round(time.monotonic() - started, 3), **_token_counts(received), **answer.more}
+        return answer._replace(more=more)
+
+    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+        stopped = threading.Event()
+
+        def make(call: Call) -> None:
+            if not stopped.is_set() and not done(call, one(call)):
+                stopped.set()
+
+        with ThreadPoolExecutor(service.requests) as pool:
+            try:
+                list(pool.map(make, calls))
+            finally:
+                stopped.set()  # what has not begun by now never does
+
+    return ask
+
+
+def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
+    """Calls of a judge behind a URL."""
+
+    def read(received: object) -> Answer:
+        text = chat_text(received)
+        label = None if text is None or service.logprobs else read_answer(text, list(question.labels))
+        if label is not None:
+            return Answer(question.labels[label])
+        found = _first_token(received) if service.logprobs else {}
+        if known := {label: value for label, value in found.items() if label in question.labels}:
+            return question.answer_of(known)
+        return Answer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
+
+    settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
+    if service.logprobs:
+        settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
+    return ask_service(service, lambda call: [{"role": "user", "content": question.text(call)}], settings, read)
+
+
+def check_key(service: EndpointConfig | None) -> None:
+    """Refuse a service whose key is not in the environment."""
+    if service is not None and service.key_variable is not None and (problem := key_problem(service.key_variable)):
+        raise UserError(f"{service.model}: {problem}")
+
+
+def chat_text(received: object) -> str | None:
+    """The text of a chat completion; None where there is none."""
+    try:
+        text = received["choices"][0]["message"]["content"]  # type: ignore[index]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _first_token(received: object) -> dict[str, float]:
+    """Log-probability of what the first token may be, without blanks and in capitals, the likeliest of equal ones."""
+    try:
+        found = received["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # type: ignore[index]
+        pairs = [(str(each["token"]).strip().upper(), float(each["logprob"])) for each in found]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return {}
+    return dict(sorted(pairs, key=lambda pair: pair[1]))
+
+
+def _token_counts(received: object) -> dict[str, object]:
+    usage = received.get("usage") if isinstance(received, dict) else None
+    names = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}
+    return {
+        ours: usage[name]
+        for name, ours in names.items()
+        if isinstance(usage, dict) and isinstance(usage.get(name), int)
+    }
+
+
+# A language model of our own
+
+
+def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
+    """Calls of a language model, loaded at the first of them: the log-probability of each label after the question.
+
+    The question is a user's message where the tokenizer has a chat template; else a text that ends in `Answer:`.
+    """
+
+    @cache
+    def load() -> tuple[Model, Tokenizer]:
+        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+        return model, load_tokenizer(source)
+
+    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+        model, tokenizer = load()
+        chat, names = tokenizer.chat_template is not None, list(question.labels)
+        heads = [
+            prompt_ids(tokenizer, [{"role": "user", "content": text}] if chat else f"{text}\n\nAnswer:")
+            for text in map(question.text, calls)
+        ]
+        labels = [response_ids(tokenizer, name if chat else f" {name}", ended=False) for name in names]
+        lengths = [len(head) + sum(map(len, labels)) for head in heads]
+        rows = [(call.prompt.row_id, length) for call, length in zip(calls, lengths, strict=True)]
+        check_lengths(
+            model, rows, "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
+        )
+        for group in group_by_length(lengths, TOKENS_PER_FORWARD):
+            found = label_log_probs(model, [heads[i] for i in group], labels).tolist()
+            for i, row in zip(group, found, strict=True):
+                done(calls[i], question.answer_of(dict(zip(names, row, strict=True))))
+
+    return ask
+
+
+@torch.no_grad()
+def label_log_probs(model: Model, heads: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Tensor:
+    """Log-probability of each label's tokens after each head, nats, [heads, labels] float64 on the CPU.
+
+    A head is computed once for all labels where the model allows it.
+    """
+    documents = [[*head, *label] for head in heads for label in labels]
+    masks = [[False] * len(head) + [True] * len(label) for head in heads for label in labels]
+    groups = [range(i, i + len(labels)) for i in range(0, len(documents), len(labels))]
+    share = prompt_sharing([model], wanted=True, note=lambda _: None)
+    batch = Ragged.build_shared(documents, masks, groups, share=share)
+    log_probs = model(batch=batch.to(next(model.parameters()).device)).log_probs.double().cpu()
+    totals = torch.zeros(len(documents), dtype=torch.float64).index_add_(0, batch.target_rows, log_probs)
+    return totals.view(len(heads), len(labels))

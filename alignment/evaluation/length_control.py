@@ -1,0 +1,107 @@
+"""Win rates at equal length: the preference regressed on the model, the difference of lengths and the instruction's difficulty."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.regression import Estimate, fit_outcomes, refuse_collinear
+from alignment.evaluation.winrate import Z_95, clustered_error
+
+FEWEST_ROWS = 10
+
+
+@dataclass(frozen=True)
+class LengthControlledRate:
+    """The win rate that ours would have if its responses were as long as the baseline's, with its 95 % interval."""
+
+    rate: float
+    low: float
+    high: float
+    n: int
+    standard_error: float
+    length_effect: Estimate  # log odds of a response that is one unit of tanh longer; above 0: the judge prefers it
+
+
+def length_controlled_win_rate(
+    preferences: Sequence[float],
+    lengths: Sequence[float],
+    baseline_lengths: Sequence[float],
+    *,
+    difficulty: Sequence[float] | None = None,
+    clusters: Sequence[Hashable] | None = None,
+    prior: Mapping[str, tuple[float, float]] | None = None,
+) -> LengthControlledRate:
+    """Mean preference for ours that a logistic regression predicts where both responses are equally long.
+
+    P(ours) = sigmoid(theta + phi tanh(d_i / sd(d)) + psi g_i), d being the difference of lengths, g the difficulty;
+    rate = mean of sigmoid(theta + psi g_i).
+
+    The interval is that of the rate's log odds; its error is cluster-robust and takes the rows for a sample. It widens where
+    nearly all responses are longer, or shorter, than the baseline's: the rate is then an extrapolation, which a `prior` of
+    the length's coefficient holds.
+
+    Args:
+        preferences: 1.0 won, 0.5 tied, 0.0 lost, or a probability that ours is preferred, [n].
+        lengths: of our responses, in characters or tokens, [n].
+        baseline_lengths: of the baseline's responses, [n].
+        difficulty: of each instruction for any model against this baseline, such as from a joint regression of many
+            models, log odds, [n]; None: left out, and a difficulty that goes with length remains in the rate.
+        clusters: name of each row's cluster, as in `win_rate`, [n].
+        prior: mean and standard deviation of a normal prior of the coefficient of "length" or "difficulty", such as those
+            of many models' coefficients.
+
+    Raises:
+        UserError: columns that do not fit together; collinear ones, such as responses that are all equally long; a
+            separation, such as where ours wins everywhere.
+
+    Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the other
+    sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the prior).
+    """
+    from scipy.sparse import csr_array
+    from scipy.special import expit, logit
+
+    given = {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths}
+    given |= {} if difficulty is None else {"difficulty": difficulty}
+    columns = _read_columns(given)
+    outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
+    n, spread = len(outcomes), float(longer.std(ddof=1))
+    if spread == 0:
+        raise UserError(
+            f"lengths: ours differ from the baseline's by {longer[0]:g} in every row: nothing to control for"
+        )
+    features = {"length": np.tanh(longer / spread)} | {key: columns[key] for key in columns if key == "difficulty"}
+    design = np.column_stack([np.ones(n), *features.values()])
+    refuse_collinear(csr_array(design), list(features))
+
+    beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
+    fit = fit_outcomes(csr_array(design), outcomes, np.diag(beliefs[:, 1] ** -2), center=beliefs[:, 0])
+    equal, coefficients = design * (np.arange(design.shape[1]) != 1), fit.coefficients[:-1]
+    chances = expit(equal @ coefficients)
+    slope = np.append(
+        equal.T @ (chances * (1 - chances)), 0.0
+    )  # n times the derivative of the rate by the coefficients
+    rate, (error, _) = float(chances.mean()), clustered_error(chances + fit.scores @ (fit.inverse @ slope), clusters)
+    half = Z_95 * error / (rate * (1 - rate))
+    low, high = (float(expit(logit(rate) + side)) for side in (-half, half))
+    return LengthControlledRate(rate, low, high, n, error, fit.estimates(clusters)[1])
+
+
+def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """The columns as arrays; refused are unequal lengths, numbers that are none, other preferences, and too few rows."""
+    columns = {name: np.asarray(values, float) for name, values in given.items()}
+    n = len(columns["preferences"])
+    problems = [
+        f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n
+    ]
+    problems += [
+        f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()
+    ]
+    if (np.abs(columns["preferences"] - 0.5) > 0.5).any():
+        problems.append("preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is")
+    if n < FEWEST_ROWS:
+        problems.append(f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}")
+    raise_all(problems)
+    return columns

@@ -1,0 +1,258 @@
+"""Ratings of several models from battles of two: Bradley-Terry, with ties and covariates, and Elo. The command is in ratings_run.py.
+
+Both are in points: 400 points more are odds of 10 to 1, and the mean of the models is 1000.
+"""
+
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.regression import Estimate, Ties, fit_outcomes, refuse_collinear
+from alignment.evaluation.winrate import LOSS, TIE, WIN, Z_95, cluster_numbers, holm
+
+Battle = tuple[str, str, float]  # model_a, model_b, outcome: 1 where model_a won, 0.5 a tie, 0 where it lost
+POINTS = 400 / math.log(10)  # of one unit of log odds
+MEAN = 1000.0
+
+
+class Difference(NamedTuple):
+    """Two models' difference of ratings, first minus second, in points."""
+
+    first: str
+    second: str
+    points: float
+    low: float  # 95 % interval of this difference alone
+    high: float
+    p: float
+    p_holm: float  # adjusted for all pairs of models
+
+
+@dataclass(frozen=True, eq=False)
+class Ratings(Mapping[str, float]):
+    """`{model: rating}`, the best model first, and intervals.
+
+    Attributes:
+        ratings: points of each model.
+        intervals: 95 % interval of each, of its distance from the mean of the models.
+        battles: number of battles of each.
+        covariance: of the ratings in this order, [K, K].
+        effects: log odds of one unit of each covariate.
+        tie: tie parameter: Davidson's nu, Rao and Kupper's theta; None where a tie is half a win.
+    """
+
+    ratings: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    battles: dict[str, int]
+    covariance: np.ndarray
+    effects: dict[str, Estimate] = field(default_factory=dict)
+    tie: Estimate | None = None
+
+    def __getitem__(self, model: str) -> float:
+        return self.ratings[model]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ratings)
+
+    def __len__(self) -> int:
+        return len(self.ratings)
+
+    @property
+    def strengths(self) -> dict[str, float]:
+        """Share of each model in the sum of exp(log odds): of two models, s / (s + t) is the chance that the first wins."""
+        weights = {model: math.exp((rating - MEAN) / POINTS) for model, rating in self.items()}
+        return {model: weight / sum(weights.values()) for model, weight in weights.items()}
+
+    def differences(self) -> list[Difference]:
+        """Every pair of models, the better one first, with p-values of equal ratings and their adjustment after Holm."""
+        found = []
+        for (i, first), (j, second) in itertools.combinations(enumerate(self), 2):
+            points = self[first] - self[second]
+            variance = self.covariance[i, i] + self.covariance[j, j] - 2 * self.covariance[i, j]
+            error = math.sqrt(max(float(variance), 1e-12))
+            p = math.erfc(abs(points) / error / math.sqrt(2))
+            found.append(Difference(first, second, points, points - Z_95 * error, points + Z_95 * error, p, p))
+        adjusted = holm([row.p for row in found])
+        return [row._replace(p_holm=p) for row, p in zip(found, adjusted, strict=True)]
+
+
+def bradley_terry_ratings(
+    rows: Iterable[Battle],
+    *,
+    ties: Ties = "half",
+    covariates: Mapping[str, Sequence[float]] | None = None,
+    clusters: Sequence[Hashable] | None = None,
+) -> Ratings:
+    """Ratings that make the outcomes most likely: log odds of model_a = beta_a - beta_b + covariates @ effects.
+
+    Intervals take the cluster-robust sandwich covariance.
+
+    Args:
+        rows: (model_a, model_b, outcome), outcome 1 / 0.5 / 0 for model_a; with ties="half" also a probability.
+        ties: half (half a win for each), davidson, rao_kupper: the probability of a tie is part of the model.
+        covariates: name -> what model_a's response has more of than model_b's, [n], such as length. Ratings are then those at
+            equal covariates; a column of ones is an advantage of being shown first.
+        clusters: name of each row's cluster, such as its prompt, [n]; None: rows are independent.
+
+    Raises:
+        UserError: rows that are no battles; models that the battles do not connect; models without a finite rating, such as
+            one that never wins; collinear covariates; fewer clusters than models; ties="davidson" or "rao_kupper" without a tie.
+
+    Source: Bradley and Terry 1952, Biometrika 39, 324-345; ties: see regression.py.
+    """
+    from scipy.sparse import csr_array, hstack
+
+    battles = list(rows)
+    models, sides, outcomes = _read_battles(battles, hard=ties != "half")
+    refuse_unconnected(models, sides, outcomes)
+    if ties != "half" and len(set(outcomes.tolist())) < 3:
+        raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
+    n, size, effects = len(battles), len(models), dict(covariates or {})
+    _check_rows(n, effects | ({} if clusters is None else {"clusters": clusters}))
+    signs = np.repeat([1.0, -1.0], n)
+    design = csr_array((signs, (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
+    if effects:
+        design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
+        refuse_collinear(design, list(effects))
+    if clusters is not None and len(set(clusters)) < len(effects) + size + (ties != "half"):
+        raise UserError(
+            f"{len(set(clusters))} clusters are too few for the intervals of {size} models; take smaller clusters, or fewer "
+            "models"
+        )
+    penalty = np.zeros([size + len(effects)] * 2)
+    penalty[:size, :size] = 1 / size  # the ratings' sum is 0, which the outcomes leave open
+    fit = fit_outcomes(design, outcomes, penalty, ties=ties)
+
+    *strengths, tie = fit.estimates(clusters)
+    return _ranked(
+        models,
+        sides,
+        POINTS * fit.coefficients[:size] + MEAN,
+        POINTS**2 * fit.covariance(clusters)[:size, :size],
+        effects=dict(zip(effects, strengths[size:], strict=True)),
+        tie=Estimate(*map(math.exp, tie)) if ties != "half" else None,
+    )
+
+
+def elo_ratings(
+    rows: Iterable[Battle],
+    *,
+    k: float = 4.0,
+    clusters: Sequence[Hashable] | None = None,
+    bootstraps: int = 200,
+    seed: int = 0,
+) -> Ratings:
+    """Elo's ratings after the battles in their order: each moves both models by k (outcome - expected outcome).
+
+    expected outcome of model_a = 1 / (1 + 10^((R_b - R_a) / 400)); all start at 1000. The order of the rows matters, unlike
+    in `bradley_terry_ratings`, and the last ones count most, the more so the larger k is. Intervals are the 2.5 % and 97.5 %
+    quantiles of the ratings with rows (or clusters) drawn again, each as often as a Poisson variable of mean 1 says, in the
+    same order.
+
+    Args:
+        rows, clusters: as of `bradley_terry_ratings`.
+        k: points that a battle moves at most.
+        bootstraps: number of draws.
+
+    Source: Elo 1978, The Rating of Chessplayers; Poisson bootstrap: Oza and Russell 2001, AISTATS.
+    """
+    battles = list(rows)
+    models, sides, outcomes = _read_battles(battles)
+    numbers = cluster_numbers(range(len(battles)) if clusters is None else clusters)
+    _check_rows(len(battles), {"clusters": numbers.tolist()})
+    generator = np.random.default_rng(seed)
+    weights = [generator.poisson(1.0, bootstraps + 1).astype(np.uint8) for _ in range(int(numbers.max()) + 1)]
+    ratings = np.full((len(models), bootstraps + 1), MEAN)  # the first column is that of the rows themselves
+    for (a, b), outcome, number in zip(sides.tolist(), outcomes.tolist(), numbers.tolist(), strict=True):
+        expected = 1 / (1 + 10 ** ((ratings[b] - ratings[a]) / 400))
+        weights[number][0] = 1
+        change = k * weights[number] * (outcome - expected)
+        ratings[a] += change
+        ratings[b] -= change
+    drawn = ratings[:, 1:]
+    return _ranked(
+        models, sides, ratings[:, 0], np.atleast_2d(np.cov(drawn)), bounds=np.quantile(drawn, [0.025, 0.975], axis=1)
+    )
+
+
+def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.ndarray) -> None:
+    """Refuse battles [n, 2] from which no finite ratings follow: each part of the models must beat, or tie, each other part.
+
+    Source: Ford 1957, American Mathematical Monthly 64, 28-33.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    won, lost = outcomes > LOSS, outcomes < WIN
+    edges = np.concatenate([sides[won], sides[lost][:, ::-1]])  # from a model to one that it won against, or tied with
+    graph = csr_array((np.ones(len(edges)), edges.T), shape=(len(models),) * 2)
+    advice = "add battles between the parts, or rate each part alone"
+    count, parts = connected_components(graph, directed=False)
+    reason = f"the battles do not connect the models: {count} parts have none with each other"
+    if count == 1:
+        count, parts = connected_components(graph, connection="strong")
+        reason = "some models have no finite rating: these parts win, or lose, every battle with some other part, without a tie"
+        advice = "leave models out that never win or never lose, add battles, or take Elo's ratings"
+    if count > 1:
+        names = [[model for model, own in zip(models, parts, strict=True) if own == part] for part in range(count)]
+        listed = "; ".join(
+            ", ".join(part[:8]) + (" ..." if len(part) > 8 else "") for part in sorted(names, key=len)[:8]
+        )
+        raise UserError(f"{reason}: {listed}{'; ...' if count > 8 else ''}. {advice[0].upper()}{advice[1:]}")
+
+
+def _read_battles(rows: Sequence[Battle], *, hard: bool = False) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Names of the models, numbers of both models of each row [n, 2] and outcomes [n]; rows that are no battles are refused."""
+    if not rows:
+        raise UserError("ratings need at least one battle, and there is none")
+    problems = []
+    for i, (first, second, outcome) in enumerate(rows):
+        if first == second:
+            problems.append(f"row {i}: {first!r} against itself")
+        if outcome is None or not 0 <= outcome <= 1 or (hard and outcome not in (WIN, TIE, LOSS)):
+            problems.append(f"row {i}: outcome is {outcome!r}; it is 1, 0.5 or 0 for the first model")
+    raise_all(problems)
+    numbers: dict[str, int] = {}
+    sides = np.array([[numbers.setdefault(model, len(numbers)) for model in row[:2]] for row in rows])
+    return list(numbers), sides, np.array([row[2] for row in rows], float)
+
+
+def _check_rows(n: int, columns: Mapping[str, Sequence[Hashable]]) -> None:
+    """Refuse covariates and clusters of another length than the rows', and numbers that are none."""
+    raise_all(
+        f"{name} has {len(values)} values for {n} rows"
+        if len(values) != n
+        else f"{name} has values that are not finite numbers"
+        for name, values in columns.items()
+        if len(values) != n or not all(math.isfinite(value) for value in values if isinstance(value, float))
+    )
+
+
+def _ranked(
+    models: list[str],
+    sides: np.ndarray,
+    points: np.ndarray,
+    covariance: np.ndarray,
+    *,
+    bounds: np.ndarray | None = None,
+    effects: dict[str, Estimate] | None = None,
+    tie: Estimate | None = None,
+) -> Ratings:
+    """The ratings with the best model first; `bounds` [2, K] of the intervals, None: +- 1.96 standard errors."""
+    if bounds is None:
+        errors = Z_95 * np.sqrt(np.diag(covariance))
+        bounds = np.stack([points - errors, points + errors])
+    order = np.argsort(-points, kind="stable").tolist()
+    names, counts = [models[i] for i in order], np.bincount(sides.ravel(), minlength=len(models))
+    return Ratings(
+        dict(zip(names, points[order].tolist(), strict=True)),
+        {name: (low, high) for name, (low, high) in zip(names, bounds.T[order].tolist(), strict=True)},
+        dict(zip(names, counts[order].tolist(), strict=True)),
+        covariance[np.ix_(order, order)],
+        effects or {},
+        tie,
+    )

@@ -1,0 +1,235 @@
+"""Ratings of several models (`alignment evaluate ratings`): from files of battles, or of a tournament that a judge decides."""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from alignment.data.rows.files import json_line_rows, read_raw
+from alignment.data.rows.records import Prompt
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.judge_config import JudgeConfig
+from alignment.evaluation.judges import build_judge, compare
+from alignment.evaluation.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
+from alignment.evaluation.regression import Ties
+from alignment.evaluation.report.charts import Bar, Chart, bar_chart
+from alignment.evaluation.report.html import Section, render_page
+from alignment.evaluation.report.recipe_report import print_table
+from alignment.evaluation.winrate import LOSS, TIE, WIN
+from alignment.files import hash_of, write_json
+from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
+
+COLUMNS = {  # role: the names by which its column is found
+    "model_a": ("model_a", "first_model"),
+    "model_b": ("model_b", "second_model"),
+    "outcome": ("outcome", "verdict", "winner"),
+    "cluster": ("cluster",),
+}
+NUMBER = re.compile(r"\s*\d+(\.\d*)?([eE][-+]?\d+)?\s*")
+STYLE: dict[str, Callable[[str], int]] = {  # measured where a covariate's columns hold text
+    "length": len,
+    "headers": lambda text: len(re.findall(r"^#{1,6} ", text, re.M)),
+    "lists": lambda text: len(re.findall(r"^\s*(?:[-*+]|\d+\.) ", text, re.M)),
+    "bold": lambda text: len(re.findall(r"\*\*[^*\n]+\*\*", text)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TournamentConfig(JudgeConfig):
+    """A judge, and responses of models to the same prompts, of which all pairs are judged in both orders.
+
+    Attributes:
+        responses: the responses.jsonl of an `evaluate winrate`.
+    """
+
+    responses: str
+
+
+@dataclass(frozen=True)
+class RatingsConfig(Settings):
+    """Settings of ratings.
+
+    Attributes:
+        output: directory of results.json, ratings.html, and of the judgments of a tournament, which a later start reads again.
+        battles: file, directory or glob of battles (.jsonl, .jsonl.gz, .csv, .json, .parquet): model_a, model_b, and outcome
+            (1, 0.5, 0 for model_a) or winner (model_a, model_b, tie...); or judgments (first_model, second_model, verdict).
+        tournament: responses and a judge instead of battles.
+        columns: names of the columns where they are others: model_a, model_b, outcome, cluster. A winner may also be the
+            name of a model's column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
+            it is their `id`.
+        method: bradley_terry, or elo, which counts the last battles most.
+        ties: half (half a win for each side), davidson, rao_kupper; for bradley_terry.
+        covariates: name -> the columns of model_a and of model_b of what ratings are to be held equal in: numbers, or texts,
+            in which length, headers, lists and bold are measured. Each pair's value is (a - b) / (a + b).
+        leave_out: models whose battles are left out.
+        k: points that a battle moves at most, for elo.
+        seed: of Elo's bootstrap.
+    """
+
+    output: str
+    battles: str | None = None
+    tournament: TournamentConfig | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    method: Literal["bradley_terry", "elo"] = "bradley_terry"
+    ties: Ties = "half"
+    covariates: dict[str, tuple[str, str]] = field(default_factory=dict)
+    leave_out: tuple[str, ...] = ()
+    k: PositiveFloat = 4.0
+    seed: NonNegativeInt = 0
+
+    RULES = (
+        Rule("battles", lambda c: (c.battles is None) == (c.tournament is None), "or a tournament must be given, one of them"),
+        Rule("columns", lambda c: [name for name in c.columns if name not in COLUMNS],
+             "are of model_a, model_b, outcome and cluster, not of {found}"),
+        Rule("covariates", lambda c: c.covariates and (c.method == "elo" or c.tournament is not None),
+             "are for method=bradley_terry and for battles of a file"),
+        Rule("ties", lambda c: c.method == "elo" and c.ties != "half", "other than half are for method=bradley_terry"),
+    )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A battle."""
+
+    model_a: str
+    model_b: str
+    outcome: float | None  # for model_a; None: there is none
+    cluster: Hashable  # None: the row is its own
+    covariates: tuple[float, ...] = ()  # in the config's order
+
+
+def run(config: RatingsConfig) -> Path:
+    """Rate the models, print the table, and write `results.json` and `ratings.html`."""
+    rows = play_tournament(config.tournament, config) if config.tournament is not None else read_battles(config)
+    used = [r for r in rows if r.outcome is not None and not {r.model_a, r.model_b} & set(config.leave_out)]
+    battles = [(row.model_a, row.model_b, row.outcome) for row in used if row.outcome is not None]
+    clusters = None if any(row.cluster is None for row in used) else [row.cluster for row in used]
+    if config.method == "elo":
+        ratings = elo_ratings(battles, k=config.k, clusters=clusters, seed=config.seed)
+    else:
+        columns = dict(zip(config.covariates, zip(*(row.covariates for row in used), strict=True), strict=False))
+        ratings = bradley_terry_ratings(battles, ties=config.ties, covariates=columns, clusters=clusters)
+    counts = {"battles": len(used), "unused": len(rows) - len(used), "clusters": clusters and len(set(clusters))}
+    results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings)}
+    write_json(Path(config.output) / "results.json", results)
+    table: list[dict[str, object]] = [
+        {"model": name, "rank": own["rank"], "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
+         "battles": own["battles"]}
+        for name, own in results["models"].items()
+    ]  # fmt: skip
+    _write_page(Path(config.output) / "ratings.html", ratings, results, table)
+    print_table(table)
+    print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
+    return Path(config.output) / "results.json"
+
+
+def rating_figures(ratings: Ratings) -> dict[str, Any]:
+    """Figures of each model, the best one first, effects of covariates and differences of all pairs, for `results.json`.
+
+    A model's rank is 1 more than the number of models that are better at 5 %, all pairs of models being adjusted for.
+    """
+    differences = ratings.differences()
+    worse = Counter(row.second for row in differences if row.p_holm < 0.05)
+    figures = {
+        model: {"rank": 1 + worse[model], "rating": rating, "low": low, "high": high, "battles": ratings.battles[model]}
+        for (model, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
+    }
+    return {
+        "models": figures,
+        "effects": {name: effect._asdict() for name, effect in ratings.effects.items()},
+        "tie": None if ratings.tie is None else ratings.tie._asdict(),
+        "differences": [row._asdict() for row in differences],
+    }
+
+
+def _write_page(path: Path, ratings: Ratings, results: Mapping[str, Any], table: list[dict[str, object]]) -> None:
+    """A chart of the ratings as points above and below their mean, the table, and the differences of all pairs."""
+    bars = [
+        Bar(name, rating - MEAN, (low - MEAN, high - MEAN), 0)
+        for (name, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
+    ]
+    edge = 1.05 * max(abs(bound) for bar in bars for bound in bar.interval or ())
+    note = "points above the mean of the models, with 95 % intervals; 400 points are odds of 10 to 1"
+    chart = Chart("Ratings", note, bar_chart("Ratings", bars, limits=(-edge, edge)))
+    lead = "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm."
+    sections = [
+        Section("ratings", "Ratings", lead, charts=[chart], tables=[table]),
+        Section("differences", "Differences", "First minus second, in points.", tables=[results["differences"]]),
+    ]
+    summary = f"{len(ratings)} models, {results['battles']} battles."
+    render_page(path, kind="ratings", title=path.parent.name, summary=summary, sections=sections)
+
+
+def read_battles(config: RatingsConfig) -> list[Row]:
+    """The battles of a file; rows that are no battles are refused, all at once, with file:line."""
+    rows, problems = list[Row](), list[str]()
+    for raw in read_raw(str(config.battles)):
+        try:
+            rows += [] if raw.values is None else [_read_battle(raw.values, config)]
+            problems += [raw.problem] if raw.values is None else []
+        except KeyError as error:
+            found = ", ".join(map(repr, raw.values or ()))
+            problems.append(f"{raw.location}: no column {error}; found {found}; name them in `columns` or `covariates`")
+        except ValueError as error:
+            problems.append(f"{raw.location}: {str(error)[:300]}")
+    raise_all(problems or ([] if rows else [f"{config.battles}: no battle in it"]))
+    return rows
+
+
+def _read_battle(row: Mapping[str, Any], config: RatingsConfig) -> Row:
+    usual = {role: next((name for name in names if name in row), names[0]) for role, names in COLUMNS.items()}
+    names = {**usual, **config.columns}
+    first, second, outcome = str(row[names["model_a"]]), str(row[names["model_b"]]), row[names["outcome"]]
+    by_name = dict.fromkeys(("model_b", names["model_b"], second), LOSS)
+    by_name |= dict.fromkeys(("model_a", names["model_a"], first), WIN)
+    value = None if outcome in (None, "") else TIE if str(outcome).startswith("tie") else by_name.get(outcome, outcome)
+    try:
+        value = None if value is None else float(value)
+    except ValueError:
+        value = math.nan
+    if first == second or not 0 <= (0 if value is None else value) <= 1:
+        raise ValueError(
+            f"{first!r} against {second!r}, outcome {outcome!r}: models have two names, and an outcome is 1, 0.5, 0, "
+            f"{', '.join(map(repr, by_name))}, or begins with 'tie'"
+        )
+    key = "id" if names["outcome"] == "verdict" and "id" in row else "cluster"
+    cluster = row[config.columns["cluster"]] if "cluster" in config.columns else row.get(key)
+    return Row(
+        first, second, value, cluster, tuple(_measure(name, row, *own) for name, own in config.covariates.items())
+    )
+
+
+def _measure(name: str, row: Mapping[str, Any], *columns: str) -> float:
+    """(a - b) / (a + b) of what two columns hold, or of what is measured in their texts; 0 where both are 0.
+
+    Source: the style control of Chatbot Arena, Li et al. 2024, lmsys.org/blog/2024-08-28-style-control.
+    """
+    texts = [str(row[column]) for column in columns]
+    a, b = (STYLE[name](text) if name in STYLE and not NUMBER.fullmatch(text) else float(text) for text in texts)
+    return (a - b) / (abs(a) + abs(b)) if a or b else 0.0
+
+
+def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> list[Row]:
+    """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree is a tie."""
+    if not Path(config.responses).is_file():
+        raise UserError(f"{config.responses}: no such file; tournament.responses is that of an evaluate winrate")
+    rows = [row.values or {} for row in json_line_rows(Path(config.responses))]
+    if not rows or any(not {"id", "prompt", "responses"} <= row.keys() for row in rows):
+        raise UserError(
+            f"{config.responses}: its rows must have id, prompt and responses, as evaluate winrate writes them"
+        )
+    prompts = [Prompt(row["prompt"], {}, row["id"]) for row in rows]
+    judge, battles = build_judge(config, Path(ratings.output)), list[Row]()
+    for one, other in itertools.combinations(
+        [name for name in rows[0]["responses"] if name not in ratings.leave_out], 2
+    ):
+        sides = [row["responses"][one] for row in rows], [row["responses"][other] for row in rows]
+        judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share, models=(one, other))
+        battles += [
+            Row(one, other, verdict, hash_of(prompt.prompt))
+            for prompt, verdict in zip(prompts, judged.verdicts, strict=True)
+        ]
+    return battles

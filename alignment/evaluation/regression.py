@@ -1,0 +1,150 @@
+"""Regressions of the outcomes of pairs on what differs between their two sides, with cluster-robust covariance.
+
+For length_control.py, whose columns are those of one model against a baseline, and ratings.py, whose columns are models.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.winrate import TIE, Z_95, cluster_numbers
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+Ties = Literal["half", "davidson", "rao_kupper"]
+LARGEST_LOG_ODDS = 30.0  # of a pair; a fit that goes there has no maximum
+STEPS = 100
+
+
+class Estimate(NamedTuple):
+    """A figure and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Fit(NamedTuple):
+    """The most likely coefficients, and what their errors follow from; the tie parameter comes last."""
+
+    coefficients: np.ndarray  # [P + 1]
+    inverse: np.ndarray  # inverse of minus the second derivative of the log-likelihood, [P + 1, P + 1]
+    rows: int  # n
+    scores: "csr_array"  # derivative of each row's log-likelihood, [n, P + 1]
+
+    def covariance(self, clusters: Sequence[Hashable] | None) -> np.ndarray:
+        """Sandwich covariance A^-1 B A^-1 of the coefficients: B = G/(G-1) sum_g s_g s_g^T over sums s of scores by cluster.
+
+        Source: Liang and Zeger 1986, Biometrika 73, 13-22.
+        """
+        from scipy.sparse import csr_array
+
+        numbers = cluster_numbers(range(self.rows) if clusters is None else clusters)
+        count = int(numbers.max()) + 1
+        sums = csr_array((np.ones(self.rows), (numbers, np.arange(self.rows)))) @ self.scores
+        return count / max(count - 1, 1) * self.inverse @ (sums.T @ sums).toarray() @ self.inverse
+
+    def estimates(self, clusters: Sequence[Hashable] | None) -> list[Estimate]:
+        """Each coefficient +- 1.96 standard errors."""
+        errors = Z_95 * np.sqrt(np.diag(self.covariance(clusters)))
+        return [Estimate(b, b - e, b + e) for b, e in zip(self.coefficients.tolist(), errors.tolist(), strict=True)]
+
+
+def outcome_log_probs(eta: Tensor, tau: Tensor, outcomes: Tensor, ties: Ties) -> Tensor:
+    """Log-probability of each outcome, [n], given the log odds eta of the pair and the tie parameter tau.
+
+    half:        P(win) = sigmoid(eta); an outcome in (0, 1), such as a tie's 1/2, is that share of a win.
+    davidson:    P(win) : P(tie) : P(loss) = exp(eta / 2) : exp(tau) : exp(-eta / 2).
+    rao_kupper:  P(win) = sigmoid(eta - tau), P(loss) = sigmoid(-eta - tau), and P(tie) = (exp(2 tau) - 1) P(win) P(loss).
+
+    Source: Davidson 1970, JASA 65, 317-328 (nu is exp(tau), pi_i / pi_j is exp(eta)); Rao and Kupper 1967, JASA 62, 194-204
+    (theta is exp(tau), above 1).
+    """
+    if ties == "half":
+        return outcomes * eta - torch.logaddexp(eta, torch.zeros_like(eta))
+    tied = outcomes == TIE
+    if ties == "davidson":
+        return torch.where(tied, tau, (outcomes - TIE) * eta) - torch.stack([eta / 2, tau, -eta / 2]).logsumexp(0)
+    win, loss = -torch.logaddexp(tau - eta, torch.zeros_like(eta)), -torch.logaddexp(tau + eta, torch.zeros_like(eta))
+    return (outcomes >= TIE) * win + (outcomes <= TIE) * loss + tied * torch.expm1(2 * tau).log()
+
+
+def fit_outcomes(
+    design: "csr_array",
+    outcomes: np.ndarray,
+    penalty: np.ndarray,
+    *,
+    center: np.ndarray | float = 0.0,
+    ties: Ties = "half",
+) -> Fit:
+    """The most likely coefficients b of eta = design @ b and the tie parameter, found by Newton's method.
+
+    Maximized is log-likelihood - (b - center)^T penalty (b - center) / 2.
+
+    Args:
+        design: what differs between the sides of each pair, [n, P].
+        outcomes: 1 where the first side won, 0 where it lost, 1/2 a tie; with ties="half" any share of a win, [n].
+        penalty: precision of a prior, or what makes the fit unique, [P, P].
+        center: mean of the prior, [P].
+
+    Raises:
+        UserError: there is no finite maximum: the columns tell some outcomes without an error.
+    """
+    from scipy.linalg import block_diag
+    from scipy.sparse import block_array, csr_array, diags_array
+
+    n, fixed = len(outcomes), float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
+    columns = csr_array(
+        block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]])
+    )  # of eta, then of tau, [2n, P + 1]
+    precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
+    labels = torch.tensor(outcomes)
+
+    def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
+        points = torch.tensor((columns @ b).reshape(2, n), requires_grad=True)
+        each = outcome_log_probs(points[0], points[1], labels, ties)
+        return each.detach().sum().item() - float((b - middle) @ precision @ (b - middle)) / 2, each, points
+
+    found = np.append(middle[:-1], 1 - fixed)
+    height, each, points = evaluate(found)
+    for _ in range(STEPS):
+        [slopes] = torch.autograd.grad(each.sum(), points, create_graph=True)
+        curves = [torch.autograd.grad(slope.sum(), points, retain_graph=True)[0].numpy() for slope in slopes]
+        weights = block_array([[diags_array(curve) for curve in row] for row in curves])
+        information = precision - (columns.T @ (csr_array(weights) @ columns)).toarray()
+        ascent = slopes.detach().numpy().ravel()
+        step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
+        if np.abs(step).max() < 1e-9:
+            rows = csr_array((ascent, (np.tile(np.arange(n), 2), np.arange(2 * n))))
+            return Fit(found, np.linalg.inv(information), n, rows @ columns)
+        while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
+            step = step / 2
+        found, (height, each, points) = found + step, nearer
+        if points[0].abs().max() > LARGEST_LOG_ODDS:
+            break
+    raise UserError(
+        "the outcomes have no finite fit: some of them follow without an error from the columns of the regression; take "
+        "more rows, or leave a covariate out"
+    )
+
+
+def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:
+    """Refuse a design [n, P] in which one of the last columns, those that have `names`, follows from all the others."""
+    gram = (design.T @ design).toarray()
+    sizes = np.maximum(np.sqrt(np.diag(gram)), 1e-12)
+    gram = gram / np.outer(sizes, sizes)
+
+    def rank(kept: np.ndarray) -> int:
+        return int(np.linalg.matrix_rank(gram[np.ix_(kept, kept)], tol=1e-9, hermitian=True))
+
+    every = np.arange(len(gram))
+    raise_all(
+        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be told from theirs; leave it out"
+        for column, name in zip(every[-len(names) :], names, strict=True)
+        if rank(np.delete(every, column)) == rank(every)
+    )

@@ -1,0 +1,160 @@
+"""`alignment evaluate ratings`: battles of files in every form, what is refused, and a tournament."""
+
+import csv
+import gzip
+import json
+import math
+
+import pytest
+
+from alignment.config.load import load_config
+from alignment.errors import UserError
+from alignment.evaluation import bradley_terry_ratings
+from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, run
+
+VOTES = [
+    ("a", "b", 1.0),
+    ("a", "b", 1.0),
+    ("b", "a", 1.0),
+    ("b", "c", 0.5),
+    ("c", "a", 0.0),
+    ("c", "b", 1.0),
+    ("a", "c", 0.5),
+]
+
+
+def write_rows(path, rows):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def rate(tmp_path, battles, **settings):
+    return json.loads(run(RatingsConfig(str(tmp_path / "out"), battles=battles, **settings)).read_text())
+
+
+def written(form, tmp_path):
+    """The votes in one of the forms that are understood, and the settings for it."""
+    winner = {1.0: "model_a", 0.0: "model_b", 0.5: "tie (both bad)"}
+    if form == "csv":
+        with open(tmp_path / "votes.csv", "w", newline="", encoding="utf-8") as file:
+            rows = [
+                ("left", "right", "winner"),
+                *((a, b, {1.0: "left", 0.0: "right", 0.5: "tie"}[y]) for a, b, y in VOTES),
+            ]
+            csv.writer(file).writerows(rows)
+        return str(tmp_path / "votes.csv"), {"columns": {"model_a": "left", "model_b": "right"}}
+    rows = {
+        "outcomes": [{"model_a": a, "model_b": b, "outcome": y} for a, b, y in VOTES],
+        "winners": [{"model_a": a, "model_b": b, "winner": winner[y], "turn": 1} for a, b, y in VOTES],
+        "names": [{"model_a": a, "model_b": b, "winner": {1.0: a, 0.0: b, 0.5: "tie"}[y]} for a, b, y in VOTES],
+        "judgments": [{"first_model": a, "second_model": b, "verdict": y, "first": "x"} for a, b, y in VOTES],
+    }[form]
+    return write_rows(tmp_path / "votes.jsonl.gz", rows), {}
+
+
+@pytest.mark.parametrize("form", ["csv", "outcomes", "winners", "names", "judgments"])
+def test_every_form_of_battles_gives_the_ratings_of_the_rows(form, tmp_path, capsys):
+    battles, settings = written(form, tmp_path)
+    results, ratings = rate(tmp_path, battles, **settings), bradley_terry_ratings(VOTES)
+    assert {name: own["rating"] for name, own in results["models"].items()} == pytest.approx(dict(ratings))
+    assert [(own["low"], own["high"]) for own in results["models"].values()] == list(
+        map(pytest.approx, ratings.intervals.values())
+    )
+    assert (results["battles"], results["unused"], results["clusters"]) == (7, 0, None)
+    assert [own["rank"] for own in results["models"].values()] == [1, 1, 1] and len(results["differences"]) == 3
+    assert "7 battles used" in capsys.readouterr().out
+    assert "points above the mean" in (tmp_path / "out" / "ratings.html").read_text()
+
+
+def test_judgments_are_clustered_by_their_prompt_and_unanswered_ones_counted(tmp_path):
+    rows = [{"first_model": a, "second_model": b, "verdict": y, "id": str(i)} for i, (a, b, y) in enumerate(VOTES)]
+    battles = write_rows(tmp_path / "judgments.jsonl", [*rows * 2, {**rows[0], "verdict": None}])
+    results = rate(tmp_path, battles, ties="rao_kupper", leave_out=("d",))
+    once = bradley_terry_ratings(VOTES, ties="rao_kupper")
+    assert (results["battles"], results["unused"], results["clusters"]) == (14, 1, 7)
+    assert (results["models"]["a"]["low"], results["models"]["a"]["high"]) == pytest.approx(once.intervals["a"])
+    assert results["tie"]["value"] == pytest.approx(once.tie.value if once.tie else None)
+
+
+def test_covariates_are_numbers_or_what_is_measured_in_texts(tmp_path):
+    rows = [
+        {"model_a": a, "model_b": b, "outcome": y, "tokens_a": 30 + i, "tokens_b": 10 * (i % 3), "text_a": "# x\n* **y**" * (i % 4),
+         "text_b": "- z\n" * i}
+        for i, (a, b, y) in enumerate(VOTES * 6)
+    ]  # fmt: skip
+    battles = write_rows(tmp_path / "battles.jsonl", rows)
+    covariates = {"tokens": ("tokens_a", "tokens_b"), "length": ("text_a", "text_b"), "bold": ("text_a", "text_b")}
+    results = rate(tmp_path, battles, covariates=covariates)
+    assert list(results["effects"]) == ["tokens", "length", "bold"]
+    expected = [(row["tokens_a"] - row["tokens_b"]) / (row["tokens_a"] + row["tokens_b"]) for row in rows]
+    alone = rate(tmp_path, battles, covariates={"tokens": ("tokens_a", "tokens_b")})["effects"]["tokens"]["value"]
+    votes = [(row["model_a"], row["model_b"], row["outcome"]) for row in rows]
+    assert alone == pytest.approx(bradley_terry_ratings(votes, covariates={"tokens": expected}).effects["tokens"].value)
+    with pytest.raises(UserError, match="'bold' follows from"):  # every **y** comes with one header
+        rate(tmp_path, battles, covariates=dict.fromkeys(("headers", "bold"), ("text_a", "text_b")))
+    with pytest.raises(UserError, match=r"battles\.jsonl:2: could not convert string to float"):
+        rate(tmp_path, battles, covariates={"words": ("text_a", "text_b")})
+
+
+def test_rows_that_are_no_battles_are_refused_together(tmp_path):
+    rows = [
+        {"model_a": "a", "model_b": "b", "outcome": 2},
+        {"model_a": "a", "model_b": "a", "outcome": 1},
+        {"model_a": "a", "model_b": "b", "winner": "c"},
+        {"model_a": "a", "outcome": 1},
+    ]
+    battles = write_rows(tmp_path / "battles.jsonl", rows)
+    with open(battles, "a", encoding="utf-8") as file:
+        file.write("no JSON\n")
+    with pytest.raises(UserError) as refused:
+        rate(tmp_path, battles)
+    message = str(refused.value)
+    assert all(f"battles.jsonl:{line}" in message for line in range(1, 6)), message
+    assert "outcome 2" in message and "'a' against 'a'" in message and "outcome 'c'" in message
+    assert "no column 'model_b'; found 'model_a', 'outcome'" in message
+    with pytest.raises(UserError, match="no battle in it"):
+        rate(tmp_path, write_rows(tmp_path / "empty.jsonl", []))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "battles or a tournament must be given"),
+        ({"battles": "x", "columns": {"model": "y"}}, "columns are of model_a"),
+        ({"battles": "x", "method": "elo", "ties": "davidson"}, "ties other than half"),
+        ({"battles": "x", "method": "elo", "covariates": {"length": ("a", "b")}}, "covariates are for"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RatingsConfig("out", **settings)
+
+
+def test_a_tournament_judges_all_pairs_and_keeps_the_judgments(tmp_path):
+    """The longer response wins: x beats y in 2 of 3 prompts, y beats z in 2 of 3, and so on around."""
+    lengths = {"x": (3, 2, 1), "y": (2, 1, 3), "z": (1, 3, 2)}
+    rows = [
+        {"id": f"row {i}", "prompt": f"p{i}", "responses": {name: "w" * own[i] for name, own in lengths.items()}}
+        for i in range(3)
+    ]
+    tournament = TournamentConfig(responses=write_rows(tmp_path / "responses.jsonl", rows), judge="longer")
+    results = json.loads(run(RatingsConfig(str(tmp_path / "out"), tournament=tournament)).read_text())
+    assert {name: own["rating"] for name, own in results["models"].items()} == pytest.approx(dict.fromkeys("xyz", 1000))
+    assert (results["battles"], results["clusters"]) == (9, 3)
+    judgments = [json.loads(line) for line in (tmp_path / "out" / "judgments.jsonl").read_text().splitlines()]
+    assert len(judgments) == 18 and {row["first_model"] for row in judgments} == {"x", "y", "z"}
+    # of the log of both orders: the same ratings
+    again = rate(tmp_path / "again", str(tmp_path / "out" / "judgments.jsonl"))
+    assert [own["rating"] for own in again["models"].values()] == pytest.approx([1000] * 3) and again["clusters"] == 3
+    alone = json.loads(run(RatingsConfig(str(tmp_path / "two"), tournament=tournament, leave_out=("z",))).read_text())
+    assert alone["models"]["x"]["rating"] - 1000 == pytest.approx(200 * math.log10(2))
+
+
+def test_a_config_names_a_judge_or_is_refused(tmp_path):
+    path = tmp_path / "ratings.yaml"
+    path.write_text(f"output: {tmp_path}/out\ntournament:\n  responses: {tmp_path}/none.jsonl\n")
+    with pytest.raises(UserError, match=r"tournament\.judge.*is missing"):
+        load_config(RatingsConfig, str(path), [])
+    with pytest.raises(UserError, match="no such file"):
+        run(load_config(RatingsConfig, str(path), ["tournament.judge=longer"]))
