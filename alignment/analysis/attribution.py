@@ -3,7 +3,7 @@
 Both take any function of vectors; saliency.py makes one of a model and its token embeddings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +23,7 @@ class Attribution(NamedTuple):
     value: float
     residual: float  # sum of the values less (value - baseline_value); 0 where the integral is exact
     gradients: int  # computed on the way
-
-    def is_complete(self, tolerance: float = 0.01) -> bool:
-        """True where the residual is at most this share of value - baseline_value."""
-        return abs(self.residual) <= _allowed(self.value - self.baseline_value, tolerance)
-
-
-def _allowed(change: float, tolerance: float) -> float:
-    return tolerance * max(abs(change), 1e-3)  # below, rounding is larger
+    complete: bool  # the errors of all parts of the path, signs aside, sum to at most the tolerance
 
 
 def gradient_times_input(value: Value, inputs: Tensor) -> Tensor:
@@ -71,20 +64,20 @@ def integrated_gradients(
         return abs(found.sum().item() - change), start, stop, found
 
     @torch.no_grad()
-    def changes(*places: float) -> list[float]:
-        return value(at(torch.tensor(places).to(inputs))).double().diff().tolist()
+    def values_at(*places: float) -> list[float]:
+        return value(at(torch.tensor(places).to(inputs))).double().tolist()
 
-    ends = np.linspace(0, 1, PIECES + 1).tolist()
-    pieces = [integrate(*each) for each in zip(ends, ends[1:], changes(*ends), strict=False)]
-    with torch.no_grad():
-        first, last = value(at(torch.tensor([0.0, 1.0]).to(inputs))).tolist()
-    while sum(piece[0] for piece in pieces) > _allowed(last - first, tolerance):
-        if POINTS * len(pieces) >= max_gradients:
-            break
+    def integrate_between(places: Sequence[float]) -> list[tuple[float, float, float, Tensor]]:
+        known = values_at(*places)
+        return [integrate(places[i], places[i + 1], known[i + 1] - known[i]) for i in range(len(places) - 1)]
+
+    first, last = values_at(0, 1)
+    allowed = tolerance * max(abs(last - first), 1e-3)  # below, rounding is larger
+    pieces = integrate_between(np.linspace(0, 1, PIECES + 1).tolist())
+    while (error := sum(piece[0] for piece in pieces)) > allowed and POINTS * len(pieces) < max_gradients:
         pieces.sort(key=lambda piece: piece[0])
         _, start, stop, _ = pieces.pop()
-        middle = (start + stop) / 2
-        left, right = changes(start, middle, stop)
-        pieces += [integrate(start, middle, left), integrate(middle, stop, right)]
+        pieces += integrate_between([start, (start + stop) / 2, stop])
     values = torch.stack([piece[-1] for piece in pieces]).sum(0)
-    return Attribution(values, first, last, values.sum().item() - (last - first), POINTS * len(pieces))
+    residual = values.sum().item() - (last - first)
+    return Attribution(values, first, last, residual, POINTS * len(pieces), error <= allowed)

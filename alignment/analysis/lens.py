@@ -19,7 +19,6 @@ from alignment.errors import UserError
 from alignment.evaluation.report.html import render_page
 from alignment.files import write_json
 from alignment.loading import load_model, load_tokenizer
-from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
 from alignment.models.external.rectangles import pad_rows, run_padded
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
@@ -64,8 +63,9 @@ def lens_logits(model: nn.Module, ids: Sequence[int]) -> Iterator[Tensor]:
         norm, states = _final_norm(model, Ragged.build([ids]).to(inputs.device))
         own = model(inputs).logits[0]
     else:
-        kind = "an encoder-decoder" if isinstance(model, Seq2SeqModel | ExternalModel) else "no language model"
-        raise UserError(f"the logit lens needs a language model of one side, and this is {kind}")
+        raise UserError(
+            "the logit lens needs a language model of one side, no encoder-decoder, classifier or reward model"
+        )
     for state in states:
         with norm.register_forward_pre_hook(lambda _, inputs, state=state: (state, *inputs[1:])):
             yield model(inputs).logits[0]
@@ -106,14 +106,8 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
     found = []
     for text, ids in zip(texts, encoded(tokenizer, texts, "--text"), strict=True):
         lens = logit_lens(loaded, ids, top)
-        places = lens.tokens.shape
-        words = shown(tokenizer, lens.tokens.flatten().tolist())
-        cells = zip(words, lens.probabilities.flatten().tolist(), strict=True)
-        rows = [[[next(cells) for _ in range(places[2])] for _ in range(places[1])] for _ in range(places[0])]
-        layers = [
-            [{"top": best, "kl": kl} for best, kl in zip(row, divergences, strict=True)]
-            for row, divergences in zip(rows, lens.kl.tolist(), strict=True)
-        ]
-        found.append({"text": text, "tokens": shown(tokenizer, ids), "layers": layers})
+        best = [[shown(tokenizer, place) for place in layer] for layer in lens.tokens.tolist()]
+        numbers = {"probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist()}
+        found.append({"text": text, "tokens": shown(tokenizer, ids), "best": best, **numbers})
     write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": found})
     return render_page(Path(output), TEMPLATES / "lens.html.jinja", title=str(model), texts=found)

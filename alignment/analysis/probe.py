@@ -22,7 +22,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
-from alignment.evaluation.winrate import WinRate, accuracy_gain, win_rate
+from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json
 from alignment.loading import architecture_of, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
@@ -63,11 +63,12 @@ def fit_probe(states: np.ndarray, classes: np.ndarray, *, count: int, ridge: flo
 
 
 class ProbeRows(NamedTuple):
-    """What probes are fitted or judged on: a row for each text, or for each labeled word."""
+    """Rows that probes are fitted or judged on: one for each text, or for each labeled word."""
 
     states: Sequence[np.ndarray]  # of each layer, [N, D]
     classes: np.ndarray  # the label of each row, [N]
-    types: Sequence[str]  # what the control task labels by: the word, or the last word of the text
+    types: Sequence[str]  # what the control task labels by: the word, or the last word of the text, [N]
+    texts: Sequence[int]  # number of the text of each row, [N]
 
 
 def prepare_parts(
@@ -103,9 +104,11 @@ def read_probe_rows(model: nn.Module, part: LabeledExamples, pooling: Pooling | 
     for number, layers in document_states(model, [one.encoded[0] for one in examples]):
         found[number] = [_read_at(states, examples[number], pooling) for states in layers]
     inputs = {row.row_id: row.inputs[0] for row in part.rows}
-    types = [word for one in examples for word in _types_of(one, inputs[one.row_id])]
+    types = [_types_of(one, inputs[one.row_id]) for one in examples]
     classes = [label for one in examples for label in one.labels if label != IGNORED]
-    return ProbeRows([np.concatenate(layer) for layer in zip(*found, strict=True)], np.array(classes), types)
+    texts = [number for number, words in enumerate(types) for _ in words]
+    states = [np.concatenate(layer) for layer in zip(*found, strict=True)]
+    return ProbeRows(states, np.array(classes), [word for words in types for word in words], texts)
 
 
 def _read_at(states: np.ndarray, example: TaskExample, pooling: Pooling | None) -> np.ndarray:
@@ -116,9 +119,9 @@ def _read_at(states: np.ndarray, example: TaskExample, pooling: Pooling | None) 
 
 
 def _types_of(example: TaskExample, source: str | Sequence[str]) -> list[str]:
-    if not isinstance(source, str):
-        return [word for word, token in zip(source, example.word_tokens, strict=True) if token is not None]
-    return [(WORD.findall(source) or [source])[-1].lower()]
+    if isinstance(source, str):
+        return [(WORD.findall(source) or [source])[-1].lower()]
+    return [word for word, token in zip(source, example.word_tokens, strict=True) if token is not None]
 
 
 def control_classes(types: Sequence[str], shares: np.ndarray) -> np.ndarray:
@@ -145,31 +148,28 @@ def probe_outcomes(
 
 
 class LayerProbe(NamedTuple):
-    """Probes on one layer; rates with Wilson's 95 % interval over the rows."""
+    """Probes on one layer; rates with 95 % intervals: Wilson's, for words with the text as a cluster."""
 
     layer: int
     accuracy: WinRate  # share of held-out rows classified rightly
     control: WinRate  # the same of a probe on the control task
-    selectivity: dict[str, float]  # their difference, and the interval for pairs
+    selectivity: dict[str, float]  # their difference and its interval for pairs: rate, low, high
     fit_accuracy: float  # on the rows of the fit
-
-
-class Baselines(NamedTuple):
-    """Held-out shares to compare with."""
-
-    majority: float  # rows with the most frequent class of the fit
-    control_majority: float  # the same of the control task
-    control_seen: float  # rows whose word is in the fit: the class of others cannot be known
 
 
 def probe_layers(
     fit: ProbeRows, judged: ProbeRows, *, count: int, ridge: float = 0.01
-) -> tuple[list[LayerProbe], Baselines]:
+) -> tuple[list[LayerProbe], dict[str, float]]:
     """The held-out accuracy of a probe on each layer, of one on its control task, and their difference, the selectivity.
 
     Args:
         count: classes.
         ridge: as in `fit_probe`.
+
+    Returns:
+        The layers, and held-out shares to compare with: `majority`, rows with the most frequent class of the fit;
+        `control_majority`, the same of the control task; `control_seen`, rows whose word is in the fit, for the class of
+        others cannot be known.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368, sections 2 and 3.
     """
@@ -180,12 +180,14 @@ def probe_layers(
     for number, states in enumerate(zip(fit.states, judged.states, strict=True)):
         fitted, right = probe_outcomes(states, classes, count=count, ridge=ridge)
         _, control_right = probe_outcomes(states, control, count=count, ridge=ridge)
-        gain = accuracy_gain(right, control_right)
-        layers.append(LayerProbe(number, win_rate(right), win_rate(control_right), gain, float(np.mean(fitted))))
-    majority, control_majority = (
-        float((held_out == np.bincount(fitted).argmax()).mean()) for fitted, held_out in (classes, control)
-    )
-    return layers, Baselines(majority, control_majority, float(np.isin(judged.types, fit.types).mean()))
+        leads = [(1 + ours - theirs) / 2 for ours, theirs in zip(right, control_right, strict=True)]
+        rates = [win_rate(each, clusters=judged.texts) for each in (right, control_right, leads)]
+        gain = {key: 2 * getattr(rates[2], key) - 1 for key in ("rate", "low", "high")}
+        layers.append(LayerProbe(number, rates[0], rates[1], gain, float(np.mean(fitted))))
+    baselines = {"control_seen": float(np.isin(judged.types, fit.types).mean())}
+    for name, (fitted, held_out) in {"majority": classes, "control_majority": control}.items():
+        baselines[name] = float((held_out == np.bincount(fitted).argmax()).mean())
+    return layers, baselines
 
 
 def write_probe(
@@ -217,7 +219,7 @@ def write_probe(
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
     results = {
         "model": str(model), "task": task, "pooling": read, "ridge": ridge, "labels": names,
-        "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines._asdict(),
+        "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines,
         "layers": [one._asdict() | {"accuracy": asdict(one.accuracy), "control": asdict(one.control)} for one in layers],
     }  # fmt: skip
     write_json(Path(output).with_suffix(".json"), results)
@@ -230,15 +232,15 @@ def write_probe(
     return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)
 
 
-def _sections(layers: Sequence[LayerProbe], baselines: Baselines) -> list[Section]:
+def _sections(layers: Sequence[LayerProbe], baselines: dict[str, float]) -> list[Section]:
     numbers = tuple(range(len(layers)))
     rates = {
         "probe": [one.accuracy.rate for one in layers],
         "control task": [one.control.rate for one in layers],
-        "most frequent class": [baselines.majority] * len(layers),
+        "most frequent class": [baselines["majority"]] * len(layers),
     }
     curves = tuple(Curve(name, numbers, tuple(found), color) for color, (name, found) in enumerate(rates.items()))
-    selectivity = (Curve("selectivity", numbers, tuple(one.selectivity["difference"] for one in layers), 3),)
+    selectivity = (Curve("selectivity", numbers, tuple(one.selectivity["rate"] for one in layers), 3),)
     charts = [
         Chart(title, note, curve_chart(f"{title}, {note}", lines, "layer"))
         for title, note, lines in (
@@ -251,9 +253,7 @@ def _sections(layers: Sequence[LayerProbe], baselines: Baselines) -> list[Sectio
             "layer": str(one.layer),
             "accuracy": asdict(one.accuracy),
             "control": asdict(one.control),
-            "selectivity": with_interval(
-                one.selectivity["difference"], [one.selectivity[key] for key in ("low", "high")]
-            ),
+            "selectivity": with_interval(one.selectivity["rate"], [one.selectivity[key] for key in ("low", "high")]),
             "accuracy on the fit": one.fit_accuracy,
         }
         for one in layers
@@ -261,7 +261,7 @@ def _sections(layers: Sequence[LayerProbe], baselines: Baselines) -> list[Sectio
     control = (
         "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with the "
         "shares of the true classes. A probe that learns it as well as the true one shows that words can be told apart, "
-        f"and no more. {baselines.control_seen:.1%} of the held-out rows have a word of the fit; the most frequent class "
-        f"of the control task makes {baselines.control_majority:.1%}. Intervals are of 95 % and take rows for independent."
+        f"and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most frequent class "
+        f"of the control task makes {baselines['control_majority']:.1%}. Intervals are of 95 %; words of one text count as a cluster."
     )
     return [Section("layers", "Layers", control, charts, [table])]

@@ -31,18 +31,17 @@ from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.model import check_lengths
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import read_config
-from alignment.ragged import Ragged, group_by_length
+from alignment.ragged import Ragged
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.model import Encoded, document_scores
 
 Unit = Literal["word", "sentence", "turn"]
 UNITS = {"word": re.compile(r"\S+\s*"), "sentence": re.compile(r"\S.*?(?:[.!?]+(?=\s|$)|$)\s*", re.DOTALL)}
 ZERO = "zero"
-BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Answer:
+class Explained:
     """The number that a model gives a document.
 
     Attributes:
@@ -69,18 +68,14 @@ class Answer:
     @torch.no_grad()
     def values(self, prompts: Sequence[str | Messages]) -> list[float]:
         """The number of each prompt."""
-        documents, found = [self.encode(prompt) for prompt in prompts], [0.0] * len(prompts)
-        for group in group_by_length([len(one.ids) for one in documents], BATCH_TOKENS):
-            for i, number in zip(group, self.value(self.batch([documents[i] for i in group])).tolist(), strict=True):
-                found[i] = number
-        return found
+        return [self.value(self.batch([self.encode(prompt)])).item() for prompt in prompts]
 
 
-AnswerOf = Callable[[str | Messages, str | None], Answer]  # (prompt, target) -> what is explained
+ExplainedOf = Callable[[str | Messages, str | None], Explained]  # (prompt, target) -> the number
 
 
-def load_answers(source: str) -> AnswerOf:
-    """The model of a directory or Hub name, by its head: what it answers a prompt, given a target or None.
+def load_explained(source: str) -> ExplainedOf:
+    """The number that is explained of the model of a directory or Hub name, by its head, given a prompt and a target or None.
 
     The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the whole
     text) or a class (None: the most probable one).
@@ -91,38 +86,43 @@ def load_answers(source: str) -> AnswerOf:
     scores = classifies and (score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1)
     if is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else scores:
         reward_model = load_reward_model(source, device=best_device())
-        return lambda prompt, target: score_answer(reward_model, target)
+        return lambda prompt, target: explained_score(reward_model, target)
     tokenizer = load_tokenizer(source)
     if classifies and not checkpoint.is_adapter:
         classifier = load_pretrained(checkpoint.directory, "sequence", device=best_device())
-        return lambda prompt, target: class_answer(classifier, tokenizer, prompt, target)
+        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
     if (kind := architecture_of(checkpoint)) != "decoder":
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
     model = load_model(checkpoint, device=best_device())
-    return lambda prompt, target: continuation_answer(model, tokenizer, prompt, target)
+    return lambda prompt, target: explained_continuation(model, tokenizer, prompt, target)
 
 
-def continuation_answer(model: nn.Module, tokenizer: Tokenizer, prompt: str | Messages, target: str | None) -> Answer:
+def explained_continuation(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str | Messages, target: str | None
+) -> Explained:
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
-    if target is None:
+    if target is not None:
+        response = response_ids(tokenizer, target, prompt, ended=False)
+    else:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
             response = [int(model(ids).logits[0, -1].argmax())]
-    else:
-        response = response_ids(tokenizer, target, prompt, ended=False)
-
-    def encode(prompt: str | Messages) -> Encoded:
-        ids = [*prompt_ids(tokenizer, prompt), *response]
-        return Encoded(ids, [0] * len(ids))
 
     def value(batch: Ragged) -> Tensor:
         return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
 
     name = f"log-probability of {tokenizer.decode(response)!r}, nats"
-    return Answer(name, model, tokenizer, encode, value, len(response))
+    return Explained(
+        name,
+        model,
+        tokenizer,
+        lambda prompt: _one_text([*prompt_ids(tokenizer, prompt), *response]),
+        value,
+        len(response),
+    )
 
 
-def score_answer(reward_model: RewardModel, response: str | None) -> Answer:
+def explained_score(reward_model: RewardModel, response: str | None) -> Explained:
     """A reward model's score of the prompt with a response, or of the prompt as the whole text."""
     model = reward_model.model
     last_alone = getattr(model, "task", "") == "scalar"
@@ -136,33 +136,37 @@ def score_answer(reward_model: RewardModel, response: str | None) -> Answer:
         output = model(batch=batch, **({"tokens": batch.last} if last_alone else {}))
         return reward_model.combined(reward_model.calibration.apply(document_scores(output)))
 
-    return Answer("score", model, reward_model.tokenizer, encode, value)
+    return Explained("score", model, reward_model.tokenizer, encode, value)
 
 
-def class_answer(model: nn.Module, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Answer:
+def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
     """The log-probability of a class of the text, or of its most probable one, nats."""
     config = cast(NativeModel | ExternalModel, model).config
     names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
-    ids_of = {str(name): int(number) for number, name in names.items()}
-    if label is not None and label not in ids_of:
-        raise UserError(f"--target {label!r}: the classes are {', '.join(ids_of)}")
-
-    def encode(text: str | Messages) -> Encoded:
-        if not isinstance(text, str):
-            raise UserError("a classifier reads texts, and this is a list of messages; write it as one text")
-        read = tokenizer(text, truncation=False, verbose=False)["input_ids"]
-        return Encoded(read, [0] * len(read))
+    numbers = {str(name): int(number) for number, name in names.items()}
+    if not isinstance(text, str) or (label is not None and label not in numbers):
+        raise UserError(
+            f"a classifier reads texts, no messages, and --target is one of {', '.join(numbers)}, or left out"
+        )
 
     def log_probs(batch: Ragged) -> Tensor:
         return model(batch=batch).logits.log_softmax(-1)
 
-    answer = Answer("", model, tokenizer, encode, log_probs)
-    with torch.no_grad():
-        number = int(log_probs(answer.batch([encode(text)])).argmax()) if label is None else ids_of[label]
-    name = next(name for name, other in ids_of.items() if other == number)
+    def encode(text: str | Messages) -> Encoded:
+        return _one_text(tokenizer(cast(str, text), truncation=False, verbose=False)["input_ids"])
+
+    whole = Explained("", model, tokenizer, encode, log_probs)
+    if label is None:
+        with torch.no_grad():
+            most_probable = int(log_probs(whole.batch([encode(text)])).argmax())
+        label = next(name for name, number in numbers.items() if number == most_probable)
     return replace(
-        answer, name=f"log-probability of class {name}, nats", value=lambda batch: log_probs(batch)[:, number]
+        whole, name=f"log-probability of class {label}, nats", value=lambda batch: log_probs(batch)[:, numbers[label]]
     )
+
+
+def _one_text(ids: Sequence[int]) -> Encoded:
+    return Encoded(ids, [0] * len(ids))
 
 
 # Attributions
@@ -194,7 +198,9 @@ def replaced_embeddings(layers: Sequence[nn.Module], vectors: Tensor) -> Iterato
         yield
 
 
-def explain(answer: Answer, prompt: str | Messages, *, baseline: str = ZERO, unit: Unit = "word") -> dict[str, object]:
+def explain_answer(
+    explained: Explained, prompt: str | Messages, *, baseline: str = ZERO, unit: Unit = "word"
+) -> dict[str, object]:
     """Attributions of a model's answer to the tokens of a prompt, and the change by each part left out, as JSON has them.
 
     Special tokens and the target keep their embeddings and get no attribution, so that the others' sum is the difference
@@ -204,46 +210,44 @@ def explain(answer: Answer, prompt: str | Messages, *, baseline: str = ZERO, uni
         baseline: "zero": vectors of zeros; else a token of the vocabulary, whose vector stands for every token.
         unit: of the parts left out; see `without_each`.
     """
-    document, layers, tokenizer = answer.encode(prompt), embedding_layers(answer.model), answer.tokenizer
-    check_lengths(answer.model, [("the text", len(document.ids))], "shorten it")
-    batch = answer.batch([document])
-    places = range(len(document.ids) - answer.target)
-    free = [place for place in places if document.ids[place] not in tokenizer.all_special_ids]
-    with torch.no_grad():
-        inputs = layers[0](batch.tokens).float()
-        start = inputs.clone()
-        start[free] = (
-            0.0 if baseline == ZERO else layers[0](batch.tokens.new_tensor(_token(tokenizer, baseline))).float()
+    document, layers, tokenizer = explained.encode(prompt), embedding_layers(explained.model), explained.tokenizer
+    if baseline != ZERO and baseline not in tokenizer.get_vocab():
+        raise UserError(
+            f"--baseline {baseline!r}: give {ZERO}, or a token of the vocabulary, such as the padding token"
         )
+    check_lengths(explained.model, [("the text", len(document.ids))], "shorten it")
+    ids, places = explained.batch([document]).tokens, range(len(document.ids))
+    free = [i < len(ids) - explained.target and document.ids[i] not in tokenizer.all_special_ids for i in places]
+    with torch.no_grad():
+        inputs = layers[0](ids).float()
+        away = (
+            torch.zeros_like(inputs) if baseline == ZERO else layers[0](ids.new_tensor(tokenizer.get_vocab()[baseline]))
+        )
+        start = torch.where(torch.tensor(free, device=ids.device)[:, None], away.float(), inputs)
 
     def value(vectors: Tensor) -> Tensor:
         with replaced_embeddings(layers, vectors):
-            return answer.value(answer.batch([document] * len(vectors)))
+            return explained.value(explained.batch([document] * len(vectors)))
 
-    found, plain = integrated_gradients(value, inputs, start), gradient_times_input(value, inputs).tolist()
+    found, plain = integrated_gradients(value, inputs, start), gradient_times_input(value, inputs)
+    if not found.complete:
+        print(f"{explained.name}: integrated gradients miss its change by {found.residual:.3g}", file=sys.stderr)
     parts = without_each(prompt, unit)
-    left = answer.values([prompt, *(other for _, other in parts)] if len(parts) > 1 else [prompt])
+    [own, *left] = explained.values([prompt, *(other for _, other in parts if len(parts) > 1)])
+    numbers = {"baseline_value": found.baseline_value, "change": found.value - found.baseline_value}
     return {
-        "prompt": prompt, "answer": answer.name, "value": left[0],
-        "tokens": shown(tokenizer, document.ids), "target_tokens": answer.target,
-        "gradient_x_input": [plain[i] if i in free else None for i in range(len(document.ids))],
+        "prompt": prompt, "explained": explained.name, "value": own,
+        "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,
+        "gradient_x_input": [one if free[i] else None for i, one in enumerate(plain.tolist())],
         "integrated_gradients": {
-            "values": [found.values[i].item() if i in free else None for i in range(len(document.ids))],
-            "baseline": baseline, "baseline_value": found.baseline_value,
-            "change": found.value - found.baseline_value, "residual": found.residual,
-            "complete": found.is_complete(), "gradients": found.gradients,
+            "values": [one if free[i] else None for i, one in enumerate(found.values.tolist())],
+            "baseline": baseline, **numbers, "residual": found.residual, "complete": found.complete,
+            "gradients": found.gradients,
         },
         "ablation": {
-            "unit": unit,
-            "parts": [part for part, _ in parts], "values": left[1:], "changes": [left[0] - other for other in left[1:]],
+            "unit": unit, "parts": [part for part, _ in parts], "values": left, "changes": [own - other for other in left],
         },
     }  # fmt: skip
-
-
-def _token(tokenizer: Tokenizer, token: str) -> int:
-    if token not in tokenizer.get_vocab():
-        raise UserError(f"--baseline {token!r}: give {ZERO}, or a token of the vocabulary, such as the padding token")
-    return tokenizer.get_vocab()[token]
 
 
 def without_each(prompt: str | Messages, unit: Unit) -> list[tuple[str, str | Messages]]:
@@ -279,21 +283,16 @@ def write_saliency(
     Args:
         model: directory or Hub name of a decoder, a classifier or a reward model, or of an adapter of either.
         prompts: texts, or messages, which go through the chat template.
-        targets: a continuation, response or class for each prompt, or one for all; none: see `load_answers`.
-        baseline, unit: as of `explain`.
+        targets: a continuation, response or class for each prompt, or one for all; none: see `load_explained`.
+        baseline, unit: as of `explain_answer`.
     """
     if len(targets) not in (0, 1, len(prompts)) or not prompts:
         raise UserError(f"{len(prompts)} prompts and {len(targets)} --target; give one for all, one for each, or none")
-    answer_of, each = (
-        load_answers(model),
-        list(targets) * (len(prompts) if len(targets) == 1 else 1) or [None] * len(prompts),
-    )
+    explained_of = load_explained(model)
+    each = list(targets) * (len(prompts) if len(targets) == 1 else 1) or [None] * len(prompts)
     found = [
-        explain(answer_of(prompt, target), prompt, baseline=baseline, unit=unit)
+        explain_answer(explained_of(prompt, target), prompt, baseline=baseline, unit=unit)
         for prompt, target in zip(prompts, each, strict=True)
     ]
-    for number, one in enumerate(found, 1):
-        if not cast(dict[str, object], one["integrated_gradients"])["complete"]:
-            print(f"prompt {number}: integrated gradients are not within 1 % of the difference", file=sys.stderr)
     write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": found})
     return render_page(Path(output), TEMPLATES / "saliency.html.jinja", title=str(model), texts=found)

@@ -14,7 +14,7 @@ from torch import Tensor
 from alignment.data.rows.records import Message, Messages, Prompt
 from alignment.data.tasks import LabeledRow, TaskFormat, encode_rows
 from alignment.data.text.chat import prompt_ids, response_ids
-from alignment.errors import raise_all
+from alignment.errors import UserError, raise_all, suggest
 from alignment.evaluation.behavior_cases import (
     BehaviorCase,
     CaseResult,
@@ -26,7 +26,7 @@ from alignment.evaluation.behavior_cases import (
 )
 from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.language_loss import add_log_probs
-from alignment.evaluation.responses import read_responses, sample_responses, write_responses
+from alignment.evaluation.responses import KINDS, read_responses, sample_responses, write_responses
 from alignment.evaluation.reward_card import Figures, clustered_rate
 from alignment.files import hash_of, write_json
 from alignment.generation import SamplingConfig
@@ -37,7 +37,15 @@ from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
 from alignment.reward_model.model import Encoded, score_encoded
-from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
+from alignment.settings import (
+    PATTERN_SECONDS,
+    NonNegativeInt,
+    PositiveInt,
+    Rule,
+    Settings,
+    compile_pattern,
+    refusal,
+)
 from alignment.training.run.lineage import parent_hashes
 
 DECLINED = r"(?:help|assist|provide|answer|give|share|tell|do|comply|offer|create|write|discuss|support|explain|advise)"
@@ -70,7 +78,7 @@ class ResponsesConfig(Settings):
     patterns: dict[str, list[str]] = field(default_factory=lambda: {"refusal": REFUSALS})
     otherwise: str = "answer"
     classifier: str | None = None
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=128, temperature=0.0))
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     RULES = (
         Rule("patterns", lambda c: "; ".join(
@@ -79,8 +87,14 @@ class ResponsesConfig(Settings):
 
     def label_of(self, response: str) -> str:
         """The label of a response by the patterns."""
-        found = (name for name, own in self.patterns.items() for one in own if compile_pattern(one).search(response))
-        return next(found, self.otherwise)
+        patterns = ((label, compile_pattern(one)) for label, own in self.patterns.items() for one in own)
+        try:
+            return next(
+                (label for label, one in patterns if one.search(response, timeout=PATTERN_SECONDS)), self.otherwise
+            )
+        except TimeoutError as error:
+            why = f"takes more than {PATTERN_SECONDS:g} seconds on {response[:60]!r}; nest no repetitions, as in (a*)*"
+            raise UserError(f"responses.patterns: one {why}") from error
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,10 @@ class BehaviorConfig(Settings):
         Rule("classifier", lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
              "or reward_model or policy must be given, one of the three"),
         Rule("policy", lambda c: c.policy is None and (c.answers or c.responses), "is needed for `answers` and `responses`"),
+        Rule("labels", lambda c: c.labels and not (c.classifier or (c.responses and c.responses.classifier)),
+             "are of a classifier; leave them out, or give one"),
+        Rule("neutral_label", lambda c: c.neutral_label is not None and (c.responses or not (c.classifier or c.answers)),
+             "goes with `classifier` and `answers`"),
         Rule("weights", lambda c: c.classifier and c.weights.quantize, "quantizes no classifier; leave `quantize` out"),
         Rule("responses", lambda c: c.answers and c.responses, "does not go with `answers`; give one of them"),
     )  # fmt: skip
@@ -144,7 +162,7 @@ def run(config: BehaviorConfig) -> Path:
         )
     )
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
-    predictions = dict(zip(texts, predict(config, texts), strict=True))
+    predictions = dict(zip(texts, predict_texts(config, texts), strict=True))
     judged = [(case, judge_case(case, [predictions[text] for text in case.examples])) for case in cases]
     results = {
         "model": config.classifier or config.reward_model or config.policy,
@@ -153,10 +171,10 @@ def run(config: BehaviorConfig) -> Path:
         "texts": len(texts),
         "capabilities": failure_rates(judged, "capability"),
         "tests": failure_rates(judged, "test"),
-        "examples": worst_cases(judged, predictions, config.examples),
+        "examples": failed_cases(judged, predictions, config.examples),
     }
     write_json(output / "results.json", results)
-    write_page(output / "behavior.html", results)
+    write_behavior_page(output / "behavior.html", results)
     print_table([{"test": name, **figures} for name, figures in results["tests"].items()])
     return output / "results.json"
 
@@ -175,24 +193,29 @@ def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Figures]:
             [str(case.examples[0]) for case, failed in own if failed is not None], return_inverse=True
         )[1]
         kind = {"capability": own[0][0].capability, "type": own[0][0].type} if key == "test" else {}
-        counts = {"cases": len(own), "say nothing": len(own) - len(failed), "failed": int(failed.sum())}
-        found[name] = {**kind, **counts, "failure": clustered_rate(failed, clusters)}
+        counts = {"cases": len(own), "say_nothing": len(own) - len(failed), "failed": int(failed.sum())}
+        rate = clustered_rate(failed, clusters) or {}
+        found[name] = {
+            **kind,
+            **counts,
+            "failure": {key: rate[key] for key in ("rate", "low", "high", "n") if rate} or None,
+        }
     return found
 
 
-def worst_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Figures]:
+def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Figures]:
     """At most `count` failed cases of each test, the worst first: its worst text, of INV and DIR after the original."""
     found = list[Figures]()
     for case, result in sorted(judged, key=lambda each: -each[1].excess):
         if result.failed and sum(each["test"] == case.test for each in found) < count:
             texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
             answers = [predictions[text]._asdict() for text in texts]
-            rule = {"expected": case.accepted or case.change or "no change", "excess": result.excess}
+            rule = {"expected": ", ".join(case.accepted) or case.change or "no change", "excess": result.excess}
             found.append({"test": case.test, "capability": case.capability, **rule, "texts": texts, "answers": answers})
     return found
 
 
-def write_page(path: Path, results: Figures) -> None:
+def write_behavior_page(path: Path, results: Figures) -> None:
     """Write the page: failure rates by capability, and for each capability its tests and their worst failures."""
     from alignment.evaluation.report.charts import rate_chart
     from alignment.evaluation.report.html import Section, render_page
@@ -200,7 +223,8 @@ def write_page(path: Path, results: Figures) -> None:
     rates = {name: own["failure"] for name, own in results["capabilities"].items()}
     chart = rate_chart("Failures", "share of cases", rates, line_at=None)
     lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    sections = [Section("rates", "Failure rates", lead, [chart])]
+    rule = {"responses": {key: str(value) for key, value in (results["labeled_by"] or {}).items()}}
+    sections = [Section("rates", "Failure rates", lead, [chart], settings=rule)]
     for number, name in enumerate(rates):
         tests = [{"test": test, **own} for test, own in results["tests"].items() if own["capability"] == name]
         cases = [
@@ -208,15 +232,14 @@ def write_page(path: Path, results: Figures) -> None:
                 "test": case["test"],
                 "text": " → ".join(map(str, case["texts"])),
                 "answer": " → ".join(one["response"] or str(one["label"] or one["values"]) for one in case["answers"]),
-                "expected": str(case["expected"]),
+                "expected": case["expected"],
                 "excess": case["excess"],
             }
             for case in results["examples"]
             if case["capability"] == name
         ]
         sections.append(Section(f"tests-{number}", name, tables=[tests, cases]))
-    labels = f" Labels of responses: {results['labeled_by']}." if results["labeled_by"] else ""
-    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests.{labels}"
+    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests."
     render_page(path, kind="behavior", title=results["model"], summary=summary, sections=sections)
 
 
@@ -238,7 +261,10 @@ def given_labels(config: BehaviorConfig) -> list[str]:
 def class_labels(source: str, labels: Mapping[str, Label]) -> list[str]:
     """The tests' label of each class of a classifier, from its config.json."""
     names = read_config(find_directory(source)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    raise_all([] if len(names) > 1 else [f"{source}: a model of one score; give it as reward_model"])
+    unknown = [
+        f"labels: {key} is none of {source}; {suggest(key, names.values())}" for key in labels.keys() - names.values()
+    ]
+    raise_all(unknown if len(names) > 1 else [f"{source}: a model of one score; give it as reward_model"])
     return [str(labels.get(names[key], names[key])) for key in sorted(names, key=int)]
 
 
@@ -263,7 +289,7 @@ def label_predictions(names: Sequence[str], logits: Tensor, neutral: Label | Non
 # The models
 
 
-def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
+def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
     """The model's prediction for each text."""
     if config.classifier:
         return label_predictions(*classify(config, config.classifier, texts), config.neutral_label)
@@ -274,14 +300,17 @@ def predict(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
             return label_responses(
                 config, config.responses, [Prompt(each, {}, str(i)) for i, each in enumerate(prompts)]
             )
-        log_probs = response_log_probs(config, [(prompt, answer) for prompt in prompts for answer in config.answers])
+        log_probs = continuation_log_probs(
+            config, [(prompt, answer) for prompt in prompts for answer in config.answers]
+        )
         names = [str(label) for label in config.answers.values()]
         return label_predictions(names, log_probs.view(len(texts), -1), config.neutral_label)
-    if config.policy:
-        scores = response_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
+    if config.reward_model:
+        own = config.weights
+        model = load_reward_model(config.reward_model, own.dtype, best_device(), quantize=own.quantize)
+        scores = model.score(texts)
     else:
-        device, own = best_device(), config.weights
-        scores = load_reward_model(str(config.reward_model), own.dtype, device, quantize=own.quantize).score(texts)
+        scores = continuation_log_probs(config, [("", text) if isinstance(text, str) else text for text in texts])
     return [Prediction(None, {"score": score}) for score in scores.tolist()]
 
 
@@ -289,7 +318,7 @@ def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> tupl
     """The tests' label of each class of a classifier, and its logits for texts, or pairs of texts, [n, C]."""
     directory, names = find_directory(source), class_labels(source, config.labels)
     trained = (read_config(directory).get("task_specific_params") or {}).get("finetune", {})
-    form = TaskFormat(**{"task": "classification", "max_length": config.max_length, **trained})
+    form = TaskFormat(**{"max_length": config.max_length, **trained, "task": "classification"})  # of one text or of two
     rows = [LabeledRow((text, None) if isinstance(text, str) else text, (names[0],), repr(text)) for text in texts]
     examples, tally = encode_rows(rows, form, load_tokenizer(source), dict(enumerate(names)))
     print_tally("tests", tally)
@@ -299,7 +328,7 @@ def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> tupl
     return names, score_encoded(model, documents).view(len(texts), -1, len(names)).sum(1)  # of a pair in both orders
 
 
-def response_log_probs(config: BehaviorConfig, pairs: Sequence[tuple[str | Messages, str]]) -> Tensor:
+def continuation_log_probs(config: BehaviorConfig, pairs: Sequence[tuple[str | Messages, str]]) -> Tensor:
     """A policy's log-probability of each text after its prompt, nats, [n]; of a first token where it has a token before it."""
     source, tokenizer = str(config.policy), load_tokenizer(str(config.policy))
     heads = [prompt_ids(tokenizer, prompt) for prompt, _ in pairs]
@@ -315,13 +344,14 @@ def label_responses(config: BehaviorConfig, own: ResponsesConfig, prompts: Seque
     """The labels of the policy's responses, which are read again from responses.jsonl where nothing has changed."""
     source, output = str(config.policy), Path(config.output)
     drawn = {
-        "models": parent_hashes([source]),
+        **{kind: {} for kind in KINDS},
+        "models": {"policy": parent_hashes([source])[source]},
         "prompts": hash_of([prompt.prompt for prompt in prompts]),
         "max_length": config.max_length,
         "weights": asdict(config.weights),
         **asdict(own.sampling),
     }
-    _, responses = read_responses(output, drawn, by_people=False) or ([], {})
+    _, responses = read_responses(output, drawn, by_people=False)
     if not responses:
         length, weights = config.max_length, config.weights
         sampled = sample_responses(

@@ -14,7 +14,8 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import chat_body, chat_text, check_key, in_parallel
+from alignment.evaluation.language_judges import ask_service, chat_text, check_key
+from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
 from alignment.evaluation.responses import (
     Responses,
     Scored,
@@ -28,7 +29,6 @@ from alignment.files import hash_of, sha256
 from alignment.generation import Generation, SamplingConfig
 from alignment.loading import best_device, load_tokenizer
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.rewards.judge import RequestFailed, post_json
 
 Scores = dict[tuple[int, str], float]  # (index of the prompt, response) -> the reward model's score
 
@@ -46,7 +46,7 @@ def sample_or_read(
             for name, own in config.best_of.items()
         },
         "response_files": {name: sha256(Path(path)) for name, path in config.response_files.items()},
-        "endpoints": {name: [own.url, own.model, own.parameters] for name, own in config.endpoints.items()},
+        "endpoints": {name: hash_of([own.url, own.model, own.parameters]) for name, own in config.endpoints.items()},
         "chat_template": sha256(Path(template)) if template and Path(template).is_file() else template,
         "data.max_length": config.data.max_length,
         "weights": asdict(config.weights),
@@ -104,35 +104,22 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
     """A service's response to each prompt, each kept in `endpoint_responses.jsonl` as soon as it is there."""
     settings: dict[str, object] = {"max_tokens": config.max_new_tokens, "temperature": config.temperature}
     settings |= {"top_p": config.top_p, "seed": config.seed}
-    log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
-    found = {str(row["key"]): str(row["response"]) for row in log.rows}
-    keys = [hash_of([service.url, service.model, service.parameters, settings, each.prompt]) for each in prompts]
-    failures: list[str] = []
 
-    def ask(item: tuple[str, Prompt]) -> bool:
-        key, prompt = item
-        messages: Messages = (
-            [{"role": "user", "content": prompt.prompt}] if isinstance(prompt.prompt, str) else prompt.prompt
-        )
-        try:
-            text = chat_text(post_json(service, chat_body(service, messages, settings)))
-        except RequestFailed as error:
-            text = failures.append(str(error))
-        if text is not None:
-            log.append({"id": prompt.row_id, "prompt": prompt.prompt, "response": text, "key": key})
-            found[key] = text
-        return text is not None
+    def messages_of(call: Call) -> Messages:
+        prompt = call.prompt.prompt
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    in_parallel(
-        service.requests, [item for item in dict(zip(keys, prompts, strict=True)).items() if item[0] not in found], ask
+    def read(received: object) -> Answer:
+        text = chat_text(received)
+        return Answer(text, failure="an answer without a text" if text is None else "")
+
+    ask, log = (
+        ask_service(service, messages_of, settings, read),
+        RowLog(Path(config.output) / "endpoint_responses.jsonl"),
     )
-    if missing := [prompt.row_id for key, prompt in zip(keys, prompts, strict=True) if key not in found]:
-        why = failures[0] if failures else "an answer without a text"
-        raise UserError(
-            f"{service.model}: no response to {len(missing)} of {len(prompts)} prompts ({why}); what came is kept in "
-            f"{log.path}: the next start asks the rest"
-        )
-    return _texts([found[key] for key in keys])
+    identity = hash_of([service.url, service.model, service.parameters, settings])
+    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=service)
+    return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
 
 
 def _sample(config: WinRateConfig, name: str, prompts: Sequence[Prompt], first_row: int = 0) -> Generation:

@@ -35,11 +35,11 @@ class RateInterval:
 
 @dataclass(frozen=True)
 class CorrectedWinRate:
-    """What the labels of people make of a judge's win rate."""
+    """A judge's win rate, that of people's labels, and the two put together."""
 
     items: int  # with a verdict of the judge
     labels: int  # of them with a label of people
-    judge: float  # rate by the judge alone, over all items
+    judge: RateInterval  # by the judge alone, over all items: what its interval does not hold is its bias
     people: RateInterval  # by the labels alone
     corrected: RateInterval  # prediction-powered
     # Rogan-Gladen; None where the judge's verdicts on won and lost items differ too little to be read backwards, or where
@@ -84,17 +84,17 @@ def corrected_win_rate(
     y, f = people[known], judge[known]
     variance, covariance = judge.var(ddof=1), float(((y - y.mean()) * (f - f.mean())).mean())
     weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if others and variance > 0 else 0.0
-    alone, powered = (_mean_with_variance(judge, people, each, cluster) for each in (0.0, weight))
+    (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
     spread = math.sqrt(float(y.var() * f.var()))
     return CorrectedWinRate(
         items=len(rows),
         labels=n,
-        judge=float(judge.mean()),
-        people=_student(*alone, n, len(np.unique(cluster[known]))),
-        corrected=_student(*powered, n, len(np.unique(cluster[known]))),
+        judge=_powered(judge, judge, 0.0, cluster)[0],
+        people=alone,
+        corrected=powered,
         rogan_gladen=_rogan_gladen(judge, people, cluster) if others else None,
         correlation=covariance / spread if spread else 0.0,
-        label_worth=max(1.0, alone[1] / powered[1]) if powered[1] else 1.0,
+        label_worth=max(1.0, wide / narrow) if narrow else 1.0,
     )
 
 
@@ -138,27 +138,22 @@ def labels_needed(
     return int(needed) if needed <= items else None
 
 
-def _mean_with_variance(
-    judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.ndarray
-) -> tuple[float, float]:
+def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.ndarray) -> tuple[RateInterval, float]:
     """The prediction-powered mean with `weight` on the judge, and its variance; `people` is NaN without a label."""
+    from scipy.special import stdtrit  # Student's quantiles, without the two seconds of scipy.stats
+
     known = ~np.isnan(people)
-    rest = people[known] - weight * judge[known]
-    parts, n, loss = np.zeros(len(judge)), len(rest), 1 + (weight > 0)  # estimated: the mean, and the weight
-    parts[known] = (rest - rest.mean()) / math.sqrt(n * (n - loss))
-    mean = rest.mean()
+    rest, others = people[known] - weight * judge[known], weight * judge[~known]
+    n, fitted = len(rest), 1 + (weight > 0)  # the mean, and the weight
+    parts = np.zeros(len(judge))
+    parts[known] = (rest - rest.mean()) / math.sqrt(n * (n - fitted))
     if weight:
-        others = judge[~known]
-        parts[~known] = weight * (others - others.mean()) / len(others)
-        mean += weight * others.mean()
-    return float(mean), float((np.bincount(cluster, parts) ** 2).sum())
-
-
-def _student(mean: float, variance: float, n: int, clusters: int) -> RateInterval:
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, max(clusters - 2, 1))) * math.sqrt(variance + 0.5 / n**2)
-    return RateInterval(mean, max(mean - half, 0.0), min(mean + half, 1.0))
+        parts[~known] = (others - others.mean()) / len(others)
+    mean = float(rest.mean() + others.mean()) if weight else float(rest.mean())
+    variance = float((np.bincount(cluster, parts) ** 2).sum())
+    degrees = max(len(np.unique(cluster[known])) - 2, 1)
+    half = float(stdtrit(degrees, 0.975)) * math.sqrt(variance + 0.5 / n**2)
+    return RateInterval(mean, max(mean - half, 0.0), min(mean + half, 1.0)), variance
 
 
 def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> RateInterval | None:

@@ -40,6 +40,12 @@ class EndpointConfig(ServiceSpec):
              "and output_price must be given together"),
     )  # fmt: skip
 
+    def cost(self, input_tokens: int, output_tokens: int) -> float | None:
+        """The price of so many tokens; None where no prices are given."""
+        if self.input_price is None or self.output_price is None:
+            return None
+        return (self.input_price * input_tokens + self.output_price * output_tokens) / 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(Settings):

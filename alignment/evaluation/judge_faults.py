@@ -1,21 +1,22 @@
 """The faults of a judge in figures and words: a preference for a place or for length, contradictions, failures, kinship."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alignment.evaluation.judge_config import EndpointConfig
-from alignment.evaluation.judges import JudgeResult
+from alignment.data.rows.records import Prompt
+from alignment.errors import UserError
+from alignment.evaluation.judges import JudgeResult, judged_prompts
+from alignment.evaluation.length_control import length_controlled_win_rate
 from alignment.evaluation.win_rate_config import WinRateConfig
-from alignment.evaluation.winrate import TIE
+from alignment.evaluation.winrate import TIE, detectable_difference, holm, sign_test
 from alignment.files import read_json_object
 
 COIN = (
     1 / 3
 )  # share of items with two contradictory orders beyond which a judge is called a coin, whose share is a half
 BY_LENGTH = 0.6  # share of the items that the longer response wins beyond which it is told
-SLOW = 0.5  # of the time-out
 
 
 def judgment_figures(result: JudgeResult) -> dict[str, Any]:
@@ -29,9 +30,39 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
         "win_rate": asdict(result.win_rate),
         "inconsistent": {"count": count, **share(count / both if both else 0.0, result.inconsistent_interval, both)},
         "position_bias": share(result.position_bias, result.position_bias_interval, result.shown),
-        "length": None if result.length is None else asdict(result.length),
+        **result.length,
         "failures": result.failures,
     }
+
+
+def comparison_figures(
+    prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str], result: JudgeResult
+) -> dict[str, Any]:
+    """What the statistics say beyond the rate: at equal length, by a sign test, and what so many prompts can show."""
+    rate = result.win_rate
+    judged = [(a, b, v) for a, b, v in zip(ours, baseline, result.verdicts, strict=True) if v is not None]
+    lengths = [len(a) for a, _, _ in judged], [len(b) for _, b, _ in judged]
+    try:
+        clusters = judged_prompts(prompts, result.verdicts)
+        found = {
+            "length_controlled": asdict(
+                length_controlled_win_rate([v for *_, v in judged], *lengths, clusters=clusters)
+            )
+        }
+    except UserError as error:  # such as responses of one length, or too few of them
+        found = {"length_controlled": None, "length_controlled_why_not": str(error)}
+    return {
+        **found,
+        "sign_test": {"p": sign_test(rate.wins, rate.losses)},
+        "detectable_difference": detectable_difference(rate.effective or rate.n, ties=rate.ties / rate.n),
+    }
+
+
+def adjust_sign_tests(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write Holm's adjusted p-value, over all contestants, beside that of each one's sign test."""
+    tests = [own["sign_test"] for own in figures.values()]
+    for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
+        test["holm"] = adjusted
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:
@@ -53,37 +84,14 @@ def position_warnings(name: str, result: JudgeResult) -> list[str]:
 
 def length_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the longer or the shorter response wins nearly always, which may be the judge's taste."""
-    length = result.length
-    if length is None or (length.longer_high >= 1 - BY_LENGTH and length.longer_low <= BY_LENGTH):
+    longer, slope = result.length["longer_preferred"], result.length["length_slope"]
+    if longer is None or (longer["high"] >= 1 - BY_LENGTH and longer["low"] <= BY_LENGTH):
         return []
-    side, share = ("longer", length.longer) if length.longer > TIE else ("shorter", 1 - length.longer)
-    text = (
-        f"{name}: the {side} response wins {share:.1%} of {length.n} items: it is better, or the judge prefers length"
-    )
-    if length.slope is None:
-        return [text]
-    return [
-        f"{text}; a response twice as long wins {length.slope:+.1%} [{length.slope_low:+.1%}, {length.slope_high:+.1%}]"
-    ]
-
-
-def call_warnings(usage: Mapping[str, Any], service: EndpointConfig | None) -> list[str]:
-    """Warnings of a judge that was asked call by call: answers that cannot be read, calls without one, slow answers."""
-    warnings, who, calls = [], usage["judge"], usage["calls"]
-    if usage["unread"]:
-        example = f", such as {usage['unread_example']!r}" if usage.get("unread_example") else ""
-        warnings.append(
-            f"{who}: {usage['unread']} of {calls} answers cannot be read{example}; their items have no verdict"
-        )
-    if usage["unanswered"]:
-        why = ", ".join(f"{reason} ({number} times)" for reason, number in usage["unanswered"].items())
-        warnings.append(f"{who}: calls without an answer: {why}; the next start makes them again")
-    if service is not None and usage.get("median_seconds", 0) > SLOW * service.timeout_seconds:
-        seconds = f"{usage['median_seconds']:.1f} s in the median of a time-out of {service.timeout_seconds:g} s"
-        warnings.append(
-            f"{who}: the judge is slow, {seconds}; raise endpoint.timeout_seconds or lower endpoint.requests"
-        )
-    return warnings
+    side, share = ("longer", longer["rate"]) if longer["rate"] > TIE else ("shorter", 1 - longer["rate"])
+    text = f"{name}: the {side} response wins {share:.1%} of {longer['n']} items: it is better, or the judge prefers length"
+    if slope is not None:
+        text += f"; a response twice as long wins {slope['slope']:+.1%} [{slope['low']:+.1%}, {slope['high']:+.1%}]"
+    return [text]
 
 
 def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> list[str]:

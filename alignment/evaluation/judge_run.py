@@ -28,8 +28,9 @@ from alignment.evaluation.agreement import (
 from alignment.evaluation.corrected import MIN_LABELS, corrected_win_rate, labels_needed
 from alignment.evaluation.inputs import check_hotel_prompts
 from alignment.evaluation.judge_config import JudgeConfig
+from alignment.evaluation.judge_faults import judgment_figures
 from alignment.evaluation.judges import Judge, build_judge, compare, longer_judge
-from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, read_items
+from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, add_items
 from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.report.judge_page import print_judge, write_judge_page
 from alignment.evaluation.winrate import TIE, Verdict
@@ -66,37 +67,32 @@ def run(config: JudgeEvalConfig) -> Path:
     in_column = bool(verdicts) and not Path(verdicts).exists()
     rows = replace(config, columns={**config.columns, "verdict": verdicts}) if in_column else config
     for file in files:
-        read_items(file, rows, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")
+        add_items(file, rows, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")
     if verdicts and not in_column:
-        read_items(verdicts, config, items, by_judge=True)
+        add_items(verdicts, config, items, by_judge=True)
     found = list(items.values())
-    judge = judge_of_rows(found) if verdicts else build_judge(config, Path(config.output))
-    if verdicts and not any(item.verdicts and item.votes for item in found):
-        raise UserError(f"{verdicts}: no verdict is on an item of {', '.join(files)}; ids and sides must be the same")
+    if not any(item.votes and (item.verdicts or not verdicts) for item in found):
+        wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
+        raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
     if not verdicts and (mute := [item.prompt.row_id for item in found if not item.has_texts]):
         raise UserError(
-            f"{mute[0]}: no responses for judge={config.judge} to read; name their `columns`, first and second"
+            f"{mute[0]}: no responses for judge={config.judge} to read; name their columns, first and second"
         )
     prompts = [item.prompt for item in found]
     if config.judge == "gold":
         check_hotel_prompts(prompts, "judge=gold")
+    judge = judge_of_rows(found) if verdicts else build_judge(config, Path(config.output))
     sides = [item.first for item in found], [item.second for item in found]
     judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share)
     results = {
-        "judge": verdicts or (judge.name if isinstance(judge, LoggedJudge) else config.judge),
+        "judge": judge.name if isinstance(judge, LoggedJudge) else verdicts,
         "items": len(found),
         "failures": judged.failures,
         **judge_figures(found, judged.verdicts, config.width),
     }
     if not verdicts or any(len(item.verdicts) > 1 for item in found):
-        rate, (low, high), n = (
-            judged.inconsistent / judged.both_orders,
-            judged.inconsistent_interval,
-            judged.both_orders,
-        )
-        results["inconsistent"] = {"rate": rate, "low": low, "high": high, "n": n}
-        low, high = judged.position_bias_interval
-        results["position_bias"] = {"rate": judged.position_bias, "low": low, "high": high, "n": judged.shown}
+        orders = judgment_figures(judged)
+        results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
     write_json(Path(config.output) / "results.json", results)
     write_judge_page(Path(config.output) / "judge.html", results)
@@ -155,22 +151,24 @@ def agreement_figures(voted: Judged) -> Figures:
         kappa = fleiss_kappa(votes, clusters) if pooled else cohen_kappa(first, second, clusters)
         return {**vote_agreement(votes, clusters), "kappa": kappa}
 
-    items = [item for item, _ in voted]
+    items, own = [item for item, _ in voted], [verdict for _, verdict in voted]
     longer = longer_judge(
         [item.prompt for item in items], [item.first for item in items], [item.second for item in items]
     )
     found = {"judge": compared([(item, verdict, item.label) for item, verdict in voted])}
-    if all(item.has_texts for item in items):
-        found["the longer response"] = compared(
-            [(item, each, item.label) for item, each in zip(items, longer, strict=True)]
+    if all(item.has_texts for item in items) and longer != own:
+        rows = zip(items, longer, strict=True)
+        found["the longer response"] = compared([(item, verdict, item.label) for item, verdict in rows])
+    if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
+        found["judge and one person"] = compared(
+            [(item, one, vote) for item, one in voted for vote in item.votes.values()]
         )
-    found["judge and one person"] = compared([(item, own, vote) for item, own in voted for vote in item.votes.values()])
-    pairs = [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]
-    return {**found, "two people": compared(pairs, pooled=True)} if pairs else found
+        found["two people"] = compared(pairs, pooled=True)
+    return found
 
 
 def longer_figures(voted: Judged) -> Figures | None:
-    """How often the longer response wins by judge and by people, and the difference; None without texts of two lengths."""
+    """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths."""
     leads = [np.sign(len(item.first) - len(item.second)) * item.has_texts for item, _ in voted]
     unequal = [(lead, *row) for lead, row in zip(leads, voted, strict=True) if lead]
     judge = [0.5 + lead * (verdict - 0.5) for lead, _, verdict in unequal]
@@ -197,14 +195,14 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
             pairs[pair] = asdict(corrected_win_rate(*sides, [item.cluster for item, _ in rows]))
             errors.append(abs(float((known[:, 0] - known[:, 1]).mean())))
     moments = np.concatenate(rest).T @ np.concatenate(rest)
-    people, scale = moments[1, 1] / sum(map(len, rest)), (moments[0, 0] * moments[1, 1]) ** 0.5
-    correlation = float(moments[0, 1] / scale) if scale else 0.0
+    people, scale = moments[1, 1] / max(sum(map(len, rest)), 1), (moments[0, 0] * moments[1, 1]) ** 0.5
+    correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used
     return {
         "pairs": pairs,
         "error": {"mean": fmean(errors), "largest": max(errors), "n": len(errors)} if errors else None,
         "labels": {
             "correlation": correlation,
-            "worth": 1 / max(1 - correlation**2, 1e-6),
+            "worth": 1 / (1 - correlation**2) if correlation < 1 else None,
             "width": width,
             "needed": labels_needed(width, correlation=correlation, variance=float(people)) if people else None,
             "without_judge": labels_needed(width, variance=float(people)) if people else None,

@@ -6,8 +6,10 @@ Rates and intervals are in winrate.py, people in people_judge.py, language model
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+
+import numpy as np
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
@@ -16,7 +18,7 @@ from alignment.evaluation.judge_templates import is_rubric, labels_of, load_temp
 from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
 from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
-from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority
+from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.evaluation.winrate import (
     LOSS,
     TIE,
@@ -30,28 +32,15 @@ from alignment.evaluation.winrate import (
 )
 from alignment.files import hash_of
 from alignment.loading import best_device
-from alignment.reward_model import load_reward_model
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.specs import plain_url
 from alignment.training.run.lineage import parent_hashes
 
+Figures = dict[str, float]
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 Judge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[Verdict]]
 # Prompts, one response to each -> one score each; higher is better, not a number: could not score.
 ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class LengthEffect:
-    """How the verdicts on one comparison go with the lengths of its responses, in characters."""
-
-    longer: float  # share of the items with two lengths that the longer response wins, ties counting half
-    longer_low: float  # 95 %
-    longer_high: float
-    n: int  # items with two lengths
-    # change of the win rate for a response twice as long as the other one, and its 95 % interval; None: cannot be known
-    slope: float | None = None
-    slope_low: float | None = None
-    slope_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class JudgeResult:
     position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
     both_orders: int  # items that were judged in both orders, the n of `inconsistent`; people see most pairs once
     shown: int  # n of `position_bias`: items, or verdicts of people
-    length: LengthEffect | None  # None: no two responses differ in length
+    length: dict[str, Figures | None]  # how the verdicts go with the lengths, see `length_effect`
 
 
 def compare(
@@ -95,7 +84,7 @@ def compare(
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
-            + (judge.failure_text() if isinstance(judge, LoggedJudge) else "")
+            + (". ".join(["", *judge.faults()]) if isinstance(judge, LoggedJudge) else "")
         )
     orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
     leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
@@ -103,52 +92,60 @@ def compare(
     asked_twice = len(leads)
     if isinstance(judge, PeopleJudge):
         pairs = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, baseline, strict=True)]
-        leads = [2 * verdict - 1 for pair in pairs for verdict in judge.shown_first(pair)]
-        found = [judge.contradictions(pair) for pair in pairs]
-        inconsistent, asked_twice = sum(map(any, found)), sum(map(bool, found))
-        coins = sum(any(each) and verdict == TIE for each, verdict in zip(found, merged.verdicts, strict=True))
-    bias, bias_interval = _share(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
+        votes = [judge.shown_first(pair) for pair in pairs]
+        leads = [2 * verdict - 1 for verdicts, _ in votes for verdict in verdicts]
+        inconsistent, asked_twice = (sum(map(count, (both for _, both in votes))) for count in (any, bool))
+        coins = sum(any(both) and verdict == TIE for (_, both), verdict in zip(votes, merged.verdicts, strict=True))
+    bias = share_of(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
+    contradicted = share_of(inconsistent, asked_twice - inconsistent, asked_twice)
     return JudgeResult(
-        win_rate(judged, inconsistent=coins),
+        win_rate(judged, inconsistent=coins, clusters=judged_prompts(prompts, merged.verdicts)),
         merged.verdicts,
         inconsistent,
         merged.failures,
-        position_bias=bias,
-        inconsistent_interval=_share(inconsistent, asked_twice - inconsistent, asked_twice)[1],
-        position_bias_interval=bias_interval,
+        position_bias=bias["rate"],
+        inconsistent_interval=(contradicted["low"], contradicted["high"]),
+        position_bias_interval=(bias["low"], bias["high"]),
         both_orders=asked_twice,
         shown=len(leads),
         length=length_effect(ours, baseline, merged.verdicts),
     )
 
 
-def _share(wins: float, losses: float, n: int) -> tuple[float, tuple[float, float]]:
-    """Share and 95 % interval; a half and no bounds where nothing was counted."""
-    return ((1 + (wins - losses) / n) / 2, paired_interval(wins, losses, n)) if n else (TIE, (0.0, 1.0))
+def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> list[str]:
+    """Names of the prompts that have a verdict, equal for equal prompts, whose responses are not independent."""
+    return [hash_of(prompt.prompt) for prompt, verdict in zip(prompts, verdicts, strict=True) if verdict is not None]
 
 
-def length_effect(ours: Sequence[str], baseline: Sequence[str], verdicts: Sequence[Verdict]) -> LengthEffect | None:
+def share_of(wins: float, losses: float, n: int) -> Figures:
+    """A share, ties counting half, with its 95 % interval; a half and no bounds where nothing was counted."""
+    low, high = paired_interval(wins, losses, n) if n else (0.0, 1.0)
+    return {"rate": (1 + (wins - losses) / n) / 2 if n else TIE, "low": low, "high": high, "n": n}
+
+
+def length_effect(
+    ours: Sequence[str], baseline: Sequence[str], verdicts: Sequence[Verdict]
+) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
-    The slope is that of least squares with an intercept, which takes up how much better one side is on the whole; its
-    interval is +- 1.96 standard errors that hold for any variance (HC1). A better response is often a longer one: neither
-    figure alone is a fault.
+    The slope is the change of the win rate for a response twice as long as the other, by least squares with an intercept,
+    which takes up how much better one side is on the whole; its interval is +- 1.96 standard errors that hold for any
+    variance (HC1). A better response is often a longer one: neither figure alone is a fault. Lengths are in characters.
+
+    Returns:
+        `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
+        None where it cannot be known.
     """
     judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
-    if not leads:
-        return None
-    share, (low, high) = _share(leads.count(1), leads.count(-1), len(leads))
-    ratios = [math.log2((a + 1) / (b + 1)) for a, b, _ in judged]
-    wins = [verdict for _, _, verdict in judged]
-    n, center, mean = len(judged), sum(ratios) / len(judged), sum(wins) / len(judged)
-    squares = sum((x - center) ** 2 for x in ratios)
-    if n < 3 or squares == 0 or len(set(wins)) == 1:
-        return LengthEffect(share, low, high, len(leads))
-    slope = sum((x - center) * (y - mean) for x, y in zip(ratios, wins, strict=True)) / squares
-    rest = [(x - center) * (y - mean - slope * (x - center)) for x, y in zip(ratios, wins, strict=True)]
-    error = Z_95 * math.sqrt(n / (n - 2) * sum(each**2 for each in rest)) / squares
-    return LengthEffect(share, low, high, len(leads), slope, slope - error, slope + error)
+    longer, found = share_of(leads.count(1), leads.count(-1), len(leads)), None
+    ratios, wins = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged]).reshape(-1, 2).T
+    x, y, n = ratios - ratios.mean(), wins - wins.mean(), len(wins)
+    if n > 2 and x.any() and y.any():
+        slope = float(x @ y / (x @ x))
+        error = Z_95 * math.sqrt(n / (n - 2) * float((x**2) @ (y - slope * x) ** 2)) / float(x @ x)
+        found = {"slope": slope, "low": slope - error, "high": slope + error}
+    return {"longer_preferred": longer if leads else None, "length_slope": found}
 
 
 # Judges by scores
@@ -188,7 +185,7 @@ def majority_judge(judges: Sequence[Judge]) -> Judge:
 
     def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
-        return [None if None in each else majority(v for v in each if v is not None) for each in verdicts]
+        return [None if None in each else majority_verdict(each) for each in verdicts]
 
     return judge
 
@@ -201,21 +198,17 @@ def gold_score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[floa
 
 
 def reward_model_score(config: JudgeConfig, source: str) -> ScoreFunction:
-    """Scores of texts by a reward model, loaded at the first of them; each text is scored once."""
-    known: dict[tuple[str, str], float] = {}
+    """Scores of texts by a reward model, loaded at the first of them."""
 
     @cache
-    def load():
+    def load() -> RewardModel:
         model = load_reward_model(source, config.weights.dtype, quantize=config.weights.quantize)
         model.model.to(best_device())
         return model
 
     def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        keys = [(hash_of(prompt.prompt), text) for prompt, text in zip(prompts, responses, strict=True)]
-        missing = {key: (prompt.prompt, key[1]) for key, prompt in zip(keys, prompts, strict=True) if key not in known}
-        if missing:
-            known.update(zip(missing, load().score(list(missing.values())).tolist(), strict=True))
-        return [known[key] for key in keys]
+        texts = [(prompt.prompt, text) for prompt, text in zip(prompts, responses, strict=True)]
+        return load().score(texts).tolist()
 
     return score
 
@@ -251,7 +244,8 @@ def build_judge(
         scores = {source: found.get(source) or reward_model_score(config, source) for source in sources}
         members = [score_judge(score, config.tie_margin) for score in scores.values()]
         judge = members[0] if len(members) == 1 else majority_judge(members)
-        return _record(f"reward_model {', '.join(sources)}", hashes or parent_hashes(sources), judge, log)
+        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
+        return _record(f"reward_model {', '.join(sources)}", own, judge, log)
     judge = longer_judge if config.judge == "longer" else score_judge(gold_score, config.tie_margin)
     return _record(str(config.judge), {}, judge, log)
 
@@ -270,33 +264,28 @@ def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowL
 def _language_judge(
     config: JudgeConfig, log: RowLog, directory: Path | None, hashes: Mapping[str, str | None] | None
 ) -> LoggedJudge:
-    template, service = load_template(config.judge_template), config.endpoint
-    rubric = is_rubric(template)
-
-    def text(call: Call) -> str:
-        reasons = service is not None and config.judge == "endpoint" and service.reasons
-        return question_text(template, call.prompt.prompt, call.responses, ties=config.ties, reasons=reasons)
-
-    question = Question(text, labels_of(template, ties=config.ties), config.tie_margin)
-    prices = None
-    if config.judge == "endpoint" and service is not None:
+    template = load_template(config.judge_template)
+    service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
+    words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
+    labels = labels_of(template, ties=config.ties)
+    question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
+    if service is not None:
         check_key(service)
-        ask, prices = ask_endpoint(service, question), (service.input_price or 0.0, service.output_price or 0.0)
-        name = f"endpoint {plain_url(service.url)} {service.model}"
-        identity = hash_of([name, service.max_tokens, service.reasons, service.logprobs, service.parameters])
+        ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
+        settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
     else:
         source = str(config.judge_model)
         ask, name = ask_model(source, question, config.weights), f"model {source}"
-        identity = hash_of([(hashes or parent_hashes([source]))[source], asdict(config.weights)])
-    by_margin = service is None or service.logprobs or config.judge == "model"
-    identity = hash_of([identity, template, config.ties, config.tie_margin if by_margin and not rubric else None])
+        settings = [(hashes or parent_hashes([source]))[source], asdict(config.weights)]
+    margin = config.tie_margin if (service is None or service.logprobs) and not rubric else None
+    identity = hash_of([settings, words("", ("",) if rubric else ("", "")), margin])
     if not rubric:
-        return LoggedJudge(name, identity, ask, log, config.max_failed_share, prices=prices)
+        return LoggedJudge(name, identity, ask, log, config.max_failed_share, service=service)
     ratings = RowLog(None if directory is None else directory / "ratings.jsonl")
-    rater = LoggedJudge(name, identity, ask, ratings, config.max_failed_share, prices=prices)
+    rater = LoggedJudge(name, identity, ask, ratings, config.max_failed_share, service=service)
 
     def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         calls = [Call(prompt, (text,)) for prompt, text in zip(prompts, responses, strict=True)]
-        return [math.nan if rating is None else rating for rating in rater.values(calls)]
+        return [math.nan if rating is None else float(rating) for rating in rater.values(calls)]
 
     return replace(_record(name, {name: identity}, score_judge(score, config.tie_margin), log), rater=rater)

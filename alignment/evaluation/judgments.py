@@ -13,8 +13,9 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from alignment.data.rows.files import RawRow, json_line_rows
 from alignment.data.rows.records import Messages
@@ -23,7 +24,7 @@ from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.files import explain_full_disk, hash_of
 
 TEXTS = ("id", "first", "second")
-REQUIRED = (*TEXTS, "verdict")
+NAMES = ("judge", "first_model", "second_model")  # which a row may lack
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,6 @@ class Judgment:
     location: str = ""
 
 
-OPTIONAL = ("prompt", "judge", "first_model", "second_model", "probability")
-
-
 def judgment_key(judge: str, prompt: str | Messages, *texts: str) -> str:
     """Name of a call by its content: the judge with all that decides its answers, the prompt, and the texts in order."""
     return hash_of([judge, prompt, *texts])
@@ -75,46 +73,48 @@ def read_judgments(path: Path) -> list[Judgment]:
     if not path.is_file():
         raise UserError(f"{path}: cannot read the verdicts: no such file")
     rows = list(json_line_rows(path))
-    if len(rows) > 1 and rows[-1].values is None and not _ends_in_line(path):
+    if len(rows) > 1 and rows[-1].values is None and torn_bytes(path):
         print(f"{rows[-1].location}: the last line is torn, as by a kill; it is read over", file=sys.stderr)
         rows.pop()
     raise_all(problem for row in rows if (problem := _problem(row)))
-    return [_judgment(row.values or {}, row.location) for row in rows]
+    return [_judgment(dict(row.values or {}), row.location) for row in rows]
 
 
 def _problem(row: RawRow) -> str:
     """The reason why a row is no judgment, with file:line; empty where it is one."""
-    values = row.values
+    values, problem = row.values, ""
     if values is None:
         return row.problem
-    if missing := [key for key in REQUIRED if key not in values]:
-        return f"{row.location}: no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}"
-    texts = [*TEXTS, *(key for key in ("judge", "first_model", "second_model") if values.get(key) is not None)]
-    if wrong := [key for key in texts if not isinstance(values[key], str)]:
-        return f"{row.location}: {', '.join(map(repr, wrong))} must be text"
-    verdict, probability = values["verdict"], values.get("probability")
-    if isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
-        return f"{row.location}: 'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
-    if probability is not None and not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
-        return f"{row.location}: 'probability' must be a number between 0 and 1 or null, found {probability!r}"
-    return ""
+    verdict, probability = values.get("verdict"), values.get("probability")
+    texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
+    if missing := [key for key in (*TEXTS, "verdict") if key not in values]:
+        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}"
+    elif wrong := [key for key in texts if not isinstance(values[key], str)]:
+        problem = f"{', '.join(map(repr, wrong))} must be text"
+    elif isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
+        problem = f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
+    elif probability is not None and not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
+        problem = f"'probability' must be a number between 0 and 1 or null, found {probability!r}"
+    return problem and f"{row.location}: {problem}"
 
 
-def _judgment(row: Mapping[str, object], location: str) -> Judgment:
-    given = {key: row[key] for key in OPTIONAL if row.get(key) is not None}
-    verdict = None if row["verdict"] is None else float(str(row["verdict"]))
-    extra = {key: value for key, value in row.items() if key not in (*REQUIRED, *OPTIONAL)}
-    first, second = str(row["first"]), str(row["second"])
-    return Judgment(str(row["id"]), first, second, verdict, **given, extra=extra, location=location)  # type: ignore[arg-type]
+def _judgment(row: dict[str, Any], location: str) -> Judgment:
+    verdict = row.pop("verdict")
+    names = [each.name for each in fields(Judgment) if each.name not in ("extra", "location")]
+    given = {key: value for key in names if (value := row.pop(key, None)) is not None}
+    return Judgment(**given, verdict=None if verdict is None else float(verdict), extra=row, location=location)
 
 
-def _ends_in_line(path: Path) -> bool:
-    """True where a file ends in a line end, or is empty or compressed."""
-    if path.suffix == ".gz" or not path.stat().st_size:
-        return True
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
+def torn_bytes(path: Path) -> int:
+    """Size of a last line without a line end that is no JSON, as a kill within a write leaves it; 0 where there is none."""
+    if path.suffix == ".gz" or not path.is_file():
+        return 0
+    last = path.read_bytes().rpartition(b"\n")[2]
+    try:
+        json.loads(last or b"0")
+    except ValueError:
+        return len(last)
+    return 0
 
 
 class RowLog:
@@ -127,35 +127,22 @@ class RowLog:
     def __init__(self, path: Path | None = None):
         self.path, self._lock = path, threading.Lock()
         self.rows: list[Mapping[str, object]] = []
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _mend(path)
-            found = list(json_line_rows(path)) if path.is_file() else []
-            raise_all(row.problem for row in found if row.values is None)
-            self.rows = [row.values for row in found if row.values is not None]
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if torn := torn_bytes(path):
+            os.truncate(path, path.stat().st_size - torn)
+            print(f"{path}: the last line was torn, as by a kill; it is taken out", file=sys.stderr)
+        found = list(json_line_rows(path)) if path.is_file() else []
+        raise_all(row.problem for row in found if row.values is None)
+        self.rows = [row.values for row in found if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row as one line, and hand it to the system before returning."""
-        line = json.dumps(row, ensure_ascii=False) + "\n"
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         with self._lock:
             self.rows.append(row)
             if self.path is not None:
-                with explain_full_disk(self.path, self.path), open(self.path, "ab") as file:
-                    file.write(line.encode())
-
-
-def _mend(path: Path) -> None:
-    """Give the last line of a log its line end, or take it out where it is torn."""
-    if not path.is_file() or _ends_in_line(path):
-        return
-    content = path.read_bytes()
-    last = content.rpartition(b"\n")[2]
-    try:
-        json.loads(last)
-    except ValueError:
-        with open(path, "r+b") as file:
-            file.truncate(len(content) - len(last))
-        print(f"{path}: the last line was torn, as by a kill; it is taken out", file=sys.stderr)
-    else:
-        with open(path, "ab") as file:
-            file.write(b"\n")
+                with explain_full_disk(self.path, self.path), open(self.path, "ab+") as file:
+                    whole = not file.tell() or file.seek(-1, os.SEEK_END) < 0 or file.read() == b"\n"
+                    file.write(line if whole else b"\n" + line)

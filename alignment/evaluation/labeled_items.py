@@ -9,7 +9,6 @@ Rows that need no mapping of columns, known by a column that only they have:
 Rows on one item, of the same id and sides in either order, are put together. The figures are in judge_run.py.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -100,7 +99,7 @@ class LabeledItem:
 Items = dict[tuple[str, ...], LabeledItem]  # by id and sides
 
 
-def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool = False, subset: str = "") -> None:
+def add_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool = False, subset: str = "") -> None:
     """Add the rows of a file to `items`, those that are there or new ones.
 
     Args:
@@ -130,11 +129,9 @@ def read_items(source: str, config: LabelColumns, items: Items, *, by_judge: boo
         for name in () if by_judge else labels:
             who = str(values[columns["annotator"][0]]) if "annotator" in columns and len(labels) == 1 else name
             verdict = _verdict(values[name], words, swapped)
-            if verdict is None:
-                problems += [f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for"] * bool(
-                    values[name]
-                )
-            elif people.fullmatch(who, timeout=PATTERN_SECONDS):
+            if verdict is None and values[name] not in (None, ""):
+                problems.append(f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for")
+            if verdict is not None and people.fullmatch(who, timeout=PATTERN_SECONDS):
                 item.votes[who] = verdict if item.votes.get(who, verdict) == verdict else TIE
     raise_all(problems)
 
@@ -162,7 +159,10 @@ def _item_of(
     items: Items, values: Values, columns: Mapping[str, Sequence[str]], at: str, subset: str
 ) -> tuple[LabeledItem, bool]:
     """The item of a row, known or new, and whether the row has its sides in the other order."""
-    text = {ours: "\n\n".join(filter(None, (_text(values[name]) for name in names))) for ours, names in columns.items()}
+    filled = {
+        ours: [values[name] for name in names if values[name] not in (None, "")] for ours, names in columns.items()
+    }
+    text = {ours: "\n\n".join(map(str, found)) for ours, found in filled.items()}
     models = [text.get("first_model", ""), text.get("second_model", "")]
     sides = [text.get("first", models[0]), text.get("second", models[1])]
     name = text.get("id", text.get("prompt", at) if "annotator" in columns else at)
@@ -181,10 +181,6 @@ def _item_of(
             has_texts="first" in text,
         )
     return items[key], swapped
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def _verdict(label: object, words: Mapping[str, float], swapped: bool) -> Verdict:

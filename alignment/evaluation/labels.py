@@ -3,6 +3,7 @@
 The page is serving/label_page.py; agreement, comparisons and exports are made of the file in commands/label.py.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,7 +22,7 @@ from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Columns, replies_of
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.judgments import RowLog
-from alignment.files import hash_of, sync
+from alignment.files import hash_of, sync, write_text
 from alignment.settings import NonNegativeFloat, NonNegativeInt, Rule, Settings
 
 JSON = dict[str, object]
@@ -94,15 +95,16 @@ class Label(Settings):
     def row(self) -> JSON:
         """The label as a row: of a pair a judgment row, of other numbers of responses `responses` with `ranks`."""
         row: JSON = {key: value for key, value in asdict(self).items() if value or key in ("prompt", "position")}
-        if not any(self.flags):
-            row.pop("flags", None)
-        if len(self.responses) == 2:
-            del row["responses"], row["ranks"]
-            row |= dict(zip(SIDES, self.responses, strict=True))
-            row |= {f"{side}_model": model for side, model in zip(SIDES, self.models, strict=False)}
-            row.pop("models", None)
-            row["verdict"] = 0.5 + (self.ranks[0] < self.ranks[1]) / 2 - (self.ranks[0] > self.ranks[1]) / 2
-        return row
+        if len(self.responses) != 2:
+            return row
+        models = {f"{side}_model": model for side, model in zip(SIDES, self.models, strict=False)}
+        sides = {**dict(zip(SIDES, self.responses, strict=True)), **models, "verdict": verdict(*self.ranks)}
+        return {key: value for key, value in row.items() if key not in ("responses", "models", "ranks")} | sides
+
+
+def verdict(place: int, other: int) -> float:
+    """1, 0.5 or 0 for a response by its place, 0 the best, and that of another one."""
+    return 0.5 + (place < other) / 2 - (place > other) / 2
 
 
 def label_in(row: Columns, location: str, *, judged: bool) -> Label:
@@ -119,11 +121,12 @@ def label_in(row: Columns, location: str, *, judged: bool) -> Label:
     elif isinstance(named := row.get("responses"), dict):
         values["models"], values["responses"] = list(named), list(named.values())
     if judged and "verdict" in row:
-        if (verdict := row["verdict"]) not in list(RANKS):
-            raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {verdict!r:.40}")
-        values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == verdict)
-    values["id"] = str(row.get("id") or hash_of([row.get("prompt"), values.get("responses")])[:12])  # wherever it lies
-    return build(Label, SourcedYaml(values, {(): location}))
+        if row["verdict"] not in list(RANKS):
+            raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {row['verdict']!r:.40}")
+        values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == row["verdict"])
+    values["id"] = str(row["id"]) if row.get("id") is not None else ""
+    label = build(Label, SourcedYaml(values, {(): location}))
+    return label if label.id else replace(label, id=hash_of([label.prompt, sorted(label.responses)])[:12])
 
 
 def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
@@ -139,7 +142,7 @@ def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
     return labels
 
 
-def read_items(source: str) -> list[Label]:
+def read_questions(source: str) -> list[Label]:
     """The questions of a file: judgment rows, prompts with responses, comparisons, rankings, or demonstrations to rate.
 
     The same pair in both orders is one question.
@@ -160,7 +163,7 @@ def read_items(source: str) -> list[Label]:
 
 
 def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool], Label]:
-    """The labels of these questions by their slot; of two answers of one person to the same question the later one counts."""
+    """The labels of these questions by their slot."""
     labels = labels_in(json_line_rows(path), judged=True) if path.is_file() else []
     keys = {item.key for item in items}
     if others := sum(label.key not in keys for label in labels):
@@ -169,7 +172,7 @@ def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool
 
 
 def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> list[Label]:
-    """What an annotator is asked, in an order of their own that depends on nothing but names, texts and the seed.
+    """The questions to an annotator, in an order of their own that depends on nothing but names, texts and the seed.
 
     Hidden repeats, a share `repeats` of the pairs, are taken from the first third and shown again in the second half.
     """
@@ -187,8 +190,8 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
     again = sorted(early, key=lambda each: draw("repeat", each.key))[:count]
     half = len(asked) // 2
     later = [*asked[half:], *(replace(each.in_order((1, 0)), repeat=True) for each in again)]
-    later.sort(key=lambda each: draw("later", each.key, each.repeat))
-    return [replace(each, position=i) for i, each in enumerate([*asked[:half], *later])]
+    asked[half:] = sorted(later, key=lambda each: draw("later", each.key, each.repeat))
+    return [replace(each, position=i) for i, each in enumerate(asked)]
 
 
 class LabelSession:
@@ -243,6 +246,8 @@ class LabelSession:
     def answer(self, body: Columns) -> JSON:
         """Keep the `annotator`'s answer to the question of a `number`, on the disk before this returns; what is open.
 
+        A second answer to the question takes the place of the first one.
+
         Raises:
             UserError: the answer is not whole.
         """
@@ -256,10 +261,14 @@ class LabelSession:
         if unknown := set().union(*label.flags) - set(self.flags):
             raise UserError(f"unknown flag {sorted(unknown)[0]!r:.40}")
         with self._lock:
-            RowLog(self.path).append(
-                {**label.row(), "key": label.key}
-            )  # made anew, it mends what a full disk left of the last one
-            sync(self.path)
+            log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
+            if label.slot in self.labels:
+                others = [row for row in log.rows if label_in(row, str(self.path), judged=True).slot != label.slot]
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in [*others, label.row()])
+                write_text(self.path, "".join(lines))
+            else:
+                log.append(label.row())
+                sync(self.path)
             self.labels = {**self.labels, label.slot: label}
         return self.show({"annotator": label.judge})
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from alignment.data.rows.records import Messages
-from alignment.data.text.chat import encode_each_prompt, response_ids
+from alignment.data.text.chat import prompt_ids, response_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judge_templates import read_answer
@@ -66,26 +66,63 @@ class Question:
 # A service
 
 
-def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
-    """Calls of a chat model behind a URL, `service.requests` at the same time."""
+def ask_service(
+    service: EndpointConfig,
+    messages_of: Callable[[Call], Messages],
+    settings: Mapping[str, object],
+    read: Callable[[object], Answer],
+) -> Ask:
+    """Calls of a chat model behind a URL, `service.requests` at the same time.
+
+    Args:
+        settings: parameters of the request, in whose place those of the config count.
+        read: decoded JSON of an answer -> the answer.
+    """
 
     def one(call: Call) -> Answer:
-        messages: Messages = [{"role": "user", "content": question.text(call)}]
-        settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
-        if service.logprobs:
-            settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
-        started = time.monotonic()
+        given = {"model": service.model, "messages": messages_of(call), **settings, **service.parameters}
+        body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
         try:
-            answer = post_json(service, chat_body(service, messages, settings))
+            received = post_json(service, body.encode())
         except RequestFailed as error:
             return Answer(None, failure=str(error))
-        more = {"seconds": round(time.monotonic() - started, 3), **_token_counts(answer)}
-        return _read(question, answer, logprobs=service.logprobs, more=more)
+        answer = read(received)
+        more = {"seconds": round(time.monotonic() - started, 3), **_token_counts(received), **answer.more}
+        return answer._replace(more=more)
 
     def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
-        in_parallel(service.requests, calls, lambda call: done(call, one(call)))
+        stopped = threading.Event()
+
+        def make(call: Call) -> None:
+            if not stopped.is_set() and not done(call, one(call)):
+                stopped.set()
+
+        with ThreadPoolExecutor(service.requests) as pool:
+            try:
+                list(pool.map(make, calls))
+            finally:
+                stopped.set()  # what has not begun by now never does
 
     return ask
+
+
+def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
+    """Calls of a judge behind a URL."""
+
+    def read(received: object) -> Answer:
+        text = chat_text(received)
+        label = None if text is None or service.logprobs else read_answer(text, list(question.labels))
+        if label is not None:
+            return Answer(question.labels[label])
+        found = _first_token(received) if service.logprobs else {}
+        if known := {label: value for label, value in found.items() if label in question.labels}:
+            return question.answer_of(known)
+        return Answer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
+
+    settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
+    if service.logprobs:
+        settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
+    return ask_service(service, lambda call: [{"role": "user", "content": question.text(call)}], settings, read)
 
 
 def check_key(service: EndpointConfig | None) -> None:
@@ -94,57 +131,27 @@ def check_key(service: EndpointConfig | None) -> None:
         raise UserError(f"{service.model}: {problem}")
 
 
-def in_parallel(requests: int, items: Sequence[Any], make: Callable[[Any], bool]) -> None:
-    """Call `make` with each item in threads until one gives False; what has not begun by then never does."""
-    stopped = threading.Event()
-
-    def one(item: Any) -> None:
-        if not stopped.is_set() and not make(item):
-            stopped.set()
-
-    with ThreadPoolExecutor(requests) as pool:
-        try:
-            list(pool.map(one, items))
-        finally:
-            stopped.set()
-
-
-def chat_body(service: EndpointConfig, messages: Messages, settings: Mapping[str, object]) -> bytes:
-    """The JSON of a chat completion, with the parameters of the config in place of ours."""
-    given = {"model": service.model, "messages": messages, **settings, **service.parameters}
-    return json.dumps({key: value for key, value in given.items() if value is not None}).encode()
-
-
-def _read(question: Question, answer: object, *, logprobs: bool, more: Mapping[str, object]) -> Answer:
-    """The answer in a completion, by its text or its first token's log-probabilities."""
-    text = chat_text(answer)
-    if not logprobs:
-        label = None if text is None else read_answer(text, list(question.labels))
-        if label is not None:
-            return Answer(question.labels[label], more)
-    else:
-        try:
-            found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # type: ignore[index]
-            pairs = [(str(each["token"]).strip().upper(), float(each["logprob"])) for each in found]
-        except (KeyError, IndexError, TypeError, ValueError):
-            pairs = []
-        best = {label: value for label, value in sorted(pairs, key=lambda each: each[1]) if label in question.labels}
-        if best:
-            return question.answer_of(best, **more)
-    return Answer(None, {**more, "unread": (text or json.dumps(answer))[-SHOWN_CHARACTERS:]})
-
-
-def chat_text(answer: object) -> str | None:
+def chat_text(received: object) -> str | None:
     """The text of a chat completion; None where there is none."""
     try:
-        text = answer["choices"][0]["message"]["content"]  # type: ignore[index]
+        text = received["choices"][0]["message"]["content"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError):
         return None
     return text if isinstance(text, str) else None
 
 
-def _token_counts(answer: object) -> dict[str, object]:
-    usage = answer.get("usage") if isinstance(answer, dict) else None
+def _first_token(received: object) -> dict[str, float]:
+    """Log-probability of what the first token may be, without blanks and in capitals, the likeliest of equal ones."""
+    try:
+        found = received["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # type: ignore[index]
+        pairs = [(str(each["token"]).strip().upper(), float(each["logprob"])) for each in found]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return {}
+    return dict(sorted(pairs, key=lambda pair: pair[1]))
+
+
+def _token_counts(received: object) -> dict[str, object]:
+    usage = received.get("usage") if isinstance(received, dict) else None
     names = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}
     return {
         ours: usage[name]
@@ -163,19 +170,18 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
     """
 
     @cache
-    def load() -> tuple[Any, Any]:
+    def load() -> tuple[Model, Tokenizer]:
         model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
         return model, load_tokenizer(source)
 
     def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
         model, tokenizer = load()
-        prompts: list[str | Messages] = [f"{question.text(call)}\n\nAnswer:" for call in calls]
-        if tokenizer.chat_template is not None:
-            prompts = [[{"role": "user", "content": question.text(call)}] for call in calls]
-        names = list(question.labels)
-        blank = "" if tokenizer.chat_template is not None else " "
-        labels = [response_ids(tokenizer, blank + name, prompts[0], ended=False) for name in names]
-        heads = _accepted(encode_each_prompt(tokenizer, prompts))
+        chat, names = tokenizer.chat_template is not None, list(question.labels)
+        heads = [
+            prompt_ids(tokenizer, [{"role": "user", "content": text}] if chat else f"{text}\n\nAnswer:")
+            for text in map(question.text, calls)
+        ]
+        labels = [response_ids(tokenizer, name if chat else f" {name}", ended=False) for name in names]
         lengths = [len(head) + sum(map(len, labels)) for head in heads]
         rows = [(call.prompt.row_id, length) for call, length in zip(calls, lengths, strict=True)]
         check_lengths(
@@ -187,13 +193,6 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
                 done(calls[i], question.answer_of(dict(zip(names, row, strict=True))))
 
     return ask
-
-
-def _accepted(encoded: Sequence[list[int] | UserError]) -> list[list[int]]:
-    for each in encoded:
-        if isinstance(each, UserError):
-            raise each
-    return [each for each in encoded if not isinstance(each, UserError)]
 
 
 @torch.no_grad()

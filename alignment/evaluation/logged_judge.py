@@ -10,33 +10,37 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
+from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judgments import RowLog, judgment_key
 from alignment.evaluation.winrate import TIE, Verdict
 
+COLUMNS = (("response", ()), ("rating", ("response",)), ("verdict", ("first", "second")))  # of the answer, of the texts
+MODELS = ("first_model", "second_model")
 SECONDS_PER_CALL = 1.0  # foretold before the first call of a service
+SLOW = 0.5  # of the time-out
 
 
 class Call(NamedTuple):
-    """One question: a prompt and the one response to rate, or the two to compare in the order in which they are shown."""
+    """One question about a prompt: what to respond, how good the one response is, or which of two is better, in this order."""
 
     prompt: Prompt
-    responses: tuple[str, ...]
+    responses: tuple[str, ...] = ()
     models: tuple[str, ...] = ()  # whose responses they are; no part of the question
 
 
 class Answer(NamedTuple):
-    """A verdict for the first response, or a rating; None where what was answered cannot be read.
+    """A response, a rating, or a verdict for the first response; None where what was answered cannot be read.
 
     Attributes:
         more: further columns of its row.
         failure: the reason why no answer came; empty where one did.
     """
 
-    value: float | None
+    value: float | str | None
     more: Mapping[str, object] = {}
     failure: str = ""
 
@@ -56,7 +60,7 @@ class LoggedJudge:
         log: of the answers.
         max_failed_share: of calls without an answer; beyond it no further call is made, and the run ends.
         remembers: False for judges that cost nothing: they judge anew, and their log is a record alone.
-        prices: of a million tokens of questions and of answers; None: calls go to no service.
+        service: that the calls go to, for its prices and time-out; None: to none.
         rater: the scorer of single responses that the verdicts are made of; None: there is none.
     """
 
@@ -66,15 +70,16 @@ class LoggedJudge:
     log: RowLog
     max_failed_share: float = 0.1
     remembers: bool = True
-    prices: tuple[float, float] | None = None
+    service: EndpointConfig | None = None
     rater: "LoggedJudge | None" = None
     failures: Counter[str] = field(default_factory=Counter)  # calls without an answer, by their reason
-    asked: int = 0  # calls that this start has made
+    made: int = 0  # calls of this start
     used: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # rows of the calls that were looked up, by key
 
     def __post_init__(self) -> None:
-        self._known: dict[str, Mapping[str, Any]] = {str(row["key"]): row for row in self.log.rows if "key" in row}
-        self._written = {(str(row["key"]), *_models_of(row)) for row in self.log.rows if "key" in row}
+        rows: list[Mapping[str, Any]] = [row for row in self.log.rows if "key" in row]
+        self._known = {row["key"]: row for row in rows}
+        self._places = {(row["key"], *(row[name] for name in MODELS if name in row)): row for row in rows}
 
     def __call__(
         self,
@@ -84,12 +89,11 @@ class LoggedJudge:
         models: Sequence[tuple[str, str]] = (),
     ) -> list[Verdict]:
         """Verdicts for the responses shown first; equal responses tie without a call."""
-        named = models or [()] * len(prompts)
-        sides = zip(first, second, strict=True)
-        return self.values([Call(*each) for each in zip(prompts, sides, named, strict=True)])
+        sides, named = zip(first, second, strict=True), models or [()] * len(prompts)
+        return cast("list[Verdict]", self.values([Call(*each) for each in zip(prompts, sides, named, strict=True)]))
 
-    def values(self, calls: Sequence[Call]) -> list[float | None]:
-        """The verdict or rating of each call; None where the judge failed.
+    def values(self, calls: Sequence[Call]) -> list[float | str | None]:
+        """The answer to each call; None where it has none that can be read.
 
         Raises:
             UserError: more calls without an answer than `max_failed_share`.
@@ -97,104 +101,103 @@ class LoggedJudge:
         keys = [judgment_key(self.identity, call.prompt.prompt, *call.responses) for call in calls]
         missing: dict[str, Call] = {}
         for key, call in zip(keys, calls, strict=True):
-            if not (self.remembers and key in self._known):
+            if self.remembers and key in self._known:
+                self._keep(key, call, self._known[key] if call.models else {})  # other models may have said the same
+            elif len(set(call.responses)) < len(call.responses):
+                self._keep(key, call, {"verdict": TIE, "identical": True})
+            else:
                 missing.setdefault(key, call)
-        for key in [key for key, call in missing.items() if len(set(call.responses)) < len(call.responses)]:
-            self._write(key, missing.pop(key), Answer(TIE, {"identical": True}))
         if missing:
             self._make(missing, len(calls))
-        for key, call in zip(keys, calls, strict=True):
-            if key in self._known and (key, *_padded(call.models)) not in self._written:  # other models said the same
-                self._append({**self._known[key], **_names(call.models)})
         self.used |= {key: self._known[key] for key in keys if key in self._known}
-        column = "verdict" if all(len(call.responses) > 1 for call in calls) else "rating"
-        return [self._known[key][column] if key in self._known else None for key in keys]
+        return [self._known[key][COLUMNS[len(call.responses)][0]] if key in self._known else None
+                for key, call in zip(keys, calls, strict=True)]  # fmt: skip
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
-        keys = {id(call): key for key, call in missing.items()}
-        failures, allowed = Counter[str](), self.max_failed_share * count
+        keys, before = {id(call): key for key, call in missing.items()}, self.failures.total()
+        allowed = before + self.max_failed_share * count
 
         def done(call: Call, answer: Answer) -> bool:
-            if not answer.failure:
-                self._write(keys[id(call)], call, answer)
-                return True
-            failures[answer.failure] += 1
-            return failures.total() <= allowed
+            if answer.failure:
+                self.failures[answer.failure] += 1
+            else:
+                self._keep(keys[id(call)], call, {COLUMNS[len(call.responses)][0]: answer.value, **answer.more})
+            return self.failures.total() <= allowed
 
         if self.remembers:
             print(self._forecast(list(missing.values()), count), file=sys.stderr)
         self.ask(list(missing.values()), done)
-        self.asked += len(missing)
-        self.failures += failures
-        if failures.total() > allowed:
-            why = ", ".join(f"{reason} ({number} times)" for reason, number in failures.most_common())
-            raise UserError(
-                f"{self.name}: no answer to {failures.total()} of {count} calls, and at most {self.max_failed_share:.0%} may "
-                f"fail (max_failed_share): {why}. What was answered is kept in {self.log.path}: the next start asks the rest"
+        self.made += len(missing)
+        if self.failures.total() > allowed:
+            limit = (
+                f", and at most {self.max_failed_share:.0%} may fail (max_failed_share)"
+                if self.max_failed_share
+                else ""
             )
+            raise UserError(
+                f"{self.name}: no answer to {self.failures.total() - before} of {count} calls{limit}: {_counts(self.failures)}. "
+                f"What was answered is kept in {self.log.path}: the next start asks the rest"
+            )
+
+    def _keep(self, key: str, call: Call, columns: Mapping[str, Any]) -> None:
+        """Append the row of an answer to the log, unless it stands there for these models."""
+        value, texts = COLUMNS[len(call.responses)]
+        row = {**columns, "id": call.prompt.row_id, "prompt": call.prompt.prompt, "judge": self.name, "key": key}
+        row |= {**dict(zip(texts, call.responses, strict=True)), **dict(zip(MODELS, call.models, strict=False))}
+        place = (key, *call.models)
+        if columns and (place not in self._places or self._places[place].get(value) != row.get(value)):
+            self.log.append(row)
+            self._known[key] = self._places[place] = row
 
     def _forecast(self, calls: Sequence[Call], count: int) -> str:
         """What is to come, in words: calls, tokens, and time and cost where they can be known."""
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + 250 * len(calls)  # the template's own
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} are answered already), about {tokens:,} tokens"
-        if self.prices is not None:
-            known = [float(row["seconds"]) for row in self._known.values() if "seconds" in row]
-            seconds = median(known) if known else SECONDS_PER_CALL
-            text += f", {len(calls) * seconds / 60:.1f} minutes of calls one after another at {seconds:.1f} s each"
-        if self.prices is not None and any(self.prices):
-            text += f", and a cost of about {tokens * self.prices[0] / 1e6:.2f} and the answers'"
+        if self.service is not None:
+            seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
+            minutes = len(calls) * seconds / self.service.requests / 60
+            text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
+            cost = self.service.cost(tokens, self.service.max_tokens * len(calls))
+            text += "" if cost is None else f", a cost of at most about {cost:.2f}"
         return text
 
-    def _write(self, key: str, call: Call, answer: Answer) -> Mapping[str, Any]:
-        """The row of an answer, appended to the log unless it stands there already."""
-        row: dict[str, Any] = {"id": call.prompt.row_id, "prompt": call.prompt.prompt}
-        sides = ("first", "second") if len(call.responses) > 1 else ("response",)
-        row |= dict(zip(sides, call.responses, strict=True))
-        row |= {"verdict" if len(call.responses) > 1 else "rating": answer.value, "judge": self.name}
-        row |= {**_names(call.models), **answer.more, "key": key}
-        known = self._known.get(key)
-        if known is None or (key, *_padded(call.models)) not in self._written or known != {**known, **row}:
-            self._append(row)
-        return row
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        self.log.append(row)
-        self._known[str(row["key"])] = row
-        self._written.add((str(row["key"]), *_models_of(row)))
-
-    def failure_text(self) -> str:
-        """The reason why items have no verdict, in words."""
-        usage = self.usage()
-        unread = f". {usage['unread']} of {usage['calls']} answers of {self.name} cannot be read, such as {usage.get('unread_example')!r}"
-        return (unread if usage["unread"] else "") + (
-            f". Calls without an answer: {dict(self.failures)}" if self.failures else ""
-        )
-
     def usage(self) -> dict[str, Any]:
-        """Calls of this start, what became of them, their tokens and time: for results."""
+        """The calls behind the verdicts, and how many this start has made; their failures, tokens, time and cost: for results."""
         if self.rater is not None:
             return self.rater.usage()
         rows = self.used.values()
         seconds = [float(row["seconds"]) for row in rows if "seconds" in row]
         tokens = [sum(int(row.get(name, 0)) for row in rows) for name in ("prompt_tokens", "answer_tokens")]
-        unread = [row for row in rows if row.get("verdict", row.get("rating")) is None]
-        found: dict[str, Any] = {"judge": self.name, "calls": len(rows), "made_now": self.asked, "unread": len(unread)}
-        found |= {"unanswered": dict(self.failures)} | ({"unread_example": unread[0].get("unread")} if unread else {})
+        unread = [row.get("unread") for row in rows if row.get("verdict", row.get("rating")) is None]
+        found = {"judge": self.name, "calls": len(rows), "made_now": self.made, "unread": len(unread)}
+        found |= {"unanswered": dict(self.failures)} | ({"unread_example": unread[0]} if unread else {})
         found |= {"median_seconds": median(seconds)} if seconds else {}
-        found |= {"prompt_tokens": tokens[0], "answer_tokens": tokens[1]} if any(tokens) else {}
-        if self.prices is not None and any(self.prices):
-            found["cost"] = sum(price * count / 1e6 for price, count in zip(self.prices, tokens, strict=True))
+        cost = None if self.service is None else self.service.cost(*tokens)
+        return (
+            found | {"prompt_tokens": tokens[0], "answer_tokens": tokens[1]} | ({} if cost is None else {"cost": cost})
+        )
+
+    def faults(self) -> list[str]:
+        """In words: answers that cannot be read, calls without one, slow answers."""
+        usage, found = self.usage(), []
+        if usage["unread"]:
+            example = (
+                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
+            )
+            found.append(f"{self.name}: {example}; their items have no verdict")
+        if usage["unanswered"]:
+            again = "the next start makes them again"
+            found.append(f"{self.name}: calls without an answer: {_counts(usage['unanswered'])}; {again}")
+        if self.service is not None and usage.get("median_seconds", 0) > SLOW * self.service.timeout_seconds:
+            seconds = (
+                f"{usage['median_seconds']:.1f} s in the median, of a time-out of {self.service.timeout_seconds:g} s"
+            )
+            found.append(
+                f"{self.name}: the judge is slow, {seconds}; raise endpoint.timeout_seconds or lower endpoint.requests"
+            )
         return found
 
 
-def _padded(models: Sequence[str]) -> tuple[str | None, str | None]:
-    return (models[0], models[1]) if len(models) > 1 else (None, None)
-
-
-def _names(models: Sequence[str]) -> dict[str, str]:
-    return dict(zip(("first_model", "second_model"), models, strict=False))
-
-
-def _models_of(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    return row.get("first_model"), row.get("second_model")
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} ({count} times)" for reason, count in reasons.items())

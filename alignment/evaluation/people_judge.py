@@ -6,8 +6,7 @@ whose. The texts are part of a verdict's key: it counts for the responses that w
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.agreement import agreement
+from alignment.evaluation.agreement import agreement, krippendorff_alpha, majority_label
 from alignment.evaluation.judgments import Judgment, read_judgments
 from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import hash_of, write_text
@@ -44,7 +43,7 @@ class PeopleJudge:
                 "responses.jsonl and sampling.json that it was made from into the output directory, or let another file "
                 "be written as a form"
             )
-        return [TIE if pair[1] == pair[2] else majority(self.of_people(pair).values()) for pair in pairs]
+        return [TIE if pair[1] == pair[2] else majority_verdict(list(self.of_people(pair).values())) for pair in pairs]
 
     def of_people(self, pair: Pair) -> dict[str, float]:
         """Each person's verdict for the first text of a pair, in whichever order it was shown; a contradiction is a tie."""
@@ -56,42 +55,33 @@ class PeopleJudge:
                 found[person] = given[0] if given[0] == given[-1] else TIE
         return found
 
-    def shown_first(self, pair: Pair) -> list[float]:
-        """Every verdict that was given on a pair in either order, for the text shown first."""
-        return [
-            votes[each]
-            for votes in self.votes.values()
-            for each in dict.fromkeys((pair, _turned(pair)))
-            if each in votes
-        ]
-
-    def contradictions(self, pair: Pair) -> list[bool]:
-        """For each person who saw a pair in both orders, whether the two verdicts contradict each other."""
-        turned = _turned(pair)
-        both = [votes for votes in self.votes.values() if pair in votes and turned in votes]
-        return [votes[pair] != 1 - votes[turned] for votes in both]
+    def shown_first(self, pair: Pair) -> tuple[list[float], list[bool]]:
+        """Every verdict on a pair in either order for the text shown first, and of each person who saw both orders whether
+        the two contradict each other."""
+        orders = dict.fromkeys((pair, _turned(pair)))
+        given = [[votes[each] for each in orders if each in votes] for votes in self.votes.values()]
+        return [vote for each in given for vote in each], [sum(each) != 1 for each in given if len(each) > 1]
 
     def summary(self) -> dict[str, Any]:
-        """Verdicts of each person, and on how many pairs two of them agree: for results."""
+        """Verdicts of each person, and how far they agree on the pairs that several have judged: for results."""
         pairs = {min(pair, _turned(pair)) for votes in self.votes.values() for pair in votes}
-        couples = [each for pair in pairs for each in combinations(self.of_people(pair).values(), 2)]
+        shared = [given for pair in sorted(pairs) if len(given := list(self.of_people(pair).values())) > 1]
+        couples = [each for given in shared for each in combinations(given, 2)]
         found: dict[str, Any] = {"verdicts": {name or "unnamed": len(votes) for name, votes in self.votes.items()}}
-        return found | (
-            {"agreement": agreement(*zip(*couples, strict=True)), "agreement_n": len(couples)} if couples else {}
-        )
+        if couples:
+            found |= {"agreement": agreement(*zip(*couples, strict=True)), "judged_by_several": len(shared)}
+            found["alpha"] = krippendorff_alpha(shared, level="ordinal")
+        return found
 
 
 def _turned(pair: Pair) -> Pair:
     return pair[0], pair[2], pair[1]
 
 
-def majority(verdicts: Iterable[float]) -> Verdict:
+def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict that more than half of them are; a tie where none is, None of none."""
-    counts = Counter(verdicts)
-    if not counts:
-        return None
-    [(verdict, count)] = counts.most_common(1)
-    return verdict if 2 * count > counts.total() else TIE
+    label = majority_label(verdicts)
+    return TIE if label is None and verdicts else label
 
 
 def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:

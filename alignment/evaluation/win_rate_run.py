@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,8 @@ from alignment.errors import UserError
 from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, sample_or_read
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
 from alignment.evaluation.judge_faults import (
-    call_warnings,
+    adjust_sign_tests,
+    comparison_figures,
     judgment_figures,
     length_warnings,
     parent_warnings,
@@ -23,7 +24,8 @@ from alignment.evaluation.judge_faults import (
 )
 from alignment.evaluation.judges import ScoreFunction, build_judge, compare, score_judge
 from alignment.evaluation.language_loss import add_log_probs, compare_pairs, loss_on_rows, pair_log_probs
-from alignment.evaluation.people_judge import PeopleJudge, file_judge, write_annotation_form
+from alignment.evaluation.logged_judge import LoggedJudge
+from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
 from alignment.evaluation.responses import Responses, note_form, prompt_tokens
 from alignment.evaluation.win_rate_config import BestOfConfig, WinRateConfig
 from alignment.evaluation.winrate import mean_interval
@@ -53,26 +55,29 @@ def run(config: WinRateConfig) -> Path:
         advice = "; take judge=reward_model with reward_model=DIR, or judge=verdicts with verdicts=FILE"
         check_hotel_prompts(prompts, "judge=gold", advice)
     form = Path(config.verdicts) if config.judge == "verdicts" and config.verdicts else None
-    if form is not None and form.exists():
-        file_judge(form)
     texts = None if config.text is None else read_records(config.text, "text")
     pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
     hashes = check_models(config)
+    scorers = {source: _Scorer() for source in config.scoring_models}
+    is_new = form is not None and not form.exists()
+    judge = None if is_new else build_judge(config, Path(config.output), scorers=scorers, hashes=hashes)
     # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
     proxies = {source: load_judge(config, source) for source in config.scoring_models}
 
     prompts, responses = sample_or_read(config, prompts, hashes)
-    if form is not None and not form.exists():
-        write_form(config, form, prompts, responses)
+    if judge is None:
+        write_form(config, Path(str(form)), prompts, responses)
     sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
-    scores = {source: proxy_scores(config, proxies.pop(source), prompts, sides) for source in list(proxies)}
-    proxy = None if config.reward_model is None else scores[config.reward_model]
+    for source, scorer in scorers.items():
+        scorer.fill(prompts, proxy_scores(config, proxies.pop(source), prompts, sides))
+    proxy = None if config.reward_model is None else scorers[config.reward_model].scores
     models = {
         name: measure_responses(config, name, responses, prompts, scores=proxy, texts=texts) for name in responses
     }
     for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
         models[name]["pairs"] = measured
-    judging, warnings = judge_responses(config, prompts, responses, hashes, scores)
+    judging, warnings = judge_responses(config, prompts, responses, judge, scorers)
+    warnings = [*parent_warnings(config, hashes), *warnings]
     for name, figures in judging["models"].items():
         models[name] |= figures
 
@@ -192,27 +197,31 @@ def _load(config: WinRateConfig, name: str) -> Any:
 # 3. The judgments
 
 
+class _Scorer:
+    """Scores by a reward model that are filled in once there are responses."""
+
+    def fill(self, prompts: Sequence[Prompt], scores: Scores) -> None:
+        self.scores, self.index = scores, {id(prompt): i for i, prompt in enumerate(prompts)}
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return [self.scores[self.index[id(prompt)], text] for prompt, text in zip(prompts, responses, strict=True)]
+
+
 def judge_responses(
     config: WinRateConfig,
     prompts: list[Prompt],
     responses: Responses,
-    hashes: Mapping[str, str | None],
-    scores: Mapping[str, Scores],
+    judge: LoggedJudge | PeopleJudge,
+    scorers: Mapping[str, ScoreFunction],
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures of every contestant against the baseline and of the judge's calls, and warnings of the judge's faults."""
-    index = {id(prompt): i for i, prompt in enumerate(prompts)}
-
-    def scorer(own: Scores) -> ScoreFunction:
-        return lambda p, r: [own[index[id(prompt)], text] for prompt, text in zip(p, r, strict=True)]
-
-    scorers = {source: scorer(own) for source, own in scores.items()}
-    judge = build_judge(config, Path(config.output), scorers=scorers, hashes=hashes)
-    figures, warnings = {}, parent_warnings(config, hashes)
+    figures: dict[str, dict[str, Any]] = {}
+    warnings: list[str] = []
     for name in [name for name in responses if name != config.baseline]:
         ours, theirs = responses[name].texts, responses[config.baseline].texts
         limit = config.max_failed_share
         compared = compare(prompts, ours, theirs, judge, max_failed_share=limit, models=(name, config.baseline))
-        figures[name] = judgment_figures(compared)
+        figures[name] = judgment_figures(compared) | comparison_figures(prompts, ours, theirs, compared)
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:
@@ -222,13 +231,13 @@ def judge_responses(
             figures[name]["judge_spread"] = max(r["rate"] for r in rates.values()) - min(
                 r["rate"] for r in rates.values()
             )
+    adjust_sign_tests(figures)
     if isinstance(judge, PeopleJudge):
         return {"models": figures, "calls": judge.summary()}, warnings
-    usage = judge.usage()
-    return {"models": figures, "calls": usage}, warnings + call_warnings(usage, config.endpoint)
+    return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
-def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> None:
+def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> NoReturn:
     """Write every comparison as a form for people, and end there by raising `FormWritten`."""
     others = [text for name, own in responses.items() if name != config.baseline for text in own.texts]
     contests = len(responses) - 1

@@ -31,6 +31,8 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 
+# That a client is told; an OSError: the file of labels cannot be written.
+REASONS = (ValueError, LookupError, TypeError, RecursionError, OSError)
 Route = Callable[[JSON], JSON]  # UserError for a body that is wrong
 
 
@@ -92,12 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._check(token)
             content = text().encode()
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            OSError,
-        ) as error:  # an OSError: the file of labels cannot be written
+        except REASONS as error:
             status = getattr(error, "status", 500 if isinstance(error, OSError) else 400)
             kind, content = "application/json", json.dumps({"error": str(error)}).encode()
         self.send_response(status)
@@ -124,10 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("the body must be JSON, with its length", status=415)
         if int(length) > MOST_BYTES:
             raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
-        try:
-            body = json.loads(self.rfile.read(int(length)))
-        except RecursionError as error:
-            raise BadRequest("the body is nested too deeply") from error
+        body = json.loads(self.rfile.read(int(length)))
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
         return body

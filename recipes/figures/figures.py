@@ -145,6 +145,12 @@ class Claim(NamedTuple):
         """The relation as a formula."""
         return f"{self.first} {'~' if self.margin else '>'} {self.second}"
 
+    @property
+    def size(self) -> str | None:
+        """The size that both policies have; None where they differ."""
+        first, second = (name.rpartition(" ")[2] for name in (self.first, self.second))
+        return first if first == second else None
+
 
 def claims(config: FiguresConfig) -> Iterator[Claim]:
     """What was published: of methods at each size, of single policies, and that each method rises with size."""
@@ -169,14 +175,24 @@ def check(values: Values, claim: Claim) -> dict[str, Any]:
 
 
 def order_sentences(config: FiguresConfig, order: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """For each panel, how many of the relations of methods and of sizes hold, and which do not."""
+    """For each panel, how many of the relations of methods (at each size) and of sizes hold, and which do not."""
+    known = {claim.text: claim for claim in claims(config)}
     for panel, about in product(config.panels, ("methods", "sizes")):
-        held = {claim: found[panel]["holds"] for claim, found in order.items() if found["about"] == about}
-        text = f"Order of {about}, as {panel} judge: {list(held.values()).count('yes')} of {len(held)} published relations hold"
-        for word, what in (("no", "the opposite is seen in"), ("open", "open within the intervals:")):
-            those = ", ".join(f"{claim} ({shown(order[claim][panel])})" for claim, own in held.items() if own == word)
-            text += f"; {what} {those}" if those else ""
-        yield f"{text}."
+        held = {text: order[text][panel]["holds"] for text, claim in known.items() if claim.about == about}
+        sentence = f"Order of {about}, as {panel} judge: {_count(held)} published relations hold"
+        if about == "methods":
+            at = {
+                size: {text: word for text, word in held.items() if known[text].size == size} for size in config.sizes
+            }
+            sentence += f" ({', '.join(f'{_count(own)} at size {size}' for size, own in at.items())})"
+        for word, what in (("no", "contradicted:"), ("open", "open within the intervals:")):
+            those = ", ".join(f"{text} ({shown(order[text][panel])})" for text, own in held.items() if own == word)
+            sentence += f"; {what} {those}" if those else ""
+        yield f"{sentence}."
+
+
+def _count(held: Mapping[str, str]) -> str:
+    return f"{list(held.values()).count('yes')} of {len(held)}"
 
 
 def held_out_sentences(config: FiguresConfig, results: Mapping[str, Any]) -> Iterator[str]:

@@ -93,9 +93,9 @@ def test_tokens_and_kl_are_those_of_the_logits(checkpoints):
 
 
 def test_models_without_norm_or_head_are_refused_in_words(tokenizer, checkpoints, tmp_path):
-    with pytest.raises(UserError, match="a language model of one side, and this is an encoder-decoder"):
+    with pytest.raises(UserError, match="a language model of one side, no encoder-decoder"):
         next(lens_logits(load_model(tiny("t5", tokenizer, tmp_path / "t5")), IDS))
-    with pytest.raises(UserError, match="this is no language model"):
+    with pytest.raises(UserError, match="no encoder-decoder, classifier or reward model"):
         next(lens_logits(build_model(load_model(checkpoints["gpt2"]).config, "scalar"), IDS))
     write_checkpoint(next(iter(read_cases("bert").values())), tmp_path)
     with pytest.raises(UserError, match="no norm between the last layer and the head is found"):
@@ -109,10 +109,9 @@ def test_the_command_writes_a_page_and_numbers(checkpoints, tmp_path, capsys):
     [found] = json.loads(path.with_suffix(".json").read_text())["texts"]
     ids = load_tokenizer(checkpoints["llama"])(TEXT)["input_ids"]
     lens = logit_lens(load_model(checkpoints["llama"]), ids, 2)
-    assert len(found["tokens"]) == len(ids) and len(found["layers"]) == 3
-    cell = found["layers"][1][4]
-    assert [p for _, p in cell["top"]] == pytest.approx(lens.probabilities[1, 4].tolist())
-    assert cell["kl"] == pytest.approx(lens.kl[1, 4].item())
+    assert len(found["tokens"]) == len(ids) and len(found["best"]) == 3 and len(found["best"][0][0]) == 2
+    assert found["probabilities"][1][4] == pytest.approx(lens.probabilities[1, 4].tolist())
+    assert found["kl"][1][4] == pytest.approx(lens.kl[1, 4].item())
     html = path.read_text()
     assert len(Page(html).named("td")) == 3 * len(ids) and "<script" not in html and "<b>ä" not in html
     [policy] = [attrs["content"] for attrs in Page(html).named("meta") if "http-equiv" in attrs]

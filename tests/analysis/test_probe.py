@@ -138,8 +138,8 @@ def test_a_planted_feature_is_found_where_it_is_and_after_and_a_shuffled_label_n
     for one in layers[:2]:
         assert one.accuracy.low < 0.5 < one.accuracy.high
     for one in layers[2:]:
-        assert one.selectivity["low"] > 0.15 and one.accuracy.low > baselines.majority
-    assert baselines.control_seen == 1  # "text 17": the last word is the last token
+        assert one.selectivity["low"] > 0.15 and one.accuracy.low > baselines["majority"]
+    assert baselines["control_seen"] == 1  # "text 17": the last word is the last token
     order = np.random.default_rng(1).permutation
     shuffled, _ = probe_layers(*(part._replace(classes=order(part.classes)) for part in (fit, judged)), count=2)
     assert all(one.accuracy.low < 0.5 < one.accuracy.high for one in shuffled)
@@ -151,10 +151,25 @@ def test_a_label_that_the_word_alone_gives_has_no_selectivity():
     table = rng.normal(size=(20, 32))
     words = rng.integers(0, 20, size=900)
     states, types, classes = table[words] + 0.01 * rng.normal(size=(900, 32)), [f"w{i}" for i in words], words % 2
-    parts = (ProbeRows([states[part]], classes[part], types[part]) for part in (slice(600), slice(600, None)))
+    parts = (
+        ProbeRows([states[part]], classes[part], types[part], words[part]) for part in (slice(600), slice(600, None))
+    )
     [layer], baselines = probe_layers(*parts, count=2)
-    assert layer.accuracy.rate == layer.control.rate == 1 and layer.selectivity["difference"] == 0
-    assert layer.selectivity["low"] < 0 < layer.selectivity["high"] and baselines.control_seen == 1
+    assert layer.accuracy.rate == layer.control.rate == 1 and layer.selectivity["rate"] == 0
+    assert layer.selectivity["low"] < 0 < layer.selectivity["high"] and baselines["control_seen"] == 1
+
+
+def test_words_of_one_text_count_as_a_cluster():
+    """Twenty texts of 15 words that are right or wrong together: the interval is that of about twenty answers, not 300."""
+    right = np.repeat(np.arange(20) % 4 > 0, 15)
+    states = np.where(right, 1.0, -1.0)[:, None] * np.array([[1.0]])
+    fit = ProbeRows([np.array([[-1.0], [1.0]] * 20)], np.array([0, 1] * 20), ["a", "b"] * 20, range(40))
+    widths = []
+    for texts in (range(300), np.repeat(np.arange(20), 15).tolist()):
+        [layer], _ = probe_layers(fit, ProbeRows([states], np.ones(300, int), ["b"] * 300, texts), count=2)
+        assert layer.accuracy.rate == 0.75
+        widths.append(layer.accuracy.high - layer.accuracy.low)
+    assert widths[1] > 3 * widths[0]  # the root of 15 is 3.9
 
 
 def test_control_classes_are_of_the_word_alone_and_have_the_shares():

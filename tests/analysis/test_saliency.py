@@ -11,17 +11,19 @@ from alignment import cli
 from alignment.adapters import PromptSpec, attach
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.saliency import (
-    class_answer,
-    continuation_answer,
     embedding_layers,
-    explain,
-    load_answers,
+    explain_answer,
+    explained_class,
+    explained_continuation,
+    explained_score,
+    load_explained,
     replaced_embeddings,
-    score_answer,
     without_each,
 )
 from alignment.data.text.chat import prompt_ids
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
@@ -29,6 +31,7 @@ from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import load_reward_model
 from tests.analysis.test_inspection import Page, tiny
+from tests.conftest import roughen
 
 TEXT, TARGET = "We loved the pool and the spa", " of this hotel"
 
@@ -48,7 +51,7 @@ def test_a_linear_model_has_its_own_terms():
     for baseline in (torch.zeros(5, 3), start):
         found = integrated_gradients(value, x, baseline)
         assert_close(found.values.float(), (weight * (x - baseline)).sum(-1), atol=1e-6, rtol=0)
-        assert found.is_complete(1e-5) and found.gradients == 32
+        assert abs(found.residual) < 1e-5 and found.gradients == 32
         assert found.value == pytest.approx(value(x[None]).item()) and found.baseline_value == pytest.approx(
             value(baseline[None]).item()
         )
@@ -70,9 +73,9 @@ def test_steep_places_get_points_until_the_sum_is_right_and_a_limit_is_told():
 
     x, baseline = torch.tensor([[1.0]]), torch.zeros(1, 1)
     found = integrated_gradients(value, x, baseline)
-    assert found.is_complete() and found.values.item() == pytest.approx(5, abs=0.05) and found.gradients > 32
+    assert found.complete and found.values.item() == pytest.approx(5, abs=0.05) and found.gradients > 32
     short = integrated_gradients(value, x, baseline, max_gradients=32)
-    assert not short.is_complete() and short.gradients == 32
+    assert not short.complete and short.gradients == 32
     assert short.residual == pytest.approx(short.values.item() - 5, abs=1e-3)
 
 
@@ -81,7 +84,7 @@ def test_steep_places_get_points_until_the_sum_is_right_and_a_limit_is_told():
 
 def answer_of(kind, checkpoints, tokenizer):
     if kind != "bert":
-        return continuation_answer(load_model(checkpoints[kind]), load_tokenizer(checkpoints[kind]), TEXT, TARGET)
+        return explained_continuation(load_model(checkpoints[kind]), load_tokenizer(checkpoints[kind]), TEXT, TARGET)
     torch.manual_seed(1)
     config = {"model_type": "bert", "vocab_size": len(tokenizer), "num_labels": 3, "max_position_embeddings": 64}
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -89,14 +92,14 @@ def answer_of(kind, checkpoints, tokenizer):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    return class_answer(model, tokenizer, TEXT, None)
+    return explained_class(model, tokenizer, TEXT, None)
 
 
 @pytest.mark.parametrize("baseline", ["zero", "a"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_integrated_gradients_are_complete(kind, baseline, checkpoints, tokenizer):
     answer = answer_of(kind, checkpoints, tokenizer)
-    found = explain(answer, TEXT, baseline=baseline)["integrated_gradients"]
+    found = explain_answer(answer, TEXT, baseline=baseline)["integrated_gradients"]
     total = sum(value for value in found["values"] if value is not None)
     assert found["complete"] and abs(total - found["change"]) <= 0.01 * abs(found["change"])
     assert found["residual"] == pytest.approx(total - found["change"], abs=1e-5)
@@ -133,7 +136,7 @@ def test_foreign_classes_and_soft_prompts_give_the_same(checkpoints):
             torch.manual_seed(0)
             first, second = (attach(model, PromptSpec(tokens=3)) for model in models)
             second.soft_prompt.load_state_dict(first.soft_prompt.state_dict())
-        one, other = (explain(continuation_answer(model, tokenizer, TEXT, TARGET), TEXT) for model in models)
+        one, other = (explain_answer(explained_continuation(model, tokenizer, TEXT, TARGET), TEXT) for model in models)
         assert one["value"] == pytest.approx(other["value"], abs=1e-4)
         for key in ("values",):
             pairs = zip(one["integrated_gradients"][key], other["integrated_gradients"][key], strict=True)
@@ -143,7 +146,7 @@ def test_foreign_classes_and_soft_prompts_give_the_same(checkpoints):
 
 def test_target_and_special_tokens_stay(checkpoints):
     answer = answer_of("llama", checkpoints, None)
-    found = explain(answer, TEXT)
+    found = explain_answer(answer, TEXT)
     assert answer.target > 1 and found["target_tokens"] == answer.target
     held = [value is None for value in found["gradient_x_input"]]
     assert held[-answer.target :] == [True] * answer.target and held.count(True) == answer.target + sum(
@@ -157,32 +160,64 @@ def test_the_answer_is_what_the_model_says(checkpoints, tokenizer):
     text, target = prompt_ids(tokens, TEXT), tokens(TARGET, add_special_tokens=False)["input_ids"]
     log_probs = model(torch.tensor([text + target])).logits[0].log_softmax(-1)
     expected = sum(log_probs[len(text) + i - 1, token] for i, token in enumerate(target)).item()
-    assert continuation_answer(model, tokens, TEXT, TARGET).values([TEXT]) == [pytest.approx(expected, abs=1e-5)]
-    greedy = continuation_answer(model, tokens, TEXT, None)
+    assert explained_continuation(model, tokens, TEXT, TARGET).values([TEXT]) == [pytest.approx(expected, abs=1e-5)]
+    greedy = explained_continuation(model, tokens, TEXT, None)
     assert greedy.values([TEXT])[0] == pytest.approx(log_probs[len(text) - 1].max().item(), abs=1e-5)
     answer = answer_of("bert", checkpoints, tokenizer)
     logits = answer.model(torch.tensor([tokenizer(TEXT)["input_ids"]])).logits[0].log_softmax(-1)
     assert answer.values([TEXT])[0] == pytest.approx(logits.max().item(), abs=1e-5)
-    other = class_answer(answer.model, tokenizer, TEXT, "LABEL_0")
+    other = explained_class(answer.model, tokenizer, TEXT, "LABEL_0")
     assert other.values([TEXT])[0] == pytest.approx(logits[0].item(), abs=1e-5)
-    with pytest.raises(UserError, match="--target 'joy': the classes are"):
-        class_answer(answer.model, tokenizer, TEXT, "joy")
+    with pytest.raises(UserError, match="--target is one of LABEL_0, LABEL_1, LABEL_2"):
+        explained_class(answer.model, tokenizer, TEXT, "joy")
 
 
 def test_a_reward_models_score_is_explained(stage):
     directory = str(stage("reward") / "model")
     reward_model = load_reward_model(directory)
-    answer = score_answer(reward_model, " The pool is warm.")
+    answer = explained_score(reward_model, " The pool is warm.")
     assert answer.values([TEXT])[0] == pytest.approx(
         reward_model.score([(TEXT, " The pool is warm.")]).item(), abs=1e-5
     )
-    whole = load_answers(directory)(TEXT, None)
+    whole = load_explained(directory)(TEXT, None)
     assert whole.name == "score" and whole.values([TEXT])[0] == pytest.approx(
         reward_model.score([TEXT]).item(), abs=1e-5
     )
-    assert explain(answer, TEXT)["integrated_gradients"]["complete"]
+    assert explain_answer(answer, TEXT)["integrated_gradients"]["complete"]
     with pytest.raises(UserError, match="give --target"):
         whole.values([[{"role": "user", "content": "Hi"}]])
+
+
+def test_an_encoders_score_of_a_pair_is_explained(tmp_path):
+    """Both texts of the pair are told apart, and its special tokens stay."""
+    tokenizer = train_wordpiece(["is it warm", "the pool is warm", "no"] * 4, 60)
+    config = {"model_type": "bert", "vocab_size": len(tokenizer), "max_position_embeddings": 32, "hidden_size": 16}
+    torch.manual_seed(0)
+    model = build_model(config | {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}, "scalar")
+    save_model(roughen(model, size=0.3), tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    explained = load_explained(str(tmp_path))("is it warm", "the pool is warm")
+    expected = load_reward_model(str(tmp_path)).score([("is it warm", "the pool is warm")]).item()
+    found = explain_answer(explained, "is it warm")
+    assert found["value"] == pytest.approx(expected, abs=1e-5) and found["integrated_gradients"]["complete"]
+    held = [token for token, value in zip(found["tokens"], found["gradient_x_input"], strict=True) if value is None]
+    assert held == ["[CLS]", "[SEP]", "[SEP]"] and found["ablation"]["parts"] == ["is", "it", "warm"]
+
+
+def test_messages_go_through_the_chat_template(checkpoints):
+    tokenizer = with_chat_template(load_tokenizer(checkpoints["llama"]), "zephyr")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Is it warm?"},
+    ]
+    explained = explained_continuation(load_model(checkpoints["llama"]), tokenizer, messages, " yes")
+    found = explain_answer(explained, messages, unit="turn")
+    silent = explained.values([[messages[0], {"role": "assistant", "content": ""}, messages[2]]])[0]
+    assert found["ablation"]["parts"][1] == "assistant: Yes?" and found["ablation"]["values"][1] == pytest.approx(
+        silent, abs=1e-5
+    )
+    assert len(found["tokens"]) == len(prompt_ids(tokenizer, messages)) + explained.target
 
 
 # Parts left out
@@ -214,13 +249,13 @@ def test_parts_are_left_out_one_at_a_time():
 
 def test_changes_are_those_of_the_text_without_the_part(checkpoints):
     answer = answer_of("llama", checkpoints, None)
-    found = explain(answer, TEXT)
+    found = explain_answer(answer, TEXT)
     [*words] = TEXT.split()
     assert found["ablation"]["parts"] == words
     for i, (value, change) in enumerate(zip(found["ablation"]["values"], found["ablation"]["changes"], strict=True)):
         alone = answer.values([" ".join(words[:i] + words[i + 1 :])])[0]
         assert value == pytest.approx(alone, abs=1e-4) and change == pytest.approx(found["value"] - value, abs=1e-6)
-    assert explain(answer, "We")["ablation"]["changes"] == []
+    assert explain_answer(answer, "We")["ablation"]["changes"] == []
 
 
 # The command
@@ -273,7 +308,7 @@ def test_a_classifiers_directory_opens(tokenizer, tmp_path):
     model = build_model({**config, **names, "pad_token_id": tokenizer.pad_token_id}, "sequence")
     save_model(model, tmp_path)
     save_tokenizer(tokenizer, tmp_path)
-    answer = load_answers(str(tmp_path))(TEXT, "good")
+    answer = load_explained(str(tmp_path))(TEXT, "good")
     expected = model(torch.tensor([tokenizer(TEXT)["input_ids"]])).logits[0].log_softmax(-1)[1].item()
     assert answer.name == "log-probability of class good, nats" and answer.values([TEXT])[0] == pytest.approx(
         expected, abs=1e-5

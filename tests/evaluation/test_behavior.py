@@ -1,5 +1,6 @@
 """Behavioral tests: cases and templates, the rule of each kind of test, the models, and what is refused before one is loaded."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from alignment.algorithms.finetune import scoring
+from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.finetune.finetune import run as finetune
 from alignment.config.load import packaged_folder
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.tokenizers.tokenizer import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation import behavior
 from alignment.evaluation.behavior import BehaviorConfig, ResponsesConfig, failure_rates, label_predictions, run
@@ -15,6 +22,7 @@ from alignment.evaluation.behavior_cases import BehaviorCase, Prediction, fill_t
 from alignment.generation import SamplingConfig
 from alignment.loading import load_model
 from alignment.reward_model import load_reward_model
+from alignment.training import OptimConfig, TrainingConfig
 
 TEMPLATES = packaged_folder("configs") / "evaluate" / "behavior"
 
@@ -141,7 +149,7 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         p = torch.tensor([positive(text) for text in texts])
         return label_predictions(["0", "2"], torch.stack([1 - p, p], -1).log())
 
-    monkeypatch.setattr(behavior, "predict", answers)
+    monkeypatch.setattr(behavior, "predict_texts", answers)
     monkeypatch.setattr(behavior, "given_labels", lambda config: ["0", "2"])
     monkeypatch.setattr(behavior, "read_cases", lambda tests, expectations: CASES)
     results = json.loads(run(BehaviorConfig(str(tmp_path), ["planted.jsonl"], classifier="planted")).read_text())
@@ -167,7 +175,7 @@ def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
         for i, r in enumerate(results)
     ]
     own = failure_rates(judged, "test")["t"]
-    assert (own["cases"], own["say nothing"], own["failed"]) == (12, 2, 3)
+    assert (own["cases"], own["say_nothing"], own["failed"]) == (12, 2, 3)
     assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(
         [0.3, 0.1078, 0.6032], abs=1e-4
     )  # Wilson
@@ -229,7 +237,7 @@ def test_rows_take_the_rule_of_their_test_and_lists_come_from_files(tmp_path):
 
 
 def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     rows = write_rows(
         tmp_path / "rows.jsonl",
         {"test": "a", "type": "MFT", "label": 1, "examples": ["fine"]},
@@ -239,6 +247,7 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         {"test": "e", "type": "XYZ", "label": 1, "examples": ["x"]},
         {"test": "f", "type": "INV", "tolerance": -1, "examples": ["x", "y"]},
         {"type": "MFT", "label": 1, "examples": "x"},
+        {"test": "g", "type": "MFT", "label": 1, "examples": ["{{ a }}"], "fill": {"a": "people"}},
     )
     (tmp_path / "bad.yaml").write_text(
         "unknown name:\n  type: MFT\n  label: 1\n  examples: ['{{ b }}']\n  fill: {a: [x]}\n"
@@ -252,6 +261,7 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
     for place in (
         "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
         "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
+        "rows.jsonl:8: fill: takes a list of values or FILE#COLUMN; see ['a']",
         "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
         "bad.yaml:15: none left: no case; of 1 combinations",
     ):  # fmt: skip
@@ -273,6 +283,8 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         ({"classifier": "a", "policy": "b"}, "one of the three"),
         ({"classifier": "a", "answers": {" A": "A"}}, "policy is needed for"),
         ({"policy": "a", "answers": {" A": "A"}, "responses": ResponsesConfig()}, "does not go with `answers`"),
+        ({"policy": "a", "labels": {"x": 1}}, "labels are of a classifier"),
+        ({"reward_model": "a", "neutral_label": 1}, "neutral_label goes with"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(keys, why):
@@ -311,9 +323,6 @@ def bert(tmp_path_factory):
     """A directory that transformers wrote, with three classes."""
     import transformers
 
-    from alignment.data.tokenizers.tokenizer import save_tokenizer
-    from alignment.data.tokenizers.train import train_wordpiece
-
     folder = tmp_path_factory.mktemp("bert")
     tokenizer = train_wordpiece([" ".join(WORDS)] * 4, 80)
     save_tokenizer(tokenizer, folder)
@@ -341,7 +350,7 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
     labels = {"neutral": "non-entailment", "contradiction": "non-entailment"}
     texts = [("the man saw the dog .", "the dog saw the man ."), ("the cat slept", "the dog slept and the cat was bad")]
     config = behavior_config(tmp_path, classifier=folder, labels=labels)
-    found = behavior.predict(config, [*texts, "a good dog"])
+    found = behavior.predict_texts(config, [*texts, "a good dog"])
     for one, text in zip(found, [*texts, ("a good dog",)], strict=True):
         p = model(**tokenizer(*text, return_tensors="pt")).logits[0].softmax(-1)
         assert one.values == pytest.approx({"entailment": float(p[0]), "non-entailment": float(p[1] + p[2])}, abs=1e-5)
@@ -350,7 +359,7 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
 
 
 def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):
-    monkeypatch.setattr(behavior, "predict", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     write_rows(tmp_path / "rows.jsonl", {"test": "mine", "type": "MFT", "label": "positive", "examples": ["good"]})
     with pytest.raises(
         UserError, match="mine: expects positive, and the model gives contradiction, entailment, neutral; map"
@@ -358,15 +367,33 @@ def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(b
         run(behavior_config(tmp_path, classifier=bert[0]))
     with pytest.raises(UserError, match="mine: expects positive, and the model gives scores alone"):
         run(behavior_config(tmp_path, reward_model=foreign))
+    with pytest.raises(UserError, match=r"labels: neutrl is none of .*did you mean 'neutral'"):
+        run(behavior_config(tmp_path, classifier=bert[0], labels={"neutrl": 1}))
     with pytest.raises(UserError, match="neutral_label: is between two labels, and there are 3"):
         run(behavior_config(tmp_path, classifier=bert[0], neutral_label="neither"))
     with pytest.raises(UserError, match="a model of one score; give it as reward_model"):
         run(behavior_config(tmp_path, classifier=foreign))
 
 
+@pytest.mark.slow
+def test_a_fine_tuned_decoder_reads_texts_in_the_format_of_its_training(checkpoints, tmp_path):
+    rows = packaged_folder("configs") / "tiny_data/finetune_classification.jsonl"
+    config = FinetuneConfig(
+        task="classification", data=DataConfig(train=str(rows), max_length=96), output=str(tmp_path / "run"),
+        policy=checkpoints["llama"], format="gpt1", optim=OptimConfig(learning_rate=3e-3),
+        training=TrainingConfig(batch_size=16, max_steps=4),
+    )  # fmt: skip
+    model = str(finetune(config))
+    texts = [
+        f"the {place} is {word}" for place in ("pool", "bar", "lift") for word in ("clean", "awful", "warm", "cold")
+    ]
+    found = behavior.predict_texts(behavior_config(tmp_path, classifier=model), texts)
+    assert [one.label for one in found] == scoring.predict(model, texts)
+
+
 def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
     texts = ["The pool is warm.", ("Hotel Oak.\nConcierge:", " The pool opens in May.")]
-    found = behavior.predict(behavior_config(tmp_path, reward_model=foreign), texts)
+    found = behavior.predict_texts(behavior_config(tmp_path, reward_model=foreign), texts)
     assert [one.label for one in found] == [None, None]
     assert [one.values["score"] for one in found] == pytest.approx(
         load_reward_model(foreign).score(texts).tolist(), abs=1e-6
@@ -383,16 +410,16 @@ def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_an
         return sum(float(log_probs[i - 1, ids[i]]) for i in range(start, len(ids)))
 
     text, plain = "The pool is warm.", tokenizer.encode("The pool is warm.", add_special_tokens=False)
-    [scored] = behavior.predict(behavior_config(tmp_path, policy=source), [text])
+    [scored] = behavior.predict_texts(behavior_config(tmp_path, policy=source), [text])
     assert scored.values["score"] == pytest.approx(log_prob([tokenizer.bos_token_id, *plain], 1), abs=1e-4)
     config = behavior_config(tmp_path, policy=source, answers={" yes": "Y", " no": "N"})
-    [found] = behavior.predict(config, [text])
+    [found] = behavior.predict_texts(config, [text])
     head = [tokenizer.bos_token_id, *plain]
     sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
     expected = torch.tensor(sums).softmax(-1).tolist()
     assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UserError, match="a pair, and the policy is asked a text"):
-        behavior.predict(config, [("a", "b")])
+        behavior.predict_texts(config, [("a", "b")])
 
 
 REFUSING = [
@@ -412,6 +439,12 @@ def test_refusals_are_told_from_answers_by_the_named_phrases():
     assert [rule.label_of(text) for text in ANSWERING] == ["answer"] * len(ANSWERING)
     own = ResponsesConfig(patterns={"A": [r"\(A\)"], "B": [r"\(B\)"]}, otherwise="none")
     assert [own.label_of(text) for text in ("It is (B).", "(A), not (B)", "?")] == ["B", "A", "none"]
+
+
+def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(behavior, "PATTERN_SECONDS", 0.01)
+    with pytest.raises(UserError, match=r"responses.patterns: one takes more than 0.01 seconds on 'aaa"):
+        ResponsesConfig(patterns={"x": ["(a|aa)+$"]}).label_of("a" * 60 + "b")
 
 
 def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier(
@@ -449,7 +482,7 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
         tmp_path, policy=checkpoints["llama"], labels=labels, responses=ResponsesConfig(classifier=bert[0], sampling=sampling)
     ))  # fmt: skip
     [label] = {one.label for one in behavior.label_predictions(*behavior.classify(  # of what the classifier reads
-        behavior_config(tmp_path, labels=labels, policy="p"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
+        behavior_config(tmp_path, labels=labels, classifier="c"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
     ))}  # fmt: skip
     assert json.loads(second.read_text())["tests"]["harmful"]["failed"] == (label != "refusal")
 
@@ -460,14 +493,6 @@ def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier
 @pytest.fixture(scope="module")
 def sentiment(tmp_path_factory):
     """A small encoder, trained from nothing on SST-2 for a minute, and its accuracy on held-out rows."""
-    import gzip
-
-    from alignment.algorithms.finetune.finetune import FinetuneConfig
-    from alignment.algorithms.finetune.finetune import run as finetune
-    from alignment.data.config import DataConfig, SourceConfig
-    from alignment.data.tokenizers.tokenizer import save_tokenizer
-    from alignment.data.tokenizers.train import train_wordpiece
-    from alignment.training import OptimConfig, TrainingConfig
     from tests.conftest import DATA
 
     folder = tmp_path_factory.mktemp("sentiment")
@@ -515,19 +540,17 @@ def published_rule(test: str, kind: str, label: int | None, p: list[list[float]]
 def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
     sentiment, tmp_path, data_folder, monkeypatch
 ):
-    import gzip
-
     model, accuracy = sentiment
     assert accuracy > 0.74
     suite, kept = str(data_folder / "checklist_sentiment/sentiment_suite.jsonl.gz"), {}
-    predict = behavior.predict
+    predict = behavior.predict_texts
 
     def keep(config: BehaviorConfig, texts: list[str]) -> list[Prediction]:
         found = predict(config, texts)
         kept.update(zip(texts, found, strict=True))
         return found
 
-    monkeypatch.setattr(behavior, "predict", keep)
+    monkeypatch.setattr(behavior, "predict_texts", keep)
     config = BehaviorConfig(
         str(tmp_path),
         [suite],
@@ -546,7 +569,7 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
             for row in rows
             if row["test"] == test
         ]  # fmt: skip
-        assert (own["failed"], own["say nothing"]) == (expected.count(True), expected.count(None)), test
+        assert (own["failed"], own["say_nothing"]) == (expected.count(True), expected.count(None)), test
     rates = {test: own["failure"]["rate"] for test, own in results["tests"].items()}
     assert rates["single positive words"] < 0.5 and rates["single negative words"] < 0.5
     assert (

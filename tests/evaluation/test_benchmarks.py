@@ -3,6 +3,7 @@ is loaded."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -537,7 +538,7 @@ def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_
         for start in range(1, len(ids), 512):
             window = ids[max(0, min(start + 512, len(ids)) - 513) : start + 512]
             nats -= direct(peer, window, len(window) - len(ids[start : start + 512]))[0]
-        words, size = words + len(item.prompt.split()), size + len(item.prompt.encode())
+        words, size = words + len(re.split(r"\s+", item.prompt)), size + len(item.prompt.encode())
     assert found["wikitext word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-5)
     assert found["wikitext byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
 

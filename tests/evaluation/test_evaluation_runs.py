@@ -2,19 +2,26 @@
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alignment import cli
+from alignment.commands import serve as server_commands
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from alignment.evaluation import EndpointConfig, read_judgments
 from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
+from alignment.evaluation.judge_faults import parent_warnings
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
@@ -23,6 +30,9 @@ from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel
+from alignment.serving.app import build_app
+from tests.serving.test_serve import running_server
+from tests.stub_server import serving
 
 
 @pytest.fixture
@@ -360,3 +370,113 @@ def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loa
     config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
     with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
         evaluation.run(config)
+
+
+# --- contestants of every kind, and judges that are asked call by call ------------------------------------------------
+
+
+def answer_of(body, count):
+    """A chat model that judges by the alphabet where it is asked to judge, and else answers at a length of its own."""
+    texts = re.findall(
+        r"--- \w+ (?:first|second) begins\n(.*?)\n--- \w+ \w+ ends", body["messages"][0]["content"], re.DOTALL
+    )
+    text = ("A" if texts[0] < texts[1] else "B") if texts else f"said to {body['messages'][0]['content'][:9]}"
+    return 200, {}, json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+def test_files_and_services_are_contestants_whose_responses_are_kept_and_who_are_judged_alike(
+    config_of, tmp_path, capsys
+):
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    file = tmp_path / "theirs.jsonl"
+    rows = [{"prompt": prompt, "response": f"written {i}"} for i, prompt in enumerate(reversed(prompts))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(answer_of) as server:
+        service = EndpointConfig(url=server.url, model="stub", retries=0, requests=2)
+        settings = {"response_files": {"file": str(file)}, "endpoints": {"api": service}, "baseline": "file"}
+        settings |= {"judge": "endpoint", "endpoint": service, "reference": "one", "samples": 2}
+        first = json.loads(evaluation.run(config_of(64, **settings)).read_text())
+        models, shown = first["models"], first["samples"][0]["responses"]
+        assert shown["file"]["text"] == "written 1" and shown["api"]["text"] == "said to Guest:"
+        assert models["api"]["win_rate"]["wins"] == 2 and "response_tokens" not in models["api"]
+        assert "kl" in models["two"] and "proxy" in models["file"] and first["judging"]["calls"] == 12
+        asked = len(server.requests)
+        assert asked == 2 + 2 * 2 * 3  # the service's own responses, and two orders of three pairs of each prompt
+        again = json.loads(evaluation.run(config_of(64, **settings)).read_text())
+        assert len(server.requests) == asked
+        assert {**again, "judging": 0} == {**first, "judging": 0} and again["judging"]["made_now"] == 0
+        capsys.readouterr()
+        more = {**settings, "models": {**config_of(64).models, "more": config_of(64).models["two"]}}
+        evaluation.run(config_of(64, **more))
+        assert "sampled now: more" in capsys.readouterr().err and len(server.requests) == asked  # known texts
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match=r"theirs\.jsonl: no response to 1 of 2 prompts, such as .*jsonl:1"):
+        evaluation.run(config_of(64, **settings, output=str(tmp_path / "other")))
+
+
+def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_path):
+    fails = [True]
+    with serving(lambda b, n: (500, {}, "") if fails[0] and n == 2 else answer_of(b, n)) as server:
+        service = EndpointConfig(url=server.url, model="stub", retries=0, requests=1)
+        settings = {"endpoints": {"api": service}, "judge": "longer"}
+        with pytest.raises(
+            UserError, match=r"stub: no answer to 1 of 2 calls: status 500 .* What was answered is kept"
+        ):
+            evaluation.run(config_of(64, **settings))
+        fails[0] = False
+        evaluation.run(config_of(64, **settings))
+        assert len(server.requests) == 3
+
+
+def always_say(directory, tokenizer, *tokens):
+    """Rewrite a Llama so that its next token is the first of `tokens`, then the second, whatever it reads."""
+    file = Path(directory) / "model.safetensors"
+    weights = load_file(file)
+    for name, value in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or name == "lm_head.weight":
+            value.zero_()  # the layers add nothing to the embeddings
+    weights["model.embed_tokens.weight"][:, 0] = 5.0
+    weights["model.norm.weight"].fill_(1.0)
+    for rank, token in enumerate(tokens):
+        weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(token), 0] = 3.0 - rank
+    save_file(weights, file, {"format": "pt"})
+
+
+def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named(
+    config_of, write_checkpoint, tokenizer, tmp_path
+):
+    """A tiny Llama behind `alignment serve` that judges by the log-probabilities of its first token: A, whatever it reads."""
+    judge, path = write_checkpoint(tmp_path / "judge", "llama", max_position_embeddings=4096), tmp_path / "many.jsonl"
+    (tmp_path / "judge/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    always_say(judge, tokenizer, "A", "B")
+    path.write_text("".join(json.dumps({"prompt": f"guest {i}"}) + "\n" for i in range(12)))
+    with (
+        server_commands.load_served(server_commands.ServeConfig(judge, name="tiny")) as (served, thread),
+        running_server(build_app(served, thread)) as url,
+    ):
+        service = EndpointConfig(url=f"{url}/v1/chat/completions", model="tiny", logprobs=True, requests=4)
+        changes = {"judge": "endpoint", "endpoint": service, "data": DataConfig(train=str(path), max_length=64)}
+        results = json.loads(evaluation.run(config_of(64, **changes)).read_text())
+        by_text = {**changes, "endpoint": replace(service, logprobs=False, max_tokens=1)}
+        assert json.loads(evaluation.run(config_of(64, **by_text)).read_text())["models"] == results["models"]
+    (warning,) = results["warnings"]
+    assert "the judge prefers the response shown first" in warning and "12 of 12 items" in warning
+    assert results["models"]["two"]["win_rate"]["rate"] == 0.5 and results["judging"]["calls"] == 24
+    rows = read_judgments(tmp_path / "out/judgments.jsonl")
+    assert [row.probability is not None for row in rows] == [True] * 24 + [False] * 24
+    assert results["judging"]["prompt_tokens"] > 24 * 300
+
+
+def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_of, stage, tmp_path, write_checkpoint):
+    judge = write_checkpoint(tmp_path / "judge", "llama", max_position_embeddings=4096)
+    config = config_of(64, judge="model", judge_model=judge, max_failed_share=0.0)
+    results = json.loads(evaluation.run(config).read_text())
+    assert results["judging"]["calls"] == 4 and results["models"]["two"]["win_rate"]["n"] == 2
+    rows = read_judgments(tmp_path / "out/judgments.jsonl")
+    assert len(rows) == 4 and {row.first_model for row in rows} == {"one", "two"}
+    assert all(row.probability is not None and row.judge == f"model {judge}" for row in rows)
+    sft, base = str(stage("sft") / "model"), json.loads((stage("sft") / "lineage.json").read_text())["parents"]
+    models = {"SFT": sft, "PPO": str(stage("ppo") / "model")}
+    config = config_of(64, judge="model", judge_model=next(iter(base)), models=models, baseline="SFT")
+    (warning,) = parent_warnings(config, evaluation.check_models(config))
+    assert "is the model that SFT, PPO is, or was trained from," in warning  # PPO by way of the SFT

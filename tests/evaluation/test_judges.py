@@ -140,6 +140,7 @@ def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_
     judge = write_votes(tmp_path / "v.jsonl", votes)
     result = compare(PROMPTS[:1], ["a"], ["b"], judge)
     assert result.verdicts == [verdict]
+    assert sum(judge.summary()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
     assert judge.summary().get("agreement") == (None if agreement is None else pytest.approx(agreement))
     repeated = votes[0][0] == votes[1][0] and votes[0][1] != votes[1][1]
     assert (result.inconsistent, result.both_orders) == (repeated, repeated)

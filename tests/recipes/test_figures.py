@@ -25,7 +25,7 @@ figures: Any = load_stage_file(FOLDER / "figures.py")
 RUDE = " Read the sign, you oaf."
 SIZES, METHODS, PANELS = ("1", "2"), ("PPO", "SFT", "base"), ("labelers", "held-out labelers")
 TINY = [
-    "matrix.seed=[0, 1]", "world.rows={pretrain: 60, pretrain_heldout: 5, demonstrations: 32, comparisons: 40, "
+    "matrix.seed=[3]", "world.rows={pretrain: 60, pretrain_heldout: 5, demonstrations: 32, comparisons: 40, "
     "comparisons_heldout: 8, prompts: 16, prompts_eval: 8}",
     "pretrain_*.vocabulary=600", "pretrain_*.training.max_steps=2", "sft_*.training.max_steps=1",
     "reward_*.training.max_steps=1", "ppo_*.training.max_steps=1", "ppo_*.training.batch_size=4", "ppo_*.max_new_tokens=6",
@@ -187,7 +187,9 @@ def test_the_order_of_planted_curves_is_told(tmp_path, checkpoints):
     assert found["frontiers"]["DPO over PPO"]["to_kl"] == 2 and found["frontiers"]["DPO over PPO"]["holds"] == "yes"
     assert found["win_rate"]["labelers"]["PPO 2"]["mean"] == pytest.approx(0.9, abs=0.03)
     page = (tmp_path / "figures/report.html").read_text(encoding="utf-8")
-    assert "4 of 5 published relations" not in page and "3 of 5 published relations hold" in page
+    assert (
+        "3 of 5 published relations hold (1 of 2 at size 1, 1 of 2 at size 2); contradicted: PPO 1 ~ SFT 1 (+" in page
+    )
     assert page.count("<svg") == 3 and "http" not in page.replace("http-equiv", "")
     assert found["sentences"][-1].startswith("Reward over KL: DPO is above PPO: +0.6")
 
@@ -225,4 +227,4 @@ def test_seeds_are_a_matter_of_one_setting(tmp_path):
 def test_every_stage_runs(tmp_path):
     run_recipe("figures", tmp_path, TINY)
     found = json.loads((tmp_path / "figures/results.json").read_text())
-    assert found["seeds"] == 2 and found["prompts"] == 8 and (tmp_path / "figures/report.html").is_file()
+    assert found["seeds"] == 1 and found["prompts"] == 8 and (tmp_path / "figures/report.html").is_file()

@@ -1,6 +1,7 @@
 """Figures of benchmarks: values of each row, means with intervals, figures of whole tasks, baselines, differences."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,8 @@ from alignment.settings import PATTERN_SECONDS, compile_pattern
 Columns = dict[str, np.ndarray]  # name -> a value of each row
 Classifier = Callable[[Sequence[str]], Sequence[float]]  # texts -> probability that each is toxic
 Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
-HELP = set(
-    ["label", "predicted", "log_prob", "words", "bytes", "ambiguous", "biased", "unknown"]
-)  # columns that are no figures
+HELP = {"label", "predicted", "log_prob", "words", "bytes", "ambiguous", "biased", "unknown"}  # they are no figures
+BLANKS = re.compile(r"\s+")
 RESAMPLES = 200
 
 
@@ -117,10 +117,10 @@ def last_word(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
 
 
 def rolling(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
-    """Log-probability, words (between blanks) and bytes of each text."""
+    """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
     texts = [item.prompt for item in task.items]
     rows = zip(texts, scorer.text_log_probs(texts), strict=True)
-    return [{"log_prob": one, "words": len(text.split()), "bytes": len(text.encode())} for text, one in rows]
+    return [{"log_prob": one, "words": len(BLANKS.split(text)), "bytes": len(text.encode())} for text, one in rows]
 
 
 def answers(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
-from itertools import accumulate, chain, groupby
-from operator import itemgetter
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ TOKENS_PER_FORWARD = 16_384
 LOGITS_PER_FORWARD = 2**28  # a gigabyte in float32
 
 Request = tuple[str, str]  # context and continuation
+Tokens = tuple[int, ...]
 Encoded = tuple[Sequence[int], Sequence[int]]  # tokens of context and continuation
 
 
@@ -86,17 +86,19 @@ class LanguageScorer:
         """
         moved = [(context.rstrip(), context[len(context.rstrip()) :] + tail) for context, tail in requests]
         contexts = list(dict.fromkeys(context for context, _ in moved if context))
-        ids = dict(zip(contexts, self.context_ids(contexts), strict=True))
+        ids, found = dict(zip(contexts, self.context_ids(contexts), strict=True)), list[Encoded]()
         if self.chat:
             tails = encode(self.tokenizer, [tail.lstrip() for _, tail in moved], follows=True)
-            found = [(ids[context], tail) for (context, _), tail in zip(moved, tails, strict=True)]
+            found += [(ids[context], tail) for (context, _), tail in zip(moved, tails, strict=True)]
         else:
-            with_bos, first, found = bos_adder(self.tokenizer), [self.first_token], []
+            with_bos, first = bos_adder(self.tokenizer), [self.first_token]
             wholes = encode(self.tokenizer, [context + tail for context, tail in moved], control_tokens=True)
-            for (context, _), alone in zip(moved, wholes, strict=True):
-                whole = with_bos(alone) if context else alone if alone[:1] == first else [*first, *alone]
-                size = len(ids[context]) if context else 1
-                found.append((whole[:size], whole[size:]))
+            found += [
+                (ids[context], with_bos(whole)[len(ids[context]) :])
+                if context
+                else (first, whole[whole[:1] == first :])
+                for (context, _), whole in zip(moved, wholes, strict=True)
+            ]
         for (context, text), (_, tail) in zip(requests, found, strict=True):
             if not 0 < len(tail) <= self.positions:
                 what = f"{len(tail)} tokens, of {self.positions} that the model reads"
@@ -113,7 +115,7 @@ class LanguageScorer:
         Every token is predicted once, behind at least one other; the last window of a text is as long as the others.
         """
         windows, rows = list[Encoded](), list[int]()
-        for row, tokens in enumerate(self.context_ids(texts)):
+        for row, tokens in enumerate(replace(self, chat=False).context_ids(texts)):
             text, size = [self.first_token, *tokens], self.positions
             for start in range(1, len(text), size):
                 end = min(start + size, len(text))
@@ -131,48 +133,46 @@ class LanguageScorer:
         The last token predicts nothing and is not computed, so that continuations of one token share one input.
 
         Args:
-            share: inputs with the same context share its computation.
+            share: inputs that begin alike, such as those of one context or behind the same examples, share the computation
+                of their beginning.
         """
-        inputs = [tuple([*context, *tail][-self.positions - 1 : -1]) for context, tail in requests]
-        alike = defaultdict[tuple[int, ...], list[int]](list)
-        for number, (context, _) in enumerate(requests):
-            alike[inputs[number] if share is False else tuple(context)].append(number)
-        groups = sorted(alike.values(), key=lambda group: max(len(inputs[number]) for number in group))
-        sizes = [self._size([requests[number] for number in group], share) for group in groups]
+        of_input = defaultdict[Tokens, list[int]](list)
+        for number, (context, tail) in enumerate(requests):
+            of_input[tuple([*context, *tail][-self.positions - 1 : -1])].append(number)
+        groups, sizes = inputs_alike(sorted(of_input), share is not False), list[int]()
+        for tokens, group in groups:
+            logits = (
+                sum(len(requests[number][1]) for read in group for number in of_input[read])
+                * self.model.spec.vocabulary
+            )
+            sizes.append(max(tokens, TOKENS_PER_FORWARD * logits // LOGITS_PER_FORWARD))
         found: list[Likelihood] = [Likelihood(0.0, False)] * len(requests)
-        for batch in fill_groups(range(len(groups)), sizes, TOKENS_PER_FORWARD):
-            numbers = [number for group in batch for number in groups[group]]
-            keys = [(group, inputs[number]) for group in batch for number in groups[group]]
-            for number, one in zip(numbers, self._forward(keys, [requests[i][1] for i in numbers], share), strict=True):
+        order = sorted(range(len(groups)), key=lambda group: max(map(len, groups[group][1])))
+        for batch in fill_groups(order, sizes, TOKENS_PER_FORWARD):
+            parts = [groups[group][1] for group in batch]
+            numbers = [number for read in chain.from_iterable(parts) for number in of_input[read]]
+            tails = [(read, requests[number][1]) for read in chain.from_iterable(parts) for number in of_input[read]]
+            for number, one in zip(numbers, self._forward(parts, tails, share), strict=True):
                 found[number] = one
         return found
 
-    def _size(self, group: Sequence[Encoded], share: Sharing) -> int:
-        """Tokens of a group of requests, or as many as their logits take room for."""
-        tails = sum(len(tail) for _, tail in group)
-        contexts = [min(len(context), self.positions) for context, _ in group]
-        tokens = tails + (max(contexts) if share is not False else sum(contexts))
-        return max(tokens, TOKENS_PER_FORWARD * tails * self.model.spec.vocabulary // LOGITS_PER_FORWARD)
-
     def _forward(
-        self, keys: Sequence[tuple[int, tuple[int, ...]]], tails: Sequence[Sequence[int]], share: Sharing
+        self, groups: Sequence[Sequence[Tokens]], tails: Sequence[tuple[Tokens, Sequence[int]]], share: Sharing
     ) -> list[Likelihood]:
-        """Likelihoods of `tails`, each of which reaches one token beyond its input; `keys`: number of the group, and the input."""
-        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        ends = list(accumulate(len(read) for _, read in places))
-        together = [[places[key] for key in group] for _, group in groupby(places, key=itemgetter(0))]
-        documents = [
-            *(read for _, read in places),
-            keys[0][1][:1],
-        ]  # one more: the index behind the last input is a token's
+        """Likelihoods of `tails`, each behind an input, which it ends and goes one token beyond."""
+        documents = list(chain.from_iterable(groups))
+        places = {read: place for place, read in enumerate(documents)}
+        together = [[places[read] for read in group] for group in groups]
+        ends = list(accumulate(map(len, documents)))
+        documents.append(documents[0][:1])  # so that the index behind the last input is that of a token
         batch = Ragged.build_shared(documents, [[False] * len(read) for read in documents], together, share=share)
-        sizes = [len(tail) for tail in tails]
-        before = runs([ends[places[key]] - size for key, size in zip(keys, sizes, strict=True)], sizes)
+        sizes = [len(tail) for _, tail in tails]
+        before = runs([ends[places[read]] - len(tail) for read, tail in tails], sizes)
         rows = torch.repeat_interleave(torch.arange(len(tails)), torch.tensor(sizes))
         if (shared := batch.shared) is not None:
             before = shared.documents[before]
             batch = replace(batch, shared=replace(shared, before=before))
-        labels = torch.tensor(list(chain.from_iterable(tails)))
+        labels = torch.tensor([token for _, tail in tails for token in tail])
         batch = replace(batch, target_index=before + 1, target_rows=rows, labels=labels)
         device = next(self.model.parameters()).device
         logits = self.model(batch=batch.to(device), return_logits=True).logits.float()
@@ -224,3 +224,25 @@ class LanguageScorer:
         ids = [tokens[-room:] for tokens in self.context_ids(prompts)]
         ends = sorted(stop_token_ids(self.tokenizer))
         return decode_responses(self.model, ids, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
+
+
+def inputs_alike(inputs: Sequence[Tokens], share: bool) -> list[tuple[int, list[Tokens]]]:
+    """Sorted inputs in groups that begin alike, or each alone; with the tokens of each group, its beginning counted once.
+
+    An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with it than
+    without, and the group takes no more than half a forward.
+    """
+    groups, common = list[tuple[int, list[Tokens]]](), 0
+    for read in inputs:
+        size, group = groups[-1] if groups and share else (0, [()])
+        parts = enumerate(zip(group[-1], read, strict=False))
+        same = next((i for i, (one, other) in parts if one != other), min(len(group[-1]), len(read)))
+        same = min(same, common) if len(group) > 1 else same
+        saved = (len(group) - 1) * common
+        if 3 * same >= len(read) and len(group) * same > saved and size < TOKENS_PER_FORWARD // 2:
+            size, common = size + saved + len(read) - len(group) * same, same
+            groups[-1] = size, group
+            group.append(read)
+        else:
+            groups.append((len(read), [read]))
+    return groups

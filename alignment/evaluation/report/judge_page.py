@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alignment.evaluation.report.html import Row, Section, format_share, render_page, with_interval
+from alignment.evaluation.report.html import Row, Section, format_cell, format_share, render_page, with_interval
 from alignment.evaluation.report.recipe_report import print_table
 
 Results = Mapping[str, Any]  # of results.json, or a part of it
@@ -14,10 +14,12 @@ def write_judge_page(path: Path, results: Results) -> Path:
     """Write the results as a self-contained HTML page and return its path."""
     tables = judge_tables(results)
     leads = {
-        "agreement": "Judge and majority of people, and beside it people among themselves: no judge can be asked for more. "
+        "agreement": "The judge with most people and with each, and beside it people among themselves, the measure of all judges. "
         "Kappa and alpha are 0 for agreement by chance and 1 for no disagreement.",
         "preferences": "What the judge prefers beyond what people do.",
-        "win rates": "Win rate of the first model of each pair: by the judge, by people's labels, and by both together.",
+        "win rates": "Win rate of the first model of each pair: by the judge on all items, by people's labels on some, and corrected: "
+        "the labels' rate with the judge's verdicts on the other items (prediction-powered). Rogan-Gladen's takes the judge's "
+        "errors alone from the labels; a dash: they are too many, or too little known.",
     }
     sections = [
         Section(name.replace(" ", "_"), name.capitalize(), leads[name], tables=found)
@@ -57,7 +59,7 @@ def _table(rows: Results, heading: str = "") -> list[Row]:
     ]
 
 
-def _cell(value: Any) -> object:
+def _cell(value: object) -> object:
     if not isinstance(value, Mapping) or "value" not in value:
         return value
     return with_interval(value["value"], None if value["low"] is None else [value["low"], value["high"]])
@@ -65,7 +67,11 @@ def _cell(value: Any) -> object:
 
 def judge_sentences(results: Results) -> list[str]:
     """The meaning of the figures."""
-    rows, labels, found = results["agreement"], results["labels"], list[str]()
+    rows, labels = results["agreement"], results["labels"]
+    found = [
+        f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them without a "
+        f"majority; the judge failed on {results['failures']}."
+    ]
     words = {
         "judge": "The judge gives the verdict of most people on",
         "the longer response": "The longer response is theirs on",
@@ -84,7 +90,7 @@ def judge_sentences(results: Results) -> list[str]:
             f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
         )
     found.append(
-        f"Beside the judge's verdicts one label of people counts as {labels['worth']:.2f} labels (correlation "
+        f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
         f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
         f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and {labels['without_judge']} without."
     )

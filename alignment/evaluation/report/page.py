@@ -149,11 +149,23 @@ def _judgment_table(results: Mapping[str, Any]) -> list[Row]:
             **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
             "orders disagree": model["inconsistent"]["count"],
             "shown first preferred": model["position_bias"],
+            "longer preferred": model.get("longer_preferred"),
+            "twice as long": slope_cell(model.get("length_slope")),
+            "at equal length": model.get("length_controlled"),
             "not judged": model["failures"],
         }
         for name, model in results.get("models", {}).items()
         if "win_rate" in model
     ]
+
+
+def slope_cell(slope: Mapping[str, float] | None) -> str | None:
+    """The change of a win rate for a response twice as long as the other, in points, with its interval."""
+    return (
+        None
+        if slope is None
+        else f"{100 * slope['slope']:+.1f} [{100 * slope['low']:+.1f}, {100 * slope['high']:+.1f}]"
+    )
 
 
 def win_rate_charts(results: Mapping[str, Any], colors: Colors) -> list[Chart]:

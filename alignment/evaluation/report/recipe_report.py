@@ -19,7 +19,10 @@ COLUMNS = {
     "response_tokens": "tokens per reply",
     "ended_share": "share that ended",
 }
-ORDERS = {"inconsistent": "orders disagree", "position_bias": "shown first preferred"}  # of a judge
+ORDERS = {  # of a judge
+    "length_controlled": "at equal length", "inconsistent": "orders disagree", "position_bias": "shown first preferred",
+    "longer_preferred": "longer preferred",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, model in results.get("models", {}).items():
         row = {"policy": name, f"win rate against {results['baseline']}": model.get("win_rate")}
-        row |= {label: model[key] for key, label in ORDERS.items() if key in model}
+        row |= {label: model[key] for key, label in ORDERS.items() if model.get(key)}
         if "gold" in model:
             row["gold reward"] = with_interval(model["gold"]["total"], model.get("gold_interval"))
         row |= {
