@@ -467,6 +467,30 @@ def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named
     assert results["judging"]["prompt_tokens"] > 24 * 300
 
 
+def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(config_of, foreign):
+    one = config_of(64).reward_model
+    config = config_of(64, reward_model=None, reward_models=(one, foreign[1]))
+    two = json.loads(evaluation.run(config).read_text())["models"]["two"]
+    rates = [two["by_judge"][source]["rate"] for source in (one, foreign[1])]
+    assert two["win_rate"]["n"] == 2 and two["judge_spread"] == max(rates) - min(rates) and "proxy" not in two
+    with pytest.raises(ValueError, match="reward_models are two or more different directories"):
+        config_of(64, reward_model=None, reward_models=(one, one))
+
+
+def test_a_wrong_judge_is_told_before_anything_is_sampled(config_of, checkpoints, monkeypatch):
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled"))
+    monkeypatch.delenv("NO_KEY", raising=False)
+    service = EndpointConfig(url="http://127.0.0.1:1/v1", model="m", key_variable="NO_KEY")
+    for changes, words in (
+        ({"judge": "model", "judge_model": checkpoints["gpt2"], "judge_template": "none"}, "judge_template"),
+        ({"judge": "model", "judge_model": "/nowhere/judge"}, "/nowhere/judge"),
+        ({"judge": "endpoint", "endpoint": service}, "NO_KEY"),
+        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files: /nowhere.jsonl"),
+    ):
+        with pytest.raises(UserError, match=words):
+            evaluation.run(config_of(64, **changes))
+
+
 def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_of, stage, tmp_path, write_checkpoint):
     judge = write_checkpoint(tmp_path / "judge", "llama", max_position_embeddings=4096)
     config = config_of(64, judge="model", judge_model=judge, max_failed_share=0.0)
@@ -479,4 +503,4 @@ def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_o
     models = {"SFT": sft, "PPO": str(stage("ppo") / "model")}
     config = config_of(64, judge="model", judge_model=next(iter(base)), models=models, baseline="SFT")
     (warning,) = parent_warnings(config, evaluation.check_models(config))
-    assert "is the model that SFT, PPO is, or was trained from," in warning  # PPO by way of the SFT
+    assert "is the model of SFT, PPO, or one that it was trained from" in warning  # PPO by way of the SFT
