@@ -240,6 +240,37 @@ def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run
     assert "responses.jsonl: read again" in told and "seed: 0 -> 7" in told
 
 
+def test_labels_of_several_people_in_a_file_of_their_own_all_count(judged_by_people, config_of, tmp_path, monkeypatch):
+    """As the labelling page appends them: names, sides in any order, a repeat with exchanged sides, a torn last line."""
+    people, form = judged_by_people
+    rows = [json.loads(line) for line in form.read_text().splitlines()]
+    theirs = {
+        json.loads(line)["responses"]["two"] for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()
+    }
+    labels = []
+    for name, row in [("Ann", row) for row in rows] + [("Bob", row) for row in rows] + [("Ann", rows[0])]:
+        if name == "Bob" or len(labels) == 4:
+            row = {**row, "first": row["second"], "second": row["first"]}
+        labels.append({**row, "judge": name, "verdict": float(row["first"] in theirs), "seconds": 2.5, "flags": []})
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(label) + "\n" for label in labels) + '{"id": "torn')
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads % 4 + 1)
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    results = json.loads(evaluation.run(config_of(64, **{**people, "verdicts": str(path), "seed": 9})).read_text())
+    torch.set_num_threads(threads)
+    two, judging = results["models"]["two"], results["judging"]
+    assert (two["win_rate"]["wins"], two["failures"], two["inconsistent"]["n"], two["inconsistent"]["count"]) == (
+        2,
+        0,
+        1,
+        0,
+    )
+    assert (
+        judging["verdicts"] == {"Ann": 3, "Bob": 2} and judging["agreement"] == 1 and judging["judged_by_several"] == 2
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
