@@ -15,10 +15,11 @@ from alignment import cli
 from alignment.commands import serve as server_commands
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
+from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.evaluation import EndpointConfig, read_judgments
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, read_judgments
 from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.judge_faults import parent_warnings
@@ -29,7 +30,7 @@ from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.serving.app import build_app
 from tests.serving.test_serve import running_server
 from tests.stub_server import serving
@@ -504,6 +505,10 @@ def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(confi
     two = json.loads(evaluation.run(config).read_text())["models"]["two"]
     rates = [two["by_judge"][source]["rate"] for source in (one, foreign[1])]
     assert two["win_rate"]["n"] == 2 and two["judge_spread"] == max(rates) - min(rates) and "proxy" not in two
+    prompts, texts = [Prompt(text, {}, text) for text in ("Guest:", "hello guest")], ["room", "spa"]
+    verdicts = build_judge(JudgeConfig(judge="reward_model", reward_model=one))(prompts, texts, ["guest", "spa"])
+    scores = load_reward_model(one).score([("Guest:", "room"), ("Guest:", "guest")]).tolist()
+    assert verdicts == [float(scores[0] > scores[1]), 0.5]
     with pytest.raises(ValueError, match="reward_models are two or more different directories"):
         config_of(64, reward_model=None, reward_models=(one, one))
 
