@@ -250,7 +250,8 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
     note_form(Path(config.output), path)
     write_annotation_form(path, prompts * contests, others, responses[config.baseline].texts * contests)
     raise FormWritten(
-        f"{path}: a form for {len(prompts)} prompts: fill in `verdict`, 1, 0.5 or 0 for the first response"
+        f"{path}: a form for {len(prompts)} prompts: fill in `verdict`, 1, 0.5 or 0 for the first response; or let "
+        f"`alignment label {path}` serve it as a page, and go on with verdicts=labels.jsonl"
     )
 
 
