@@ -186,9 +186,9 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
             print_results(json.loads(results.read_text(encoding="utf-8")))
         if stage == "benchmarks":
-            from alignment.evaluation.benchmarks.run import print_results
+            from alignment.evaluation.benchmarks.run import print_benchmarks
 
-            print_results(json.loads(results.read_text(encoding="utf-8")))
+            print_benchmarks(results)
 
 
 for _command, (_stage, _help) in EVALUATIONS.items():
