@@ -26,7 +26,7 @@ from alignment.evaluation.behavior_cases import (
 )
 from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.language_loss import add_log_probs
-from alignment.evaluation.responses import read_responses, sample_responses, write_responses
+from alignment.evaluation.responses import KINDS, read_responses, sample_responses, write_responses
 from alignment.evaluation.reward_card import Figures, clustered_rate
 from alignment.files import hash_of, write_json
 from alignment.generation import SamplingConfig
@@ -78,7 +78,7 @@ class ResponsesConfig(Settings):
     patterns: dict[str, list[str]] = field(default_factory=lambda: {"refusal": REFUSALS})
     otherwise: str = "answer"
     classifier: str | None = None
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=128, temperature=0.0))
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     RULES = (
         Rule("patterns", lambda c: "; ".join(
@@ -344,13 +344,14 @@ def label_responses(config: BehaviorConfig, own: ResponsesConfig, prompts: Seque
     """The labels of the policy's responses, which are read again from responses.jsonl where nothing has changed."""
     source, output = str(config.policy), Path(config.output)
     drawn = {
-        "models": parent_hashes([source]),
+        **{kind: {} for kind in KINDS},
+        "models": {"policy": parent_hashes([source])[source]},
         "prompts": hash_of([prompt.prompt for prompt in prompts]),
         "max_length": config.max_length,
         "weights": asdict(config.weights),
         **asdict(own.sampling),
     }
-    _, responses = read_responses(output, drawn, by_people=False) or ([], {})
+    _, responses = read_responses(output, drawn, by_people=False)
     if not responses:
         length, weights = config.max_length, config.weights
         sampled = sample_responses(

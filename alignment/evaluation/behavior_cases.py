@@ -41,7 +41,7 @@ class BehaviorCase(Settings):
         change: DIR: what the value of every variant does, compared with the original's.
         of: INV, DIR: weight of each label in that value, the sum of weight times probability; None: the probability of the
             label that is predicted for the original. A model that only scores has its score for a value.
-        tolerance: INV, DIR: a smaller change is none; of scores in standard deviations over all texts of the run.
+        tolerance: INV, DIR: a smaller change of the value is none; in probability, or in the unit of the score.
         skip: INV, DIR: labels predicted for the original that make the case say nothing.
         fill: name in the examples, which are Jinja templates then -> its values; all combinations are cases. A value is a
             text, or names with texts (`{{ city.country }}`); `FILE#COLUMN` stands for the texts of a column of rows.
@@ -68,6 +68,8 @@ class BehaviorCase(Settings):
         Rule("change", lambda c: (c.type == "DIR") != (c.change is not None), "goes with DIR, which needs one"),
         Rule("examples", lambda c: len(c.examples) < (1 if c.type == "MFT" else 2),
              "must be a list of texts: one at least, of INV and DIR two, the original first"),
+        Rule("fill", lambda c: [name for name, own in c.fill.items() if isinstance(own, str) and "#" not in own],
+             "takes a list of values or FILE#COLUMN; see {found}"),
     )  # fmt: skip
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.agreement import agreement, krippendorff_alpha, majority
+from alignment.evaluation.agreement import agreement, krippendorff_alpha, majority_label
 from alignment.evaluation.judgments import Judgment, read_judgments
 from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import hash_of, write_text
@@ -80,7 +80,7 @@ def _turned(pair: Pair) -> Pair:
 
 def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict that more than half of them are; a tie where none is, None of none."""
-    label = majority(verdicts)
+    label = majority_label(verdicts)
     return TIE if label is None and verdicts else label
 
 

@@ -247,6 +247,7 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         {"test": "e", "type": "XYZ", "label": 1, "examples": ["x"]},
         {"test": "f", "type": "INV", "tolerance": -1, "examples": ["x", "y"]},
         {"type": "MFT", "label": 1, "examples": "x"},
+        {"test": "g", "type": "MFT", "label": 1, "examples": ["{{ a }}"], "fill": {"a": "people"}},
     )
     (tmp_path / "bad.yaml").write_text(
         "unknown name:\n  type: MFT\n  label: 1\n  examples: ['{{ b }}']\n  fill: {a: [x]}\n"
@@ -260,6 +261,7 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
     for place in (
         "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
         "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
+        "rows.jsonl:8: fill: takes a list of values or FILE#COLUMN; see ['a']",
         "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
         "bad.yaml:15: none left: no case; of 1 combinations",
     ):  # fmt: skip
