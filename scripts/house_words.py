@@ -9,17 +9,20 @@ from house_code import Package
 
 OUR_OWN = {"ragged", "term", "gold", "labelers", "lineage"}  # explained in the glossary
 METHODS = (  # names of methods and of those who gave them
-    "apo bco discopop exo gsm ipo kupper luce nca odpo plackett prm rao rdpo remax simpo sppo wilson"
+    "apo bco cohen discopop elo exo fleiss gsm holm ipo krippendorff kupper luce nca odpo plackett prm rao rdpo remax "
+    "simpo sppo wilson"
 )
 FIELD = (  # words of papers and tools that the libraries' names lack
-    "advantages alpaca bradley coef confusion corrupt corruption critic desirability dialogue distilbert distill "
-    "doctor finetune gae hacking held hypotheses infill infilling judge loopback manifest matthews minibatch "
-    "modernbert momentum neox overoptimization penalize png ppo prefill rectangle reliability robust sandbox "
-    "sandwich smollm spike terry unpad varlen whiten winrate yaml"
+    "advantages alpaca argilla attribution battle bradley coef collinear confusion corrupt corruption critic desirability "
+    "dialogue distilbert distill doctor finetune gae hacking held hypotheses infill infilling judge judgment loglikelihood "
+    "loopback manifest matthews minibatch modernbert momentum neox overoptimization penalize png ppo prefill rectangle "
+    "refusal reliability robust rubric sandbox sandwich smollm spike studio terry tournament toxicity unpad varlen verdict "
+    "whiten winrate yaml"
 )
 PLAIN = (  # plain English in its plain meaning
-    "agreement claim earlier endless examine explained gigabytes grammar hotel inspection lost megabytes opening "
-    "own panel panic picture preferred relaunch rounded say seen sheet shown tally topic verb"
+    "agreement alike alternatives claim contestant detectable earlier endless examine explained gigabytes grammar hotel "
+    "inspection lost megabytes opening own panel panic people picture play preferred relaunch rounded say seen sheet "
+    "shown tally topic torn verb"
 )
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors")
 PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")

@@ -73,7 +73,7 @@ def test_a_judging_encoder_scores_pairs_of_texts(directory):
     judge = load_reward_model(str(directory[0]))
     answer = Generation([TEXTS[2], TEXTS[2]], [[3], [3]], [[0.0], [0.0]], [True, True])
     prompts = [Prompt(text, {}, f"r{row}") for row, text in enumerate(TEXTS[:2])]
-    config = WinRateConfig({"a": "x"}, "a", DataConfig("rows.jsonl"), "out", judge="longer")
+    config = WinRateConfig(models={"a": "x"}, baseline="a", data=DataConfig("rows.jsonl"), output="out", judge="longer")
     scores = proxy_scores(config, judge, prompts, [("x", answer)])
     expected = judge.score([(text, TEXTS[2]) for text in TEXTS[:2]]).tolist()
     assert scores == {(row, TEXTS[2]): pytest.approx(expected[row], abs=1e-5) for row in (0, 1)}

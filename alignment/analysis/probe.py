@@ -20,7 +20,6 @@ from alignment.data.tasks import LabeledExamples, TaskExample, TaskFormat, prepa
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
-from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json
@@ -141,10 +140,8 @@ def probe_outcomes(
 ) -> tuple[list[float], list[float]]:
     """1.0 for each row that a probe classifies rightly, else 0.0: of the fit, and held out; arguments likewise in pairs."""
     probe = fit_probe(states[0], classes[0], count=count, ridge=ridge)
-    fitted, held_out = (
-        (probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)
-    )
-    return fitted, held_out
+    right = [(probe.classify(each) == known).astype(float) for each, known in zip(states, classes, strict=True)]
+    return right[0].tolist(), right[1].tolist()
 
 
 class LayerProbe(NamedTuple):
@@ -233,6 +230,8 @@ def write_probe(
 
 
 def _sections(layers: Sequence[LayerProbe], baselines: dict[str, float]) -> list[Section]:
+    from alignment.evaluation.report.charts import Curve, curve_chart  # matplotlib, which no other look inside needs
+
     numbers = tuple(range(len(layers)))
     rates = {
         "probe": [one.accuracy.rate for one in layers],

@@ -15,7 +15,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_scalar_adapter
+from alignment.adapters.files import is_scalar_adapter, read_members
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.inspection import TEMPLATES, shown
 from alignment.data.rows.records import Messages
@@ -81,20 +81,29 @@ def load_explained(source: str) -> ExplainedOf:
     text) or a class (None: the most probable one).
     """
     checkpoint = Checkpoint(source)
-    config = read_config(checkpoint.base)
-    classifies = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
-    scores = classifies and (score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1)
-    if is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else scores:
-        reward_model = load_reward_model(source, device=best_device())
-        return lambda prompt, target: explained_score(reward_model, target)
-    tokenizer = load_tokenizer(source)
-    if classifies and not checkpoint.is_adapter:
-        classifier = load_pretrained(checkpoint.directory, "sequence", device=best_device())
-        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
-    if (kind := architecture_of(checkpoint)) != "decoder":
+    head, kind, device = _head_of(checkpoint), architecture_of(checkpoint), best_device()
+    if kind == "encoder-decoder" or (head == "language" and kind != "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
-    model = load_model(checkpoint, device=best_device())
+    if head == "score":
+        reward_model = load_reward_model(source, device=device)
+        return lambda prompt, target: explained_score(reward_model, target)
+    tokenizer = load_tokenizer(checkpoint)
+    if head == "class":
+        classifier = load_pretrained(checkpoint.directory, "sequence", device=device)
+        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
+    model = load_model(checkpoint, device=device)
     return lambda prompt, target: explained_continuation(model, tokenizer, prompt, target)
+
+
+def _head_of(checkpoint: Checkpoint) -> Literal["score", "class", "language"]:
+    directory = checkpoint.directory
+    if read_members(directory) is not None or (checkpoint.is_adapter and is_scalar_adapter(directory)):
+        return "score"
+    config = read_config(checkpoint.base)
+    named = str((config.get("architectures") or [""])[0])
+    if checkpoint.is_adapter or not named.endswith("ForSequenceClassification"):
+        return "language"
+    return "score" if score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1 else "class"
 
 
 def explained_continuation(
@@ -103,6 +112,8 @@ def explained_continuation(
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
     if target is not None:
         response = response_ids(tokenizer, target, prompt, ended=False)
+        if not response:
+            raise UserError(f"--target {target!r} has no token; give a continuation, or leave it out")
     else:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
@@ -143,7 +154,7 @@ def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages
     """The log-probability of a class of the text, or of its most probable one, nats."""
     config = cast(NativeModel | ExternalModel, model).config
     names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
-    numbers = {str(name): int(number) for number, name in names.items()}
+    numbers = {str(name): int(number) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
     if not isinstance(text, str) or (label is not None and label not in numbers):
         raise UserError(
             f"a classifier reads texts, no messages, and --target is one of {', '.join(numbers)}, or left out"
@@ -158,8 +169,7 @@ def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages
     whole = Explained("", model, tokenizer, encode, log_probs)
     if label is None:
         with torch.no_grad():
-            most_probable = int(log_probs(whole.batch([encode(text)])).argmax())
-        label = next(name for name, number in numbers.items() if number == most_probable)
+            label = list(numbers)[int(log_probs(whole.batch([encode(text)])).argmax())]
     return replace(
         whole, name=f"log-probability of class {label}, nats", value=lambda batch: log_probs(batch)[:, numbers[label]]
     )
@@ -174,13 +184,11 @@ def _one_text(ids: Sequence[int]) -> Encoded:
 
 def embedding_layers(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
-    found: dict[nn.Module, None] = {}
-    for part in model.modules():
-        if isinstance(part, ExternalModel):
-            found[part.inner.get_input_embeddings()] = None
-        elif isinstance(part, NativeModel):
-            found[part.get_submodule("trunk.embed")] = None
-    return list(found)
+    parts = [part for part in model.modules() if isinstance(part, NativeModel | ExternalModel)]
+    return list(dict.fromkeys(
+        part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
+        for part in parts
+    ))  # fmt: skip
 
 
 @contextmanager

@@ -95,12 +95,13 @@ def pair_verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
     The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
     away, is then that of judges who prefer neither side.
     """
-    found = {}
-    for label in labels:
-        judged = sorted(zip(label.responses, label.ranks, strict=True), key=lambda each: hash_of(each[0]))
-        for (one, place), (other, lower) in combinations(judged, 2):
-            found[label.id, one, other] = verdict(place, lower)
-    return found
+    return {
+        (label.id, one, other): verdict(place, lower)
+        for label in labels
+        for (one, place), (other, lower) in combinations(
+            sorted(zip(label.responses, label.ranks, strict=True), key=lambda each: hash_of(each[0])), 2
+        )
+    }
 
 
 def agreement_on(things: str, ours: Mapping[Pair, float], theirs: Mapping[Pair, float]) -> str:

@@ -1,7 +1,7 @@
 """Evaluation of models: win rates, ratings, judges, agreement, language-model loss. The HTML report is in report/."""
 
 from alignment.evaluation.agreement import agreement, cohen_kappa, fleiss_kappa, krippendorff_alpha
-from alignment.evaluation.corrected import CorrectedWinRate, corrected_win_rate, labels_needed
+from alignment.evaluation.corrected import corrected_win_rate, labels_needed
 from alignment.evaluation.judge_config import EndpointConfig, JudgeConfig
 from alignment.evaluation.judges import Judge, JudgeResult, build_judge, compare, longer_judge, score_judge
 from alignment.evaluation.judgments import Judgment, read_judgments
@@ -12,7 +12,7 @@ from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_rat
 from alignment.evaluation.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
 
 __all__ = [
-    "CorrectedWinRate", "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",
+    "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",
     "LengthControlledRate", "Ratings", "WinRate", "agreement", "bradley_terry_ratings", "build_judge", "cohen_kappa",
     "compare", "corrected_win_rate", "detectable_difference", "elo_ratings", "file_judge", "fleiss_kappa", "holm",
     "krippendorff_alpha", "labels_needed", "language_loss", "length_controlled_win_rate", "longer_judge", "merge_orders",

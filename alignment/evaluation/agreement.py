@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -67,9 +66,9 @@ def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
     return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
 
 
-def mean_figures(values: Sequence[float], clusters: Sequence[Hashable]) -> Figures:
-    """Mean of values +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
-    mean, (error, number) = fmean(values), clustered_error(np.array(values), clusters)
+def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
+    """Mean of values [n] +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
+    mean, (error, number) = float(values.mean()), clustered_error(values, clusters)
     low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 
@@ -106,7 +105,7 @@ def krippendorff_alpha(
     """Krippendorff's alpha of any number of raters, 1 - (observed disagreement) / (that of labels drawn from all).
 
     Args:
-        labels: of each item one label per rater; items with fewer than two are left out.
+        labels: of each item those that it was given, in any order; items with fewer than two are left out.
         level: nominal: two unequal labels disagree, whichever they are. ordinal: by the number of labels that lie between
             them, as the points of a Likert scale, or a verdict with its ties in the middle.
         clusters: equal for items that are not independent; None: all are.
@@ -121,9 +120,9 @@ def krippendorff_alpha(
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
     """1 at each rater's label, else 0, [items, raters, labels], the labels in order."""
-    values = np.array(labels, float).reshape(
-        len(labels), len(labels[0]) if labels else 2
-    )  # None becomes NaN, which equals nothing
+    width = max((len(row) for row in labels), default=2)
+    padded = [[*row, *[None] * (width - len(row))] for row in labels]
+    values = np.array(padded, float).reshape(len(labels), width)  # None becomes NaN, which equals nothing
     return (values[..., None] == np.unique(values[~np.isnan(values)])).astype(float)
 
 

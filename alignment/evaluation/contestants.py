@@ -15,7 +15,7 @@ from alignment.evaluation.inputs import read_records
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import ask_service, chat_text, check_key
-from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
+from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.responses import (
     Responses,
     Scored,
@@ -109,9 +109,9 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
         prompt = call.prompt.prompt
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    def read(received: object) -> Answer:
+    def read(received: object) -> JudgeAnswer:
         text = chat_text(received)
-        return Answer(text, failure="an answer without a text" if text is None else "")
+        return JudgeAnswer(text, failure="an answer without a text" if text is None else "")
 
     ask, log = (
         ask_service(service, messages_of, settings, read),

@@ -2,15 +2,14 @@
 
 Two corrections, with what each takes for granted:
 
-    prediction-powered   the labelled items are drawn at random from all: the labels alone give the rate, the judge narrows it
-    Rogan-Gladen         the judge errs alike on labelled and other items, however these were chosen or whoever wins them
+    prediction-powered   the labeled items are drawn at random from all: the labels alone give the rate, the judge narrows it
+    Rogan-Gladen         the judge errs alike on labeled and other items, however these were chosen or whoever wins them
 
 Neither replaces labels: see `label_worth`. Agreement of judge and people is in agreement.py.
 """
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -18,51 +17,34 @@ import numpy as np
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
+from alignment.evaluation.agreement import Figures
 from alignment.evaluation.people_judge import file_judge
 from alignment.evaluation.winrate import LOSS, WIN, Z_95, Verdict, cluster_numbers
 
 MIN_LABELS = 5  # fewer say nothing about their own spread
 
 
-@dataclass(frozen=True)
-class RateInterval:
-    """A win rate, ties counting half, with its 95 % interval."""
-
-    rate: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class CorrectedWinRate:
-    """A judge's win rate, that of people's labels, and the two put together."""
-
-    items: int  # with a verdict of the judge
-    labels: int  # of them with a label of people
-    judge: RateInterval  # by the judge alone, over all items: what its interval does not hold is its bias
-    people: RateInterval  # by the labels alone
-    corrected: RateInterval  # prediction-powered
-    # Rogan-Gladen; None where the judge's verdicts on won and lost items differ too little to be read backwards, or where
-    # all items are labelled
-    rogan_gladen: RateInterval | None
-    correlation: float  # of judge and people on the labelled items; 0 where either does not vary
-    label_worth: float  # labels alone that one label counts as, the judge's verdicts being there: a ratio of variances
-
-
 def corrected_win_rate(
     verdicts: Sequence[Verdict], labels: Sequence[Verdict], clusters: Sequence[Hashable] | None = None
-) -> CorrectedWinRate:
+) -> Figures:
     """Win rate by people, from a judge's verdicts on all items and labels of people on some.
 
-    rate = mean of labels + lambda * (mean verdict on the other items - mean verdict on the labelled items)
+    rate = mean of labels + lambda * (mean verdict on the other items - mean verdict on the labeled items)
 
-    with the lambda in [0, 1] of the least variance. The interval is Student's, of labelled clusters less two; its variance
+    with the lambda in [0, 1] of the least variance. The interval is Student's, of labeled clusters less two; its variance
     takes half an item's disagreement more than was seen, so that a judge who is right on all of ten labels is not certain.
 
     Args:
         verdicts: of the judge for one side, 1, 0.5, 0 or a probability; None where it failed: the item is left out.
         labels: of people for the same side, 1, 0.5, 0 or the mean of several votes; None of an item without one.
         clusters: equal for items that are not independent, such as those on one prompt; None: all are.
+
+    Returns:
+        `items` with a verdict, and `labels` of them; the rates `judge` (its verdicts alone: what the interval does not hold is
+        bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on won and on lost
+        items differ too little or all items are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the judge's mean
+        verdict less people's on the labeled items. `correlation` of both there, 0 where either does not vary. `label_worth`: as
+        many labels alone as one label counts with the judge's verdicts, a ratio of variances.
 
     Raises:
         UserError: there are fewer than five labels on items that the judge has judged.
@@ -86,22 +68,25 @@ def corrected_win_rate(
     weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if others and variance > 0 else 0.0
     (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
     spread = math.sqrt(float(y.var() * f.var()))
-    return CorrectedWinRate(
-        items=len(rows),
-        labels=n,
-        judge=_powered(judge, judge, 0.0, cluster)[0],
-        people=alone,
-        corrected=powered,
-        rogan_gladen=_rogan_gladen(judge, people, cluster) if others else None,
-        correlation=covariance / spread if spread else 0.0,
-        label_worth=max(1.0, wide / narrow) if narrow else 1.0,
-    )
+    return {
+        "items": len(rows),
+        "labels": n,
+        "judge": _powered(judge, judge, 0.0, cluster)[0],
+        "people": alone,
+        "corrected": powered,
+        "rogan_gladen": _rogan_gladen(judge, people, cluster) if others else None,
+        "bias": float((f - y).mean()),
+        "correlation": covariance / spread if spread else 0.0,
+        "label_worth": max(1.0, wide / narrow) if narrow else 1.0,
+    }
 
 
 def corrected_by_people(
     labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
-) -> CorrectedWinRate:
+) -> Figures | None:
     """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
+
+    None where they have said something of fewer than five.
 
     Args:
         labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
@@ -113,6 +98,8 @@ def corrected_by_people(
         for prompt, a, b in zip(prompts, ours, theirs, strict=True)
     ]
     means = [fmean(votes) if votes else None for votes in found]
+    if sum(None not in pair for pair in zip(means, verdicts, strict=True)) < MIN_LABELS:
+        return None
     return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
 
 
@@ -125,7 +112,7 @@ def labels_needed(
 
     Args:
         width: as a share: 0.1 for +- 5 points.
-        items: that the judge judges, the labelled ones among them.
+        items: that the judge judges, the labeled ones among them.
         correlation: of judge and people within a pair of models; 0: of labels alone.
         variance: of the labels; 0.25 is the largest, of a rate of one half without ties.
 
@@ -138,7 +125,7 @@ def labels_needed(
     return int(needed) if needed <= items else None
 
 
-def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.ndarray) -> tuple[RateInterval, float]:
+def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.ndarray) -> tuple[Figures, float]:
     """The prediction-powered mean with `weight` on the judge, and its variance; `people` is NaN without a label."""
     from scipy.special import stdtrit  # Student's quantiles, without the two seconds of scipy.stats
 
@@ -153,11 +140,11 @@ def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.n
     variance = float((np.bincount(cluster, parts) ** 2).sum())
     degrees = max(len(np.unique(cluster[known])) - 2, 1)
     half = float(stdtrit(degrees, 0.975)) * math.sqrt(variance + 0.5 / n**2)
-    return RateInterval(mean, max(mean - half, 0.0), min(mean + half, 1.0)), variance
+    return {"rate": mean, "low": max(mean - half, 0.0), "high": min(mean + half, 1.0)}, variance
 
 
-def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> RateInterval | None:
-    """The rate at which the judge's errors on labelled items would give its mean verdict on the others.
+def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) -> Figures | None:
+    """The rate at which the judge's errors on labeled items would give its mean verdict on the others.
 
     mean = lost + rate * (won - lost) + between,   rate = (mean - lost - between) / (won - lost)
 
@@ -186,6 +173,5 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     if slope <= 0 or square <= 0:
         return None
     root = math.sqrt(max(linear**2 - square * constant, 0.0))
-    return RateInterval(
-        *(min(max(float(x), 0.0), 1.0) for x in (level / slope, (-linear - root) / square, (root - linear) / square))
-    )
+    rates = {"rate": level / slope, "low": (-linear - root) / square, "high": (root - linear) / square}
+    return {name: min(max(float(rate), 0.0), 1.0) for name, rate in rates.items()}

@@ -10,7 +10,7 @@ from alignment.errors import UserError
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
 from alignment.evaluation.win_rate_config import WinRateConfig
-from alignment.evaluation.winrate import TIE, detectable_difference, holm, sign_test
+from alignment.evaluation.winrate import TIE, detectable_difference, sign_test
 from alignment.files import read_json_object
 
 COIN = (
@@ -38,31 +38,24 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
 def comparison_figures(
     prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str], result: JudgeResult
 ) -> dict[str, Any]:
-    """What the statistics say beyond the rate: at equal length, by a sign test, and what so many prompts can show."""
-    rate = result.win_rate
+    """Statistics beyond the rate: at equal length, by a sign test, and the difference that so many prompts can show."""
+    rate, known = result.win_rate, result.win_rate.n - result.inconsistent  # a contradiction says nothing
     judged = [(a, b, v) for a, b, v in zip(ours, baseline, result.verdicts, strict=True) if v is not None]
-    lengths = [len(a) for a, _, _ in judged], [len(b) for _, b, _ in judged]
-    try:
-        clusters = judged_prompts(prompts, result.verdicts)
-        found = {
-            "length_controlled": asdict(
-                length_controlled_win_rate([v for *_, v in judged], *lengths, clusters=clusters)
-            )
-        }
-    except UserError as error:  # such as responses of one length, or too few of them
-        found = {"length_controlled": None, "length_controlled_why_not": str(error)}
+    lengths, verdicts = ([len(a) for a, _, _ in judged], [len(b) for _, b, _ in judged]), [v for *_, v in judged]
+    equal, why = None, "the judge's two orders contradict each other too often"
+    if result.inconsistent <= COIN * result.both_orders:
+        try:
+            clusters = judged_prompts(prompts, result.verdicts)
+            equal, why = asdict(length_controlled_win_rate(verdicts, *lengths, clusters=clusters)), None
+        except UserError as error:  # such as responses of one length, or too few of them
+            why = str(error)
+    share, ties = (rate.effective or rate.n) / rate.n, max(rate.ties - result.inconsistent, 0)
     return {
-        **found,
+        "length_controlled": equal,
+        "length_controlled_why_not": why,
         "sign_test": {"p": sign_test(rate.wins, rate.losses)},
-        "detectable_difference": detectable_difference(rate.effective or rate.n, ties=rate.ties / rate.n),
+        "detectable_difference": detectable_difference(share * known, ties=ties / known) if known > ties else None,
     }
-
-
-def adjust_sign_tests(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write Holm's adjusted p-value, over all contestants, beside that of each one's sign test."""
-    tests = [own["sign_test"] for own in figures.values()]
-    for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
-        test["holm"] = adjusted
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:
@@ -102,12 +95,14 @@ def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
     for source in sources:
         kin = [name for name in [*config.models, *config.best_of] if hashes[source] in _origins(config, name, hashes)]
         if hashes[source] is not None and kin:
-            what = "reward model" if config.judge == "reward_model" else "model"
-            how = "was trained against or chosen by" if what == "reward model" else "is, or was trained from,"
-            warnings.append(
-                f"the judge {source} is the {what} that {', '.join(kin)} {how}: its verdicts show what it was optimized for, "
-                f"not what people prefer; judge with a {what} of other comparisons"
-            )
+            names = ", ".join(kin)
+            text = f"the judge {source} is the model of {names}, or one that it was trained from, and may prefer its own kind"
+            if config.judge == "reward_model":
+                text = (
+                    f"the judge {source} is the reward model that {names} was trained against or chosen by: its verdicts show "
+                    "what it was optimized for, not what people prefer"
+                )
+            warnings.append(f"{text}; judge with a model of other origin")
     return warnings
 
 

@@ -4,7 +4,7 @@ The rows are read in labeled_items.py; the statistics are in agreement.py and co
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from typing import Annotated, get_args
 import numpy as np
 from annotated_types import Interval
 
+from alignment.data.rows.files import SUFFIXES
 from alignment.errors import UserError
 from alignment.evaluation.agreement import (
     Figures,
@@ -49,8 +50,8 @@ class JudgeEvalConfig(JudgeConfig, LabelColumns):
         labels: file of rows with people's labels, or several: judgments, votes for models, comparisons, or rows of two
             responses whose columns `columns` names. With several files, figures are given for each.
         output: directory of results.json and judge.html, and of the judge's calls, which a later start reads again.
-        verdicts: for judge=verdicts: a column of the rows, or a file of the judge's verdicts, rows of a known form with the
-            same ids. Those on items that no person has judged count too: they narrow the corrected win rates.
+        verdicts: for judge=verdicts: a column of the rows, or a file (.jsonl, .csv, ...) of the judge's verdicts, rows of a
+            known form with the same ids. Those on items that no person has judged count too: they narrow the corrected win rates.
         width: of a 95 % interval of a win rate, for which the labels needed are counted; 0.1 is +- 5 points.
     """
 
@@ -64,7 +65,7 @@ def run(config: JudgeEvalConfig) -> Path:
     items: Items = {}
     files = [config.labels] if isinstance(config.labels, str) else config.labels
     verdicts = config.verdicts if config.judge == "verdicts" and config.verdicts else ""
-    in_column = bool(verdicts) and not Path(verdicts).exists()
+    in_column = bool(verdicts) and not verdicts.endswith(SUFFIXES)
     rows = replace(config, columns={**config.columns, "verdict": verdicts}) if in_column else config
     for file in files:
         add_items(file, rows, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")
@@ -119,9 +120,9 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
     voted = [(item, verdict) for item, verdict in judged if item.votes]
     decided = [(verdict, item.label) for item, verdict in voted if item.label is not None]
     subsets = sorted({item.subset for item, _ in voted})
-    most, clusters = max(len(item.votes) for item in items), [item.cluster for item, _ in voted]
-    people = [[*item.votes.values(), *[None] * (most - len(item.votes))] for item, _ in voted]
-    both = [[*votes, verdict] for votes, (_, verdict) in zip(people, voted, strict=True)]
+    clusters = [item.cluster for item, _ in voted]
+    people = [list(item.votes.values()) for item, _ in voted]
+    both = [[*item.votes.values(), verdict] for item, verdict in voted]
     return {
         "labeled": sum(bool(item.votes) for item in items),
         "without_majority": len(voted) - len(decided),
@@ -171,10 +172,12 @@ def longer_figures(voted: Judged) -> Figures | None:
     """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths."""
     leads = [np.sign(len(item.first) - len(item.second)) * item.has_texts for item, _ in voted]
     unequal = [(lead, *row) for lead, row in zip(leads, voted, strict=True) if lead]
-    judge = [0.5 + lead * (verdict - 0.5) for lead, _, verdict in unequal]
-    people = [0.5 + lead * (fmean(item.votes.values()) - 0.5) for lead, item, _ in unequal]
-    parts = {"judge": judge, "people": people, "difference": [a - b for a, b in zip(judge, people, strict=True)]}
-    clusters = [item.cluster for _, item, _ in unequal]
+    verdicts = np.array([(lead, verdict, item.mean_vote) for lead, item, verdict in unequal]).reshape(-1, 3).T
+    judge, people = TIE + verdicts[0] * (verdicts[1:] - TIE)
+    parts, clusters = (
+        {"judge": judge, "people": people, "difference": judge - people},
+        [row[1].cluster for row in unequal],
+    )
     return {name: mean_figures(values, clusters) for name, values in parts.items()} if unequal else None
 
 
@@ -186,14 +189,14 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
     groups: dict[str, list[tuple[LabeledItem, float]]] = {}
     for item, verdict in judged:
         groups.setdefault(item.pair, []).append((item, verdict))
-    pairs, errors, rest = dict[str, Figures](), list[float](), list[np.ndarray]()
+    pairs, rest = dict[str, Figures](), list[np.ndarray]()
     for pair, rows in sorted(groups.items()):
         known = np.array([(verdict, item.mean_vote) for item, verdict in rows if item.votes]).reshape(-1, 2)
         rest.append(known - (known.mean(0) if pair and len(known) else TIE))
         if pair and len(known) >= MIN_LABELS:
             sides = [verdict for _, verdict in rows], [item.mean_vote for item, _ in rows]
-            pairs[pair] = asdict(corrected_win_rate(*sides, [item.cluster for item, _ in rows]))
-            errors.append(abs(float((known[:, 0] - known[:, 1]).mean())))
+            pairs[pair] = corrected_win_rate(*sides, [item.cluster for item, _ in rows])
+    errors = [abs(figures["bias"]) for figures in pairs.values()]
     moments = np.concatenate(rest).T @ np.concatenate(rest)
     people, scale = moments[1, 1] / max(sum(map(len, rest)), 1), (moments[0, 0] * moments[1, 1]) ** 0.5
     correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used

@@ -17,7 +17,7 @@ from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
 from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
-from alignment.evaluation.logged_judge import Answer, Call, LoggedJudge
+from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.evaluation.winrate import (
     LOSS,
@@ -190,7 +190,7 @@ def majority_judge(judges: Sequence[Judge]) -> Judge:
     return judge
 
 
-def gold_score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+def gold_totals(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
     """The hotel data set's gold score of each response."""
     from alignment.hotel_world.gold import score
 
@@ -246,17 +246,17 @@ def build_judge(
         judge = members[0] if len(members) == 1 else majority_judge(members)
         own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
         return _record(f"reward_model {', '.join(sources)}", own, judge, log)
-    judge = longer_judge if config.judge == "longer" else score_judge(gold_score, config.tie_margin)
+    judge = longer_judge if config.judge == "longer" else score_judge(gold_totals, config.tie_margin)
     return _record(str(config.judge), {}, judge, log)
 
 
 def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:
     """A judge that costs nothing, and judges anew at every start."""
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         sides = [call.responses[0] for call in calls], [call.responses[1] for call in calls]
         for call, verdict in zip(calls, judge([call.prompt for call in calls], *sides), strict=True):
-            done(call, Answer(verdict))
+            done(call, JudgeAnswer(verdict))
 
     return LoggedJudge(name, hash_of([name, dict(hashes)]), ask, log, remembers=False)
 

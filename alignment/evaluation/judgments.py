@@ -15,7 +15,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from alignment.data.rows.files import RawRow, json_line_rows
 from alignment.data.rows.records import Messages
@@ -98,11 +97,11 @@ def _problem(row: RawRow) -> str:
     return problem and f"{row.location}: {problem}"
 
 
-def _judgment(row: dict[str, Any], location: str) -> Judgment:
-    verdict = row.pop("verdict")
+def _judgment(row: dict[str, object], location: str) -> Judgment:
     names = [each.name for each in fields(Judgment) if each.name not in ("extra", "location")]
     given = {key: value for key in names if (value := row.pop(key, None)) is not None}
-    return Judgment(**given, verdict=None if verdict is None else float(verdict), extra=row, location=location)
+    given["verdict"] = None if given.get("verdict") is None else float(str(given["verdict"]))
+    return Judgment(**given, extra=row, location=location)  # type: ignore[arg-type]
 
 
 def torn_bytes(path: Path) -> int:

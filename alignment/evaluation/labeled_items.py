@@ -22,9 +22,10 @@ from alignment.errors import raise_all
 from alignment.evaluation.agreement import majority_label
 from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
-from alignment.settings import PATTERN_SECONDS, Settings, Share, compile_pattern
+from alignment.settings import PATTERN_SECONDS, Rule, Settings, Share, compile_pattern, refusal
 
 PLAIN = ("id", "prompt", "first", "second", "first_model", "second_model", "subset")
+OURS = {*PLAIN, "label", "annotator", "verdict", "pair", "cluster"}
 FORMS = {
     "verdict": {**{name: [name] for name in PLAIN}, "label": ["verdict"], "annotator": ["judge"]},
     "winner": {
@@ -60,6 +61,12 @@ class LabelColumns(Settings):
     values: dict[str, Share] = field(default_factory=dict)
     annotators: str = ".*"
     on_bad_row: OnBadRow = "error"
+
+    RULES = (
+        Rule("columns", lambda c: ", ".join(sorted(c.columns.keys() - OURS)),
+             f"has no {{found}}; it has {', '.join(sorted(OURS))}"),
+        Rule("annotators", lambda c: refusal(compile_pattern, c.annotators)),
+    )  # fmt: skip
 
 
 @dataclass

@@ -116,8 +116,10 @@ def label_in(row: Columns, location: str, *, judged: bool) -> Label:
     known = [field.name for field in fields(Label)] if judged else ["prompt", "responses", "models"]
     values = {key: row[key] for key in known if row.get(key) is not None}
     if "first" in row:
-        values["responses"] = [row.get(side) for side in SIDES]
-        values["models"] = [row.get(f"{side}_model") for side in SIDES]
+        values |= {
+            "responses": [row.get(side) for side in SIDES],
+            "models": [row.get(f"{side}_model") for side in SIDES],
+        }
     elif isinstance(named := row.get("responses"), dict):
         values["models"], values["responses"] = list(named), list(named.values())
     if judged and "verdict" in row:
@@ -131,8 +133,7 @@ def label_in(row: Columns, location: str, *, judged: bool) -> Label:
 
 def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
     """The labels of rows; one UserError for all rows that are none."""
-    labels: list[Label] = []
-    problems: list[str] = []
+    labels, problems = list[Label](), list[str]()
     for row in rows:
         try:
             labels.append(label_in(row.values or {}, row.location, judged=judged))

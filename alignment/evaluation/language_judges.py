@@ -18,7 +18,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judge_templates import read_answer
-from alignment.evaluation.logged_judge import Answer, Ask, Call
+from alignment.evaluation.logged_judge import Ask, Call, JudgeAnswer
 from alignment.evaluation.winrate import LOSS, TIE, WIN
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import Model, check_lengths
@@ -47,7 +47,7 @@ class Question:
     labels: Mapping[str, float]
     tie_margin: float = 0.0
 
-    def answer_of(self, log_probs: Mapping[str, float], **more: object) -> Answer:
+    def answer_of(self, log_probs: Mapping[str, float], **more: object) -> JudgeAnswer:
         """The verdict with the greater probability, or the mean rating, from log-probabilities of labels, up to a constant.
 
         Source: of the mean rating: Liu et al. 2023, arXiv:2303.16634, eq. 1.
@@ -57,10 +57,10 @@ class Question:
         total = sum(shares.values())
         mean = sum(self.labels[label] * share for label, share in shares.items()) / total
         if "A" not in self.labels:
-            return Answer(mean, more)
+            return JudgeAnswer(mean, more)
         lead = (shares.get("A", 0.0) - shares.get("B", 0.0)) / total
         tied = abs(lead) <= self.tie_margin or shares.get("C", 0.0) > max(shares.get("A", 0.0), shares.get("B", 0.0))
-        return Answer(TIE if tied else WIN if lead > 0 else LOSS, {"probability": mean, **more})
+        return JudgeAnswer(TIE if tied else WIN if lead > 0 else LOSS, {"probability": mean, **more})
 
 
 # A service
@@ -70,7 +70,7 @@ def ask_service(
     service: EndpointConfig,
     messages_of: Callable[[Call], Messages],
     settings: Mapping[str, object],
-    read: Callable[[object], Answer],
+    read: Callable[[object], JudgeAnswer],
 ) -> Ask:
     """Calls of a chat model behind a URL, `service.requests` at the same time.
 
@@ -79,18 +79,18 @@ def ask_service(
         read: decoded JSON of an answer -> the answer.
     """
 
-    def one(call: Call) -> Answer:
+    def one(call: Call) -> JudgeAnswer:
         given = {"model": service.model, "messages": messages_of(call), **settings, **service.parameters}
         body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
         try:
             received = post_json(service, body.encode())
         except RequestFailed as error:
-            return Answer(None, failure=str(error))
+            return JudgeAnswer(None, failure=str(error))
         answer = read(received)
         more = {"seconds": round(time.monotonic() - started, 3), **_token_counts(received), **answer.more}
         return answer._replace(more=more)
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         stopped = threading.Event()
 
         def make(call: Call) -> None:
@@ -109,15 +109,15 @@ def ask_service(
 def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
     """Calls of a judge behind a URL."""
 
-    def read(received: object) -> Answer:
+    def read(received: object) -> JudgeAnswer:
         text = chat_text(received)
         label = None if text is None or service.logprobs else read_answer(text, list(question.labels))
         if label is not None:
-            return Answer(question.labels[label])
+            return JudgeAnswer(question.labels[label])
         found = _first_token(received) if service.logprobs else {}
         if known := {label: value for label, value in found.items() if label in question.labels}:
             return question.answer_of(known)
-        return Answer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
+        return JudgeAnswer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
 
     settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
     if service.logprobs:
@@ -174,7 +174,7 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
         return model, load_tokenizer(source)
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, Answer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         model, tokenizer = load()
         chat, names = tokenizer.chat_template is not None, list(question.labels)
         heads = [

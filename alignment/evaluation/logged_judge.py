@@ -6,6 +6,7 @@ status 500 after the retries) is not written, and the next start makes it again.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     models: tuple[str, ...] = ()  # whose responses they are; no part of the question
 
 
-class Answer(NamedTuple):
+class JudgeAnswer(NamedTuple):
     """A response, a rating, or a verdict for the first response; None where what was answered cannot be read.
 
     Attributes:
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
 
 
 # Makes calls, and hands each answer on at once; it makes no more of them once False comes back.
-Ask = Callable[[Sequence[Call], Callable[[Call, Answer], bool]], None]
+Ask = Callable[[Sequence[Call], Callable[[Call, JudgeAnswer], bool]], None]
 
 
 @dataclass
@@ -115,11 +116,12 @@ class LoggedJudge:
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
         keys, before = {id(call): key for key, call in missing.items()}, self.failures.total()
-        allowed = before + self.max_failed_share * count
+        allowed, lock = before + self.max_failed_share * count, threading.Lock()
 
-        def done(call: Call, answer: Answer) -> bool:
+        def done(call: Call, answer: JudgeAnswer) -> bool:
             if answer.failure:
-                self.failures[answer.failure] += 1
+                with lock:
+                    self.failures[answer.failure] += 1
             else:
                 self._keep(keys[id(call)], call, {COLUMNS[len(call.responses)][0]: answer.value, **answer.more})
             return self.failures.total() <= allowed
@@ -139,21 +141,23 @@ class LoggedJudge:
                 f"What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
-    def _keep(self, key: str, call: Call, columns: Mapping[str, Any]) -> None:
+    def _keep(self, key: str, call: Call, columns: Mapping[str, object]) -> None:
         """Append the row of an answer to the log, unless it stands there for these models."""
         value, texts = COLUMNS[len(call.responses)]
-        row = {**columns, "id": call.prompt.row_id, "prompt": call.prompt.prompt, "judge": self.name, "key": key}
-        row |= {**dict(zip(texts, call.responses, strict=True)), **dict(zip(MODELS, call.models, strict=False))}
+        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **dict(zip(texts, call.responses, strict=True))}
+        own |= {value: columns.get(value), "judge": self.name, **dict(zip(MODELS, call.models, strict=False))}
+        own["key"] = key
+        row = {**own, **columns, **own}  # in the order of `own`
         place = (key, *call.models)
         if columns and (place not in self._places or self._places[place].get(value) != row.get(value)):
             self.log.append(row)
             self._known[key] = self._places[place] = row
 
     def _forecast(self, calls: Sequence[Call], count: int) -> str:
-        """What is to come, in words: calls, tokens, and time and cost where they can be known."""
+        """The calls to come in words: how many, their tokens, and time and cost where they can be known."""
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + 250 * len(calls)  # the template's own
-        text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} are answered already), about {tokens:,} tokens"
+        text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
         if self.service is not None:
             seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
             minutes = len(calls) * seconds / self.service.requests / 60

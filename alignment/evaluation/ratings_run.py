@@ -120,7 +120,7 @@ def run(config: RatingsConfig) -> Path:
          "battles": own["battles"]}
         for name, own in results["models"].items()
     ]  # fmt: skip
-    _write_page(Path(config.output) / "ratings.html", ratings, results, table)
+    _write_page(Path(config.output) / "ratings.html", ratings, [table, results["differences"]])
     print_table(table)
     print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
     return Path(config.output) / "results.json"
@@ -145,7 +145,7 @@ def rating_figures(ratings: Ratings) -> dict[str, Any]:
     }
 
 
-def _write_page(path: Path, ratings: Ratings, results: Mapping[str, Any], table: list[dict[str, object]]) -> None:
+def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object]]]) -> None:
     """A chart of the ratings as points above and below their mean, the table, and the differences of all pairs."""
     bars = [
         Bar(name, rating - MEAN, (low - MEAN, high - MEAN), 0)
@@ -156,10 +156,10 @@ def _write_page(path: Path, ratings: Ratings, results: Mapping[str, Any], table:
     chart = Chart("Ratings", note, bar_chart("Ratings", bars, limits=(-edge, edge)))
     lead = "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm."
     sections = [
-        Section("ratings", "Ratings", lead, charts=[chart], tables=[table]),
-        Section("differences", "Differences", "First minus second, in points.", tables=[results["differences"]]),
+        Section("ratings", "Ratings", lead, charts=[chart], tables=tables[:1]),
+        Section("differences", "Differences", "First minus second, in points.", tables=tables[1:]),
     ]
-    summary = f"{len(ratings)} models, {results['battles']} battles."
+    summary = f"{len(ratings)} models, {sum(ratings.battles.values()) // 2} battles."
     render_page(path, kind="ratings", title=path.parent.name, summary=summary, sections=sections)
 
 
@@ -179,20 +179,20 @@ def read_battles(config: RatingsConfig) -> list[Row]:
     return rows
 
 
-def _read_battle(row: Mapping[str, Any], config: RatingsConfig) -> Row:
+def _read_battle(row: Mapping[str, object], config: RatingsConfig) -> Row:
     usual = {role: next((name for name in names if name in row), names[0]) for role, names in COLUMNS.items()}
     names = {**usual, **config.columns}
-    first, second, outcome = str(row[names["model_a"]]), str(row[names["model_b"]]), row[names["outcome"]]
+    first, second, outcome = (row[names[role]] for role in ("model_a", "model_b", "outcome"))
+    first, second, text = (str("" if value is None else value) for value in (first, second, outcome))
     by_name = dict.fromkeys(("model_b", names["model_b"], second), LOSS)
     by_name |= dict.fromkeys(("model_a", names["model_a"], first), WIN)
-    value = None if outcome in (None, "") else TIE if str(outcome).startswith("tie") else by_name.get(outcome, outcome)
     try:
-        value = None if value is None else float(value)
+        value = None if text == "" else TIE if text.startswith("tie") else float(by_name.get(text, text))
     except ValueError:
         value = math.nan
-    if first == second or not 0 <= (0 if value is None else value) <= 1:
+    if not first or not second or first == second or not 0 <= (0 if value is None else value) <= 1:
         raise ValueError(
-            f"{first!r} against {second!r}, outcome {outcome!r}: models have two names, and an outcome is 1, 0.5, 0, "
+            f"{first!r} against {second!r}, outcome {text!r}: models have two names, and an outcome is 1, 0.5, 0, "
             f"{', '.join(map(repr, by_name))}, or begins with 'tie'"
         )
     key = "id" if names["outcome"] == "verdict" and "id" in row else "cluster"
@@ -202,7 +202,7 @@ def _read_battle(row: Mapping[str, Any], config: RatingsConfig) -> Row:
     )
 
 
-def _measure(name: str, row: Mapping[str, Any], *columns: str) -> float:
+def _measure(name: str, row: Mapping[str, object], *columns: str) -> float:
     """(a - b) / (a + b) of what two columns hold, or of what is measured in their texts; 0 where both are 0.
 
     Source: the style control of Chatbot Arena, Li et al. 2024, lmsys.org/blog/2024-08-28-style-control.

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
@@ -173,6 +172,11 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     }
 
 
-def _contestants(source: Mapping[str, Any]) -> dict[str, list[object]]:
+def _contestants(source: Mapping[str, object]) -> dict[str, list[object]]:
     """Contestant -> its kind, and what its responses come from."""
-    return {name: [kind, value] for kind in KINDS for name, value in source.get(kind, {}).items()}
+    return {
+        name: [kind, value]
+        for kind in KINDS
+        if isinstance(own := source.get(kind), dict)
+        for name, value in own.items()
+    }

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ from alignment.errors import UserError
 from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, sample_or_read
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
 from alignment.evaluation.judge_faults import (
-    adjust_sign_tests,
     comparison_figures,
     judgment_figures,
     length_warnings,
@@ -28,7 +27,7 @@ from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
 from alignment.evaluation.responses import Responses, note_form, prompt_tokens
 from alignment.evaluation.win_rate_config import BestOfConfig, WinRateConfig
-from alignment.evaluation.winrate import mean_interval
+from alignment.evaluation.winrate import holm, mean_interval
 from alignment.files import write_json
 from alignment.generation import Generation
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
@@ -197,10 +196,15 @@ def _load(config: WinRateConfig, name: str) -> Any:
 # 3. The judgments
 
 
+@dataclass
 class _Scorer:
     """Scores by a reward model that are filled in once there are responses."""
 
+    scores: Scores = field(default_factory=dict)
+    index: dict[int, int] = field(default_factory=dict)  # identity of a prompt -> its number
+
     def fill(self, prompts: Sequence[Prompt], scores: Scores) -> None:
+        """Take over the scores of the responses to these prompts."""
         self.scores, self.index = scores, {id(prompt): i for i, prompt in enumerate(prompts)}
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -231,7 +235,9 @@ def judge_responses(
             figures[name]["judge_spread"] = max(r["rate"] for r in rates.values()) - min(
                 r["rate"] for r in rates.values()
             )
-    adjust_sign_tests(figures)
+    tests = [own["sign_test"] for own in figures.values()]
+    for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
+        test["holm"] = adjusted
     if isinstance(judge, PeopleJudge):
         return {"models": figures, "calls": judge.summary()}, warnings
     return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
@@ -244,7 +250,8 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
     note_form(Path(config.output), path)
     write_annotation_form(path, prompts * contests, others, responses[config.baseline].texts * contests)
     raise FormWritten(
-        f"{path}: a form for {len(prompts)} prompts: fill in `verdict`, 1, 0.5 or 0 for the first response"
+        f"{path}: a form for {len(prompts)} prompts: fill in `verdict`, 1, 0.5 or 0 for the first response; or let "
+        f"`alignment label {path}` serve it as a page, and go on with verdicts=labels.jsonl"
     )
 
 

@@ -78,11 +78,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer with what a route gives."""
+        length = self.headers.get("Content-Length", "")
 
         def result() -> str:
             if self.path not in self.server.routes:
                 raise BadRequest("no such page", status=404)
-            return json.dumps(self.server.routes[self.path](self._body()), ensure_ascii=False)
+            if self.headers.get_content_type() != "application/json" or not length.isdecimal():
+                raise BadRequest(
+                    "the body must be JSON, with its length", status=415
+                )  # no form of another page sends it
+            if int(length) > MOST_BYTES:
+                raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
+            body = json.loads(self.rfile.read(int(length)))
+            if not isinstance(body, dict):
+                raise BadRequest("the body must be a JSON object")
+            return json.dumps(self.server.routes[self.path](body), ensure_ascii=False)
 
         self._answer(self.headers.get("Authorization", "").removeprefix("Bearer "), result)
 
@@ -113,22 +123,6 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("other hosts' names and pages of other origins are not answered", status=403)
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             raise BadRequest("the address lacks the token: open the one that the terminal shows", status=403)
-
-    def _body(self) -> JSON:
-        """The JSON object in the body. A form of another site's page can send no JSON without asking first."""
-        length = self.headers.get("Content-Length", "")
-        if self.headers.get_content_type() != "application/json" or not length.isdecimal():
-            raise BadRequest("the body must be JSON, with its length", status=415)
-        if int(length) > MOST_BYTES:
-            raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
-        body = json.loads(self.rfile.read(int(length)))
-        if not isinstance(body, dict):
-            raise BadRequest("the body must be a JSON object")
-        return body
-
-    def version_string(self) -> str:
-        """The name in the header `Server`."""
-        return "alignment"
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: the first line of a request holds the token."""

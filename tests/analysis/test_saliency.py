@@ -286,6 +286,7 @@ def test_mistakes_are_told(checkpoints, tokenizer, tmp_path, capsys):
         (["--text", "a", "--text", "b", "--text", "c", "--target", "d", "--target", "e"], "3 prompts and 2 --target"),
         (["--text", "a b", "--drop", "turn"], "--drop turn is for messages"),
         (["--text", "a b", "--baseline", "[NOTHING]"], "--baseline '[NOTHING]': give zero, or a token"),
+        (["--text", "a b", "--target", ""], "--target '' has no token"),
         (["--text", "a " * 400, "--target", "b"], "do not fit the model's 320 positions"),
     ):
         assert cli.main([*start, *more]) == 2

@@ -49,6 +49,7 @@ def test_krippendorff_alpha_of_the_published_example():
     found = krippendorff_alpha(labels)
     assert found["value"] == pytest.approx(0.743, abs=5e-4) and found["n"] == 11  # one label alone makes no pair
     assert krippendorff_alpha(labels, level="ordinal")["value"] == pytest.approx(0.815, abs=5e-4)
+    assert krippendorff_alpha([[label for label in unit if label is not GAP] for unit in labels]) == found
 
 
 def test_fleiss_kappa_of_the_published_example():
@@ -124,9 +125,9 @@ def test_macro_scores_of_a_hand_worked_table():
 
 def test_mean_figures_of_two_clusters():
     """Means 0 and 1 of two clusters of two: error^2 = 2/1 * 2 * 1^2 / 4^2."""
-    found = mean_figures([0.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"])
+    found = mean_figures(np.array([0.0, 0.0, 1.0, 1.0]), ["a", "a", "b", "b"])
     assert found["value"] == 0.5 and found["high"] == pytest.approx(0.5 + 1.959964 * 0.5, abs=1e-5)
-    assert mean_figures([1.0], ["a"])["low"] is None
+    assert mean_figures(np.array([1.0]), ["a"])["low"] is None
 
 
 def test_agreement_keeps_its_contract():

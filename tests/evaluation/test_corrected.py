@@ -37,8 +37,13 @@ def test_prediction_powered_rate_by_hand():
     found = corrected_win_rate(judge, [*people, *[None] * 6])
     y, f, others = np.array(people), np.array(judge[:6]), np.array(judge[6:])
     weight = ((y - y.mean()) * (f - f.mean())).mean() / np.var(judge, ddof=1) / 2
-    assert found.corrected.rate == pytest.approx(y.mean() + weight * (others.mean() - f.mean()))
-    assert (found.items, found.labels, found.judge.rate, found.people.rate) == (12, 6, pytest.approx(7 / 12), y.mean())
+    assert found["corrected"]["rate"] == pytest.approx(y.mean() + weight * (others.mean() - f.mean()))
+    assert (found["items"], found["labels"], found["judge"]["rate"], found["people"]["rate"]) == (
+        12,
+        6,
+        pytest.approx(7 / 12),
+        y.mean(),
+    )
 
 
 def test_rogan_gladen_of_a_judge_without_ties_is_the_formula():
@@ -46,18 +51,18 @@ def test_rogan_gladen_of_a_judge_without_ties_is_the_formula():
     rng = np.random.default_rng(0)
     people, judge = (side.round() for side in drawn(rng, 0.6, 0.0, 3000, up=0.2))
     judge[judge == 0.5] = 0.0
-    found = corrected(people, judge, 1000).rogan_gladen
+    found = corrected(people, judge, 1000)["rogan_gladen"]
     sensitivity, specificity = judge[:1000][people[:1000] == 1].mean(), 1 - judge[:1000][people[:1000] == 0].mean()
     youden, apparent = sensitivity + specificity - 1, judge[1000:].mean()
     rate = (apparent + specificity - 1) / youden
-    assert found is not None and found.rate == pytest.approx(rate)
+    assert found is not None and found["rate"] == pytest.approx(rate)
     won, lost = (people[:1000] == 1).sum(), (people[:1000] == 0).sum()
     variance = (  # the delta method, which Fieller's interval is near of where youden is well known
         apparent * (1 - apparent) / 2000
         + rate**2 * sensitivity * (1 - sensitivity) / won
         + (1 - rate) ** 2 * specificity * (1 - specificity) / lost
     ) / youden**2
-    assert found.high - found.low == pytest.approx(2 * 1.96 * math.sqrt(variance), rel=0.05)
+    assert found["high"] - found["low"] == pytest.approx(2 * 1.96 * math.sqrt(variance), rel=0.05)
 
 
 def test_prediction_powered_rate_equals_another_implementation():
@@ -67,23 +72,22 @@ def test_prediction_powered_rate_equals_another_implementation():
         people, judge = drawn(rng, 0.6, ties, up=0.2)
         theirs = truescore.ppi_estimate(judge, people[:LABELS], np.arange(LABELS))
         ours = corrected(people, judge)
-        assert ours.corrected.rate == pytest.approx(theirs.point, abs=1e-12)
-        assert ours.corrected.high - ours.corrected.low == pytest.approx(
-            theirs.high - theirs.low, rel=0.05
-        )  # Student's, + half an item
+        assert ours["corrected"]["rate"] == pytest.approx(theirs.point, abs=1e-12)
+        width = ours["corrected"]["high"] - ours["corrected"]["low"]
+        assert width == pytest.approx(theirs.high - theirs.low, rel=0.05)  # Student's, + half an item
 
 
 def test_a_judge_of_soft_verdicts_and_votes_that_differ_are_taken():
     rng = np.random.default_rng(2)
     people, judge = drawn(rng, 0.6, 0.2)
     found = corrected(np.where(people == 0.5, 1 / 3, people), 0.2 + 0.6 * judge)
-    assert 0 < found.corrected.low < found.corrected.rate < found.corrected.high < 1
-    assert found.rogan_gladen is not None and found.label_worth > 1.1
+    assert 0 < found["corrected"]["low"] < found["corrected"]["rate"] < found["corrected"]["high"] < 1
+    assert found["rogan_gladen"] is not None and found["label_worth"] > 1.1
 
 
 def test_failures_are_left_out_and_too_few_labels_are_refused():
     verdicts, labels = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, None, 1.0], [1.0, 0.0, 1.0, 0.0, 0.0, None, 1.0, None]
-    assert (corrected_win_rate(verdicts, labels).items, corrected_win_rate(verdicts, labels).labels) == (7, 5)
+    assert (corrected_win_rate(verdicts, labels)["items"], corrected_win_rate(verdicts, labels)["labels"]) == (7, 5)
     with pytest.raises(UserError, match="found 4 among 6 items"):
         corrected_win_rate(verdicts[1:], labels[1:])
 
@@ -91,16 +95,17 @@ def test_failures_are_left_out_and_too_few_labels_are_refused():
 def test_labels_on_all_items_are_the_answer():
     people, judge = drawn(np.random.default_rng(3), 0.7, 0.1, 50)
     found = corrected(people, judge, 50)
-    assert found.corrected == found.people and found.rogan_gladen is None and found.label_worth == 1.0
+    assert found["corrected"] == found["people"] and found["rogan_gladen"] is None and found["label_worth"] == 1.0
 
 
 def test_a_judge_who_tosses_coins_buys_nothing_and_one_who_is_right_much():
     rng = np.random.default_rng(4)
     coin, right = (corrected(*drawn(rng, 0.5, 0.0, 2000, kept=kept), 200) for kept in (0.0, 1.0))
-    assert coin.label_worth == pytest.approx(1, abs=0.05) and coin.rogan_gladen is None
-    assert right.label_worth == pytest.approx(10, rel=0.1) and right.correlation == 1.0  # 2000 items for 200 labels
-    ten = corrected(np.array([1.0, 0.0] * 20), np.array([1.0, 0.0] * 20), 10).corrected
-    assert ten.high - ten.low > 0.3  # right on all of ten labels is no certainty
+    assert coin["label_worth"] == pytest.approx(1, abs=0.05) and coin["rogan_gladen"] is None
+    assert right["label_worth"] == pytest.approx(10, rel=0.1)  # 2000 items for 200 labels
+    assert right["correlation"] == pytest.approx(1)
+    ten = corrected(np.array([1.0, 0.0] * 20), np.array([1.0, 0.0] * 20), 10)["corrected"]
+    assert ten["high"] - ten["low"] > 0.3  # right on all of ten labels is no certainty
 
 
 def test_items_of_a_cluster_count_once():
@@ -108,10 +113,10 @@ def test_items_of_a_cluster_count_once():
     once = corrected(people, judge)
     copies = [np.repeat(side, 5) for side in (people, judge)]
     five = corrected(*copies, 5 * LABELS, clusters=np.repeat(np.arange(ITEMS), 5).tolist())
-    assert five.corrected.rate == pytest.approx(once.corrected.rate, abs=0.01)
+    assert five["corrected"]["rate"] == pytest.approx(once["corrected"]["rate"], abs=0.01)
     apart = corrected(*copies, 5 * LABELS)
     for name in ("people", "corrected", "rogan_gladen"):
-        wide, same, narrow = (getattr(each, name).high - getattr(each, name).low for each in (once, five, apart))
+        wide, same, narrow = (each[name]["high"] - each[name]["low"] for each in (once, five, apart))
         assert same == pytest.approx(wide, rel=0.06) and narrow < 0.5 * wide, name
 
 
@@ -123,9 +128,11 @@ def coverage(draws, *, seed, kept=0.8):
         for _ in range(draws):
             found = corrected(*drawn(rng, 0.55, 0.2, up=up, down=down, kept=kept))
             for name in ("people", "corrected", "rogan_gladen"):
-                interval = getattr(found, name)
-                hits.setdefault((points, name), []).append(interval is None or interval.low <= 0.55 <= interval.high)
-            hits.setdefault((points, "raw"), []).append(found.judge.low <= 0.55 <= found.judge.high)
+                interval = found[name]
+                hits.setdefault((points, name), []).append(
+                    interval is None or interval["low"] <= 0.55 <= interval["high"]
+                )
+            hits.setdefault((points, "raw"), []).append(found["judge"]["low"] <= 0.55 <= found["judge"]["high"])
     return {key: sum(found) / len(found) for key, found in hits.items()}
 
 
@@ -155,10 +162,10 @@ def test_labels_needed_by_hand():
 def test_as_many_labels_as_are_needed_give_the_wanted_width():
     rng = np.random.default_rng(6)
     pilot = corrected(*drawn(rng, 0.5, 0.2, 20_000), 10_000)
-    needed = labels_needed(0.15, items=2000, correlation=pilot.correlation, variance=0.2)
+    needed = labels_needed(0.15, items=2000, correlation=pilot["correlation"], variance=0.2)
     assert needed is not None
-    widths = [corrected(*drawn(rng, 0.5, 0.2, 2000), needed).corrected for _ in range(40)]
-    assert np.mean([each.high - each.low for each in widths]) == pytest.approx(
+    widths = [corrected(*drawn(rng, 0.5, 0.2, 2000), needed)["corrected"] for _ in range(40)]
+    assert np.mean([each["high"] - each["low"] for each in widths]) == pytest.approx(
         0.15, rel=0.07
     )  # Student's, + half an item
 
@@ -177,5 +184,8 @@ def test_labels_of_a_form_correct_a_win_rate(tmp_path):
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
     sides = [f"ours {i}" for i in range(20)], [f"theirs {i}" for i in range(20)]
     found = corrected_by_people(path, prompts, *sides, [1.0, 0.0] * 10)
-    assert (found.items, found.labels, found.judge.rate) == (20, 12, 0.5)
-    assert found.people.rate == pytest.approx((8 + 4 * 0.5) / 12)
+    assert found is not None
+    assert (found["items"], found["labels"], found["judge"]["rate"]) == (20, 12, 0.5)
+    assert found["people"]["rate"] == pytest.approx((8 + 4 * 0.5) / 12)
+    assert found["bias"] == pytest.approx(0.5 - (8 + 4 * 0.5) / 12)
+    assert corrected_by_people(path, prompts[8:], *(side[8:] for side in sides), [1.0] * 12) is None  # four labels

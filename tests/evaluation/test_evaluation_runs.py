@@ -15,10 +15,11 @@ from alignment import cli
 from alignment.commands import serve as server_commands
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
+from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.evaluation import EndpointConfig, read_judgments
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, read_judgments
 from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.judge_faults import parent_warnings
@@ -29,7 +30,7 @@ from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.serving.app import build_app
 from tests.serving.test_serve import running_server
 from tests.stub_server import serving
@@ -238,6 +239,37 @@ def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run
     assert two["response_tokens"] == 4 and "kl" in two
     told = capsys.readouterr().err
     assert "responses.jsonl: read again" in told and "seed: 0 -> 7" in told
+
+
+def test_labels_of_several_people_in_a_file_of_their_own_all_count(judged_by_people, config_of, tmp_path, monkeypatch):
+    """As the labelling page appends them: names, sides in any order, a repeat with exchanged sides, a torn last line."""
+    people, form = judged_by_people
+    rows = [json.loads(line) for line in form.read_text().splitlines()]
+    theirs = {
+        json.loads(line)["responses"]["two"] for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()
+    }
+    labels = []
+    for name, row in [("Ann", row) for row in rows] + [("Bob", row) for row in rows] + [("Ann", rows[0])]:
+        if name == "Bob" or len(labels) == 4:
+            row = {**row, "first": row["second"], "second": row["first"]}
+        labels.append({**row, "judge": name, "verdict": float(row["first"] in theirs), "seconds": 2.5, "flags": []})
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(label) + "\n" for label in labels) + '{"id": "torn')
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads % 4 + 1)
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    results = json.loads(evaluation.run(config_of(64, **{**people, "verdicts": str(path), "seed": 9})).read_text())
+    torch.set_num_threads(threads)
+    two, judging = results["models"]["two"], results["judging"]
+    assert (two["win_rate"]["wins"], two["failures"], two["inconsistent"]["n"], two["inconsistent"]["count"]) == (
+        2,
+        0,
+        1,
+        0,
+    )
+    assert (
+        judging["verdicts"] == {"Ann": 3, "Bob": 2} and judging["agreement"] == 1 and judging["judged_by_several"] == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -467,6 +499,34 @@ def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named
     assert results["judging"]["prompt_tokens"] > 24 * 300
 
 
+def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(config_of, foreign):
+    one = config_of(64).reward_model
+    config = config_of(64, reward_model=None, reward_models=(one, foreign[1]))
+    two = json.loads(evaluation.run(config).read_text())["models"]["two"]
+    rates = [two["by_judge"][source]["rate"] for source in (one, foreign[1])]
+    assert two["win_rate"]["n"] == 2 and two["judge_spread"] == max(rates) - min(rates) and "proxy" not in two
+    prompts, texts = [Prompt(text, {}, text) for text in ("Guest:", "hello guest")], ["room", "spa"]
+    verdicts = build_judge(JudgeConfig(judge="reward_model", reward_model=one))(prompts, texts, ["guest", "spa"])
+    scores = load_reward_model(one).score([("Guest:", "room"), ("Guest:", "guest")]).tolist()
+    assert verdicts == [float(scores[0] > scores[1]), 0.5]
+    with pytest.raises(ValueError, match="reward_models are two or more different directories"):
+        config_of(64, reward_model=None, reward_models=(one, one))
+
+
+def test_a_wrong_judge_is_told_before_anything_is_sampled(config_of, checkpoints, monkeypatch):
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled"))
+    monkeypatch.delenv("NO_KEY", raising=False)
+    service = EndpointConfig(url="http://127.0.0.1:1/v1", model="m", key_variable="NO_KEY")
+    for changes, words in (
+        ({"judge": "model", "judge_model": checkpoints["gpt2"], "judge_template": "none"}, "judge_template"),
+        ({"judge": "model", "judge_model": "/nowhere/judge"}, "/nowhere/judge"),
+        ({"judge": "endpoint", "endpoint": service}, "NO_KEY"),
+        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files: /nowhere.jsonl"),
+    ):
+        with pytest.raises(UserError, match=words):
+            evaluation.run(config_of(64, **changes))
+
+
 def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_of, stage, tmp_path, write_checkpoint):
     judge = write_checkpoint(tmp_path / "judge", "llama", max_position_embeddings=4096)
     config = config_of(64, judge="model", judge_model=judge, max_failed_share=0.0)
@@ -479,4 +539,4 @@ def test_a_local_model_judges_and_is_named_where_a_policy_comes_from_it(config_o
     models = {"SFT": sft, "PPO": str(stage("ppo") / "model")}
     config = config_of(64, judge="model", judge_model=next(iter(base)), models=models, baseline="SFT")
     (warning,) = parent_warnings(config, evaluation.check_models(config))
-    assert "is the model that SFT, PPO is, or was trained from," in warning  # PPO by way of the SFT
+    assert "is the model of SFT, PPO, or one that it was trained from" in warning  # PPO by way of the SFT

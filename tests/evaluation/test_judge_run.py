@@ -179,6 +179,7 @@ def test_comparisons_and_dialogues_need_no_columns(tmp_path):
         ),
         ({}, {"columns": {"label": "who_wins"}}, "no responses for judge=longer to read"),
         ({}, {"judge": "verdicts", "verdicts": "modle"}, "labels.jsonl:1: no column 'modle'"),
+        ({}, {"judge": "verdicts", "verdicts": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
         ({}, {"annotators": "ann"}, "labels.jsonl: no item has a label of people; compare"),
     ],
 )
@@ -259,6 +260,8 @@ def test_the_command_writes_results_a_page_and_sentences(tmp_path, capsys):
     assert json.loads((tmp_path / "out/results.json").read_text())["judge"] == "longer"
 
 
-def test_a_config_without_a_judge_or_verdicts_is_refused():
+def test_a_config_that_cannot_be_meant_is_refused():
     assert "judge is missing" in refusal(JudgeEvalConfig, labels="x", output="y")
+    assert "columns has no lable; it has annotator, cluster, first" in refusal(LabelColumns, columns={"lable": "x"})
+    assert "is no regular expression" in refusal(LabelColumns, annotators="[")
     assert "verdicts must be a file" in refusal(JudgeEvalConfig, labels="x", output="y", judge="verdicts")

@@ -89,7 +89,7 @@ PLANTED = {
         "8 of 80 answers cannot be read",
         {},
     ),
-    "slow": (slow, r"the judge is slow, [01]\.\d s", {"timeout_seconds": 1.1, "requests": 16}),
+    "slow": (slow, r"the judge is slow, [01]\.\d s", {"timeout_seconds": 1.1, "requests": 4}),
 }
 
 
@@ -97,7 +97,7 @@ PLANTED = {
 def test_a_planted_fault_of_a_service_is_named_and_a_fair_judge_has_none(mode, tmp_path):
     answer, words, settings = PLANTED[mode]
     with serving(answer) as server:
-        count = 8 if mode == "slow" else N
+        count = 3 if mode == "slow" else N
         result, warnings, judge = judged(server, tmp_path, count, endpoint=settings, max_failed_share=0.5)
         named = [bool(re.search(words, warning)) for warning in warnings] if words else warnings
         assert any(named) if mode == "slow" else named == ([True] if words else [])
@@ -250,7 +250,7 @@ def test_calls_tokens_time_and_cost_are_told_before_the_first_call(tmp_path, cap
         _, _, judge = judged(server, tmp_path, endpoint=prices)
     told = capsys.readouterr().err
     assert re.search(
-        r"80 calls to make \(0 are answered already\), about [\d,]+ tokens, .* minutes .* cost of at most about", told
+        r"80 calls to make \(0 need none\), about [\d,]+ tokens, .* minutes .* cost of at most about", told
     )
     assert judge.usage()["cost"] == pytest.approx((8000 * 2 + 160 * 10) / 1e6)
 
@@ -278,7 +278,7 @@ def test_what_a_response_says_changes_nothing_of_the_form_of_a_question(text, na
     plain = question_text(template, "Hello?", ["q"] * count, ties=True, reasons=False)
     parts = [re.sub(r"(--- (\w+) \w+ begins\n).*?(\n--- \2 \w+ ends)", r"\1\3", each, flags=re.DOTALL)
              for each in (question.replace(mark, "0" * 12), plain.replace(mark_of(["Hello?", *["q"] * count]), "0" * 12))]  # fmt: skip
-    assert parts[0].replace("\n--- 0123456789ab", "") == parts[1]
+    assert parts[0] == parts[1]
 
 
 @pytest.mark.parametrize("text", HOSTILE[:4])

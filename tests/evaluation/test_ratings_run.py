@@ -103,6 +103,7 @@ def test_rows_that_are_no_battles_are_refused_together(tmp_path):
         {"model_a": "a", "model_b": "a", "outcome": 1},
         {"model_a": "a", "model_b": "b", "winner": "c"},
         {"model_a": "a", "outcome": 1},
+        {"model_a": "a", "model_b": None, "outcome": [1]},
     ]
     battles = write_rows(tmp_path / "battles.jsonl", rows)
     with open(battles, "a", encoding="utf-8") as file:
@@ -110,8 +111,8 @@ def test_rows_that_are_no_battles_are_refused_together(tmp_path):
     with pytest.raises(UserError) as refused:
         rate(tmp_path, battles)
     message = str(refused.value)
-    assert all(f"battles.jsonl:{line}" in message for line in range(1, 6)), message
-    assert "outcome 2" in message and "'a' against 'a'" in message and "outcome 'c'" in message
+    assert all(f"battles.jsonl:{line}" in message for line in range(1, 7)), message
+    assert "outcome '2'" in message and "'a' against 'a'" in message and "outcome 'c'" in message
     assert "no column 'model_b'; found 'model_a', 'outcome'" in message
     with pytest.raises(UserError, match="no battle in it"):
         rate(tmp_path, write_rows(tmp_path / "empty.jsonl", []))

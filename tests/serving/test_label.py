@@ -506,7 +506,7 @@ def test_win_rates_and_evaluations_of_judges_read_the_labels(form, tmp_path):
     judge = file_judge(output)
     assert judge(prompts, goods, bads) == [1.0] * 20 and judge(prompts, bads, goods) == [0.0] * 20
     items: Items = {}
-    labeled_items.read_items(str(output), LabelColumns(), items)
+    labeled_items.add_items(str(output), LabelColumns(), items)
     votes = [
         item.votes if item.first.startswith("good") else {k: 1 - v for k, v in item.votes.items()}
         for item in items.values()

@@ -73,7 +73,7 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, model in results.get("models", {}).items():
         row = {"policy": name, f"win rate against {results['baseline']}": model.get("win_rate")}
-        row |= {label: model[key] for key, label in ORDERS.items() if model.get(key)}
+        row |= {label: model[key] for key, label in ORDERS.items() if model.get(key) and model[key].get("n", 1)}
         if "gold" in model:
             row["gold reward"] = with_interval(model["gold"]["total"], model.get("gold_interval"))
         row |= {
@@ -116,7 +116,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
             words = f"{baseline}'s responses are preferred to {name}'s, which win {figures}"
         else:
             words = f"Between {name} and {baseline} nothing is decided: {name} wins {figures}, and the interval includes 50 %"
-        words += f" (judge: {results['judge']})."
+        words += f" (judge: {results.get('judging', {}).get('judge', results['judge'])})."
         if count := model["inconsistent"]["count"]:
             words += f" The judge's two orders contradict each other on {count} of them."
         sentences.append(words)
