@@ -8,7 +8,7 @@ before that norm: scales, caps and output layers act as they always do.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,22 @@ from alignment.loading import load_model, load_tokenizer
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
 from alignment.models.external.rectangles import PaddedRows, forward_tokens, run_padded
-from alignment.models.model import evaluation_mode
+from alignment.models.model import Model, evaluation_mode
 from alignment.models.native_model import NativeModel
-from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged
 
 
 @torch.no_grad()
-def layer_states(model: NativeModel | ExternalModel, batch: Ragged) -> list[Tensor]:
+def layer_states(model: Model, batch: Ragged) -> list[Tensor]:
     """States of the batch's own tokens in each layer, L + 1 times [N, D], without dropout; of an encoder-decoder the encoder's."""
+    assert isinstance(model, NativeModel | ExternalModel)
     with evaluation_mode(model):
-        return _external_states(model, batch) if isinstance(model, ExternalModel) else _native_states(model, batch)
+        return _native_states(model, batch) if isinstance(model, NativeModel) else _external_states(model, batch)
 
 
 def _native_states(model: NativeModel, batch: Ragged) -> list[Tensor]:
     has_encoder = isinstance(model, Seq2SeqModel)
-    trunk = model.get_submodule("encoder" if has_encoder else "trunk")
-    assert isinstance(trunk, Transformer)
+    trunk: Any = model.get_submodule("encoder" if has_encoder else "trunk")
     inputs: list[Tensor] = []
     with ExitStack() as hooks:
         for block in trunk.blocks:
@@ -74,7 +73,7 @@ class Lens(NamedTuple):
 
 
 @torch.no_grad()
-def logit_lens(model: NativeModel | ExternalModel, ids: Sequence[int], top: int = 5) -> Lens:
+def logit_lens(model: Model, ids: Sequence[int], top: int = 5) -> Lens:
     """The `top` tokens that each layer's state gives through the final norm and the head, of a document of T tokens.
 
     KL(p || q) = sum_v p_v (log p_v - log q_v), p the model's own distribution, that of the last layer
@@ -91,7 +90,7 @@ def logit_lens(model: NativeModel | ExternalModel, ids: Sequence[int], top: int 
     return Lens(torch.stack([each.indices for each in best]), torch.stack([each.values.exp() for each in best]), kl)
 
 
-def lens_logits(model: NativeModel | ExternalModel, ids: Sequence[int]) -> Iterator[Tensor]:
+def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
     """Logits [T, V] of each layer's state, from the input of the first block to the model's own."""
     if model.task != "language" or start_token_of(model) is not None:
         raise UserError(
@@ -138,7 +137,9 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
     found = []
     for text, ids in zip(texts, encoded(tokenizer, texts, "--text"), strict=True):
         lens = logit_lens(loaded, ids, top)
-        best = [[shown(tokenizer, place) for place in layer] for layer in lens.tokens.tolist()]
-        numbers = {"probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist()}
-        found.append({"text": text, "tokens": shown(tokenizer, ids), "best": best, **numbers})
+        found.append({
+            "text": text, "tokens": shown(tokenizer, ids),
+            "best": [[shown(tokenizer, best) for best in layer] for layer in lens.tokens.tolist()],
+            "probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist(),
+        })  # fmt: skip
     return write_texts(output, "lens.html.jinja", model, found)

@@ -26,13 +26,10 @@ from alignment.files import write_json
 from alignment.loading import architecture_of, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
 from alignment.models.classifiers import pooled
-from alignment.models.external.models import ExternalModel
 from alignment.models.heads import Pooling
-from alignment.models.model import check_lengths
-from alignment.models.native_model import NativeModel
+from alignment.models.model import Model, check_lengths
 from alignment.ragged import Ragged, fill_groups
 
-WORD = re.compile(r"\w+")
 BATCH_TOKENS = 4096  # of one forward, whose states of all layers are held at once
 LayerFigures = Mapping[str, Mapping[str, float]]
 
@@ -64,7 +61,7 @@ def prepare_parts(
     return fit, judged
 
 
-def read_probe_rows(model: NativeModel | ExternalModel, part: LabeledExamples, pooling: Pooling | None) -> ProbeRows:
+def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None) -> ProbeRows:
     """The states of each row in each layer, in order of the rows.
 
     Args:
@@ -73,25 +70,24 @@ def read_probe_rows(model: NativeModel | ExternalModel, part: LabeledExamples, p
     Raises:
         UserError: a text is longer than the model can read.
     """
-    texts, device = [one.encoded[0] for one in part.examples], next(model.parameters()).device
-    lengths = [len(text.ids) for text in texts]
-    names = [one.row_id for one in part.examples]
-    check_lengths(model, list(zip(names, lengths, strict=True)), "lower data.max_length")
+    examples, device = part.examples, next(model.parameters()).device
+    lengths = [len(one.documents[0]) for one in examples]
+    check_lengths(model, [(one.row_id, len(one.documents[0])) for one in examples], "lower data.max_length")
     found = []
-    for group in fill_groups(range(len(texts)), lengths, BATCH_TOKENS):
-        batch = Ragged.build([texts[i].ids for i in group], segments=[texts[i].segments for i in group]).to(device)
-        layers = layer_states(model, batch)
-        if pooling is None:
-            labels = torch.tensor([label for i in group for label in part.examples[i].labels], device=device)
-            layers = [layer[labels != IGNORED] for layer in layers]
-        else:
-            layers = [pooled(layer, batch, pooling) for layer in layers]
-        found.append([layer.float().cpu().numpy() for layer in layers])
+    for group in fill_groups(range(len(examples)), lengths, BATCH_TOKENS):
+        texts = [examples[i].encoded[0] for i in group]
+        batch = Ragged.build([text.ids for text in texts], segments=[text.segments for text in texts]).to(device)
+        labels = torch.tensor([label for i in group for label in examples[i].labels], device=device)
+        states = [
+            layer[labels != IGNORED] if pooling is None else pooled(layer, batch, pooling)
+            for layer in layer_states(model, batch)
+        ]
+        found.append([layer.float().cpu().numpy() for layer in states])
     inputs = {row.row_id: row.inputs[0] for row in part.rows}
-    types = [_types_of(inputs[one.row_id], one.word_tokens) for one in part.examples]
+    types = [_types_of(inputs[one.row_id], one.word_tokens) for one in examples]
     return ProbeRows(
         [np.concatenate(layer) for layer in zip(*found, strict=True)],
-        np.array([label for one in part.examples for label in one.labels if label != IGNORED]),
+        np.array([label for one in examples for label in one.labels if label != IGNORED]),
         [word for words in types for word in words],
         [number for number, words in enumerate(types) for _ in words],
     )
@@ -99,7 +95,7 @@ def read_probe_rows(model: NativeModel | ExternalModel, part: LabeledExamples, p
 
 def _types_of(source: str | Sequence[str], word_tokens: Sequence[int | None]) -> list[str]:
     if isinstance(source, str):
-        return [(WORD.findall(source) or [source])[-1].lower()]
+        return [(re.findall(r"\w+", source) or [source])[-1].lower()]
     return [word for word, token in zip(source, word_tokens, strict=True) if token is not None]
 
 
@@ -207,10 +203,9 @@ def write_probe(
         "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
     }  # fmt: skip
     write_json(Path(output).with_suffix(".json"), results)
-    kind = "labeled words" if words else f"texts ({read} state)"
     summary = (
-        f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} {kind} of {len(names)} classes "
-        f"and judged on {len(judged.classes):,} others. Layer 0 is the input of the first block."
+        f"A linear layer on the frozen states of each layer ({read or 'of labeled words'}), fitted on {len(fit.classes):,} rows "
+        f"of {len(names)} classes and judged on {len(judged.classes):,} others. Layer 0 is the input of the first block."
     )
     sections = [_section(layers, baselines)]
     return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)

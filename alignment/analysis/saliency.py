@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_scalar_adapter, read_members
+from alignment.adapters.files import is_scalar_adapter
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.inspection import shown, write_texts
 from alignment.data.rows.records import Messages
@@ -24,13 +24,11 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
-from alignment.models.heads import score_outputs
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.model import check_lengths
-from alignment.models.native_model import NativeModel
+from alignment.models.model import Model, check_lengths
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged
-from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model import RewardModel, load_reward_model, member_count
 from alignment.reward_model.model import Encoded, batch_scores
 
 Unit = Literal["word", "sentence", "turn"]
@@ -75,28 +73,25 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     text) or a class (None: the most probable one).
     """
     checkpoint, device = Checkpoint(source), best_device()
-    is_score, is_class = read_members(checkpoint.directory) is not None, False
+    kind, is_score, is_class = architecture_of(checkpoint), member_count(checkpoint.directory) > 1, False
     if checkpoint.is_adapter:
         is_score = is_scalar_adapter(checkpoint.directory)
     elif not is_score:
         config = read_config(checkpoint.directory)
-        has_classes = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
-        is_score = has_classes and (score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1)
-        is_class = has_classes and not is_score
-    kind = architecture_of(checkpoint)
+        if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+            is_score = len(config.get("id2label") or (0, 1)) == 1
+            is_class = not is_score
     if kind == "encoder-decoder" or not (is_score or is_class or kind == "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
     if is_score:
         return partial(explained_score, load_reward_model(source, device=device))
+    tokenizer = load_tokenizer(checkpoint)
     if is_class:
-        classifier = load_pretrained(checkpoint.directory, "sequence", device=device)
-        return partial(explained_class, classifier, load_tokenizer(checkpoint))
-    return partial(explained_continuation, load_model(checkpoint, device=device), load_tokenizer(checkpoint))
+        return partial(explained_class, load_pretrained(checkpoint.directory, "sequence", device=device), tokenizer)
+    return partial(explained_continuation, load_model(checkpoint, device=device), tokenizer)
 
 
-def explained_continuation(
-    model: NativeModel | ExternalModel, tokenizer: Tokenizer, prompt: str | Messages, target: str | None
-) -> Explained:
+def explained_continuation(model: Model, tokenizer: Tokenizer, prompt: str | Messages, target: str | None) -> Explained:
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
     if target is None:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
@@ -114,8 +109,8 @@ def explained_continuation(
     def value(batch: Ragged) -> Tensor:
         return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
 
-    name = f"log-probability of {tokenizer.decode(response)!r}, nats"
-    return Explained(name, model, tokenizer, encode, value, len(response))
+    written = tokenizer.decode(response)
+    return Explained(f"log-probability of {written!r}, nats", model, tokenizer, encode, value, len(response))
 
 
 def explained_score(reward_model: RewardModel, prompt: str | Messages, response: str | None) -> Explained:
@@ -132,32 +127,29 @@ def explained_score(reward_model: RewardModel, prompt: str | Messages, response:
     return Explained("score", reward_model.model, reward_model.tokenizer, encode, value)
 
 
-def explained_class(
-    model: NativeModel | ExternalModel, tokenizer: Tokenizer, text: str | Messages, label: str | None
-) -> Explained:
+def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
     """The log-probability of a class of the text, or of its most probable one, nats."""
-    config = model.config
-    stored = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
-    names = {int(number): str(name) for number, name in stored.items()}
-    if not isinstance(text, str) or label not in (None, *names.values()):
+    stored = model.config.get("id2label") or {i: f"LABEL_{i}" for i in range(model.config.get("num_labels") or 2)}
+    names = [str(stored[number]) for number in sorted(stored, key=int)]
+    if not isinstance(text, str) or label not in (None, *names):
         raise UserError(
-            f"a classifier reads texts, no messages, and --target is one of {', '.join(names.values())}, or left out"
+            f"a classifier reads texts, no messages, and --target is one of {', '.join(names)}, or left out"
         )
 
     def encode(text: str | Messages) -> Encoded:
         ids = tokenizer(str(text), truncation=False, verbose=False)["input_ids"]
         return Encoded(ids, [0] * len(ids))
 
-    def log_probs(batch: Ragged) -> Tensor:
-        return batch_scores(model, batch).log_softmax(-1)
-
-    chosen = next((number for number, name in names.items() if name == label), None)
-    if chosen is None:
+    if label is None:
         with torch.no_grad():
             batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
-            chosen = int(log_probs(batch).argmax())
-    name = f"log-probability of class {names[chosen]}, nats"
-    return Explained(name, model, tokenizer, encode, lambda batch: log_probs(batch)[:, chosen])
+            label = names[int(batch_scores(model, batch).argmax())]
+    number = names.index(label)
+
+    def value(batch: Ragged) -> Tensor:
+        return batch_scores(model, batch).log_softmax(-1)[:, number]
+
+    return Explained(f"log-probability of class {label}, nats", model, tokenizer, encode, value)
 
 
 # Attributions
@@ -165,7 +157,7 @@ def explained_class(
 
 def embedding_layers(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
-    parts = [part for part in model.modules() if isinstance(part, NativeModel | ExternalModel)]
+    parts = [part for part in model.modules() if isinstance(part, Model)]
     return list(dict.fromkeys(
         part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
         for part in parts
