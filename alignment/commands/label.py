@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
@@ -65,16 +64,20 @@ def write_comparisons(path: Path, labels: Iterable[Label]) -> str:
         if any(label.ranks) and not label.repeat
     ]
     ranked = any(len(label.responses) > 2 for label in kept)
-    rows = [{"prompt": label.prompt, **preference(label, ranked), "annotator": label.judge} for label in kept]
+    rows = [
+        {
+            "prompt": label.prompt,
+            **(
+                {"responses": label.responses, "ranks": label.ranks}
+                if ranked
+                else {"chosen": label.responses[0], "rejected": label.responses[1]}
+            ),
+            "annotator": label.judge,
+        }
+        for label in kept
+    ]
     write_json_lines(path, rows)
     return f"{path}: {len(rows)} rows; {len(judged) - len(rows)} ties and repeats are left out"
-
-
-def preference(label: Label, ranked: bool) -> JSON:
-    """The columns of responses that stand best first: a ranking, or the better one of two and the other."""
-    if ranked:
-        return {"responses": label.responses, "ranks": label.ranks}
-    return {"chosen": label.responses[0], "rejected": label.responses[1]}
 
 
 # Other programs
@@ -86,7 +89,7 @@ def write_export(path: Path, labels: Iterable[Label], form: Callable[[Sequence[L
     Fields are `prompt` and `response_N`, questions those of `answers_of`; N counts from 1, the same for all annotators.
     """
     answers = [label.in_order(label.by_text) for label in labels if not label.repeat]
-    groups = groupby(sorted(answers, key=attrgetter("key")), key=attrgetter("key"))
+    groups = groupby(sorted(answers, key=lambda label: label.key), key=lambda label: label.key)
     rows = [form(list(group)) for _, group in groups]
     write_json(path, rows)
     return f"{path}: {len(rows)} rows"

@@ -8,18 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, groupby
-from operator import attrgetter
 from pathlib import Path
 from random import Random
 from statistics import median
 from threading import Lock
-from typing import cast
+from typing import Any
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.data.rows.files import RawRow, json_line_rows, read_raw
 from alignment.data.rows.read import ROW_FORMATS, read_rows
-from alignment.data.rows.records import Columns, replies_of
+from alignment.data.rows.records import replies_of
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.agreement import cohen_kappa
 from alignment.evaluation.inputs import print_tally
@@ -28,7 +27,7 @@ from alignment.files import hash_of, sync, write_json_lines
 from alignment.settings import NonNegativeFloat, NonNegativeInt, Rule, Settings
 
 JSON = dict[str, object]
-Pair = tuple[str, str, str]  # id of the prompt, two texts in the order of their hashes
+Values = Mapping[str, Any]  # of a row or a body, by column
 LIKERT = 7  # of InstructGPT's overall quality
 LONGEST_NAME = 60  # of an annotator
 MOST_RESPONSES = 9  # a digit of the keyboard for each
@@ -138,12 +137,12 @@ def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
         for row in rows
         if row.values is None or (judged and row.values.get("verdict", 1) not in (1, 0.5, 0))
     )
-    values = [label_values(row.values or {}, judged=judged) for row in rows]
+    values = [fields_in(row.values or {}, judged=judged) for row in rows]
     locations = {("labels", i): row.location for i, row in enumerate(rows)}
     return list(build(Labels, SourcedYaml({"labels": values}, locations)).labels)
 
 
-def label_values(row: Columns, *, judged: bool) -> JSON:
+def fields_in(row: Values, *, judged: bool) -> JSON:
     """A label's fields of a row."""
     known = [field.name for field in fields(Label)] if judged else ["prompt", "responses", "models"]
     values = {key: row[key] for key in known if row.get(key) is not None}
@@ -153,8 +152,7 @@ def label_values(row: Columns, *, judged: bool) -> JSON:
     if "first" in row:
         values |= {key: [row.get(name) for name in names] for key, names in PAIRED.items()}
     if judged and "verdict" in row:
-        share = cast("float", row["verdict"])
-        values["ranks"] = [int(share < 0.5), int(share > 0.5)]
+        values["ranks"] = [int(row["verdict"] < 0.5), int(row["verdict"] > 0.5)]
     return values
 
 
@@ -178,15 +176,6 @@ def read_questions(source: str) -> list[Label]:
     return list(items.values())
 
 
-def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool], Label]:
-    """The labels of these questions by their slot."""
-    labels = labels_in(json_line_rows(path) if path.is_file() else [], judged=True)
-    keys = {item.key for item in items}
-    if others := sum(label.key not in keys for label in labels):
-        print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
-    return {label.slot: label for label in labels if label.key in keys}
-
-
 # What is asked and answered
 
 
@@ -197,7 +186,8 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
     """
     rng = Random(f"{seed}/{judge}")
     asked = [
-        item.in_order(rng.sample(item.by_text, len(item.responses))) for item in sorted(items, key=attrgetter("key"))
+        item.in_order(rng.sample(item.by_text, len(item.responses)))
+        for item in sorted(items, key=lambda item: item.key)
     ]
     rng.shuffle(asked)
     count, half = round(repeats * sum(len(each.responses) == 2 for each in asked)), len(asked) // 2
@@ -219,16 +209,20 @@ class LabelSession:
             ratings: each response is rated; a response alone always is.
             flags: that a response may be marked with.
         """
-        RowLog(path)
-        self.path, self.labels, self.ratings, self.flags = path, read_labels(path, items), ratings, flags
+        rows = [RawRow(f"{path}:{number}", dict(row)) for number, row in enumerate(RowLog(path).rows, 1)]
+        labels, keys = labels_in(rows, judged=True), {item.key for item in items}
+        if others := sum(label.key not in keys for label in labels):
+            print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
+        self.labels = {label.slot: label for label in labels if label.key in keys}
+        self.path, self.ratings, self.flags = path, ratings, flags
         self.questions, self._lock = lru_cache(lambda judge: questions(items, judge, seed, repeats)), Lock()
 
-    def show(self, body: Columns) -> JSON:
+    def show(self, body: Values) -> JSON:
         """A question of the `annotator`, that of a `number` or the first that is open, and how far they are."""
         asked = self.questions(name_in(body))
         given = [self.labels.get(each.slot) for each in asked]
         seconds = [label.seconds for label in given if label]
-        number = cast("int", body.get("number", [*given, None].index(None)))
+        number = body.get("number", [*given, None].index(None))
         progress: JSON = {
             "number": number,
             "total": len(asked),
@@ -246,7 +240,7 @@ class LabelSession:
             "earlier": earlier and {key: getattr(earlier, key) for key in GIVEN},
         }
 
-    def answer(self, body: Columns) -> JSON:
+    def answer(self, body: Values) -> JSON:
         """Keep the `annotator`'s answer to the question of a `number`, on the disk before this returns; what is open.
 
         A second answer to the question takes the place of the first one.
@@ -254,7 +248,7 @@ class LabelSession:
         Raises:
             UserError: the answer is not whole.
         """
-        question = self.questions(name_in(body))[cast("int", body["number"])]
+        question = self.questions(name_in(body))[body["number"]]
         values = asdict(question) | {key: body[key] for key in GIVEN if key in body}
         label = build(Label, SourcedYaml(values, {(): "answer"}))
         rated = self.ratings or len(label.responses) == 1
@@ -275,7 +269,7 @@ class LabelSession:
         return self.show({"annotator": label.judge})
 
 
-def name_in(body: Columns) -> str:
+def name_in(body: Values) -> str:
     """The annotator's name without blanks around it; UserError where it is none."""
     name = str(body.get("annotator") or "").strip()
     if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
@@ -288,7 +282,7 @@ def name_in(body: Columns) -> str:
 
 def agreement_lines(labels: Iterable[Label]) -> list[str]:
     """Lines: pace and self-agreement of each annotator, agreement of every two; a tie is a verdict of its own."""
-    by_name = groupby(sorted(labels, key=attrgetter("judge")), key=attrgetter("judge"))
+    by_name = groupby(sorted(labels, key=lambda label: label.judge), key=lambda label: label.judge)
     by_judge = {judge: list(own) for judge, own in by_name}
     firsts = {judge: pair_verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
     lines = [
@@ -303,8 +297,8 @@ def agreement_lines(labels: Iterable[Label]) -> list[str]:
     return lines or ["no labels yet"]
 
 
-def pair_verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
-    """1, 0.5 or 0 for the first text of every pair of responses that was compared or ranked.
+def pair_verdicts(labels: Iterable[Label]) -> dict[tuple[str, ...], float]:
+    """Id and two texts -> 1, 0.5 or 0 for the first of them, of every pair of responses that was compared or ranked.
 
     The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
     away, is then that of judges who prefer neither side.
@@ -318,7 +312,7 @@ def pair_verdicts(labels: Iterable[Label]) -> dict[Pair, float]:
     }
 
 
-def agreement_on(things: str, ours: Mapping[Pair, float], theirs: Mapping[Pair, float]) -> str:
+def agreement_on(things: str, ours: Mapping[tuple[str, ...], float], theirs: Mapping[tuple[str, ...], float]) -> str:
     """On how many common pairs two sets of verdicts agree, and Cohen's kappa."""
     pairs = [(ours[pair], theirs[pair]) for pair in sorted(ours.keys() & theirs.keys())]
     if not pairs:

@@ -33,7 +33,6 @@ POLICY = (
 
 # That a client is told; an OSError: the file of labels cannot be written.
 REASONS = (ValueError, LookupError, TypeError, RecursionError, OSError)
-Route = Callable[[JSON], JSON]  # UserError for a body that is wrong
 
 
 class LabelServer(ThreadingHTTPServer):
@@ -43,7 +42,7 @@ class LabelServer(ThreadingHTTPServer):
         token: drawn anew at each start.
     """
 
-    def __init__(self, port: int, routes: Mapping[str, Route], annotator: str | None):
+    def __init__(self, port: int, routes: Mapping[str, Callable[[JSON], JSON]], annotator: str | None):
         """`port`: 0 takes a free one; `annotator`: whom the page is for, None: it asks for the name."""
         try:
             super().__init__(("127.0.0.1", port), Handler)

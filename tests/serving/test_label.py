@@ -22,7 +22,7 @@ from alignment.errors import UserError
 from alignment.evaluation import file_judge, labeled_items
 from alignment.evaluation.judgments import read_judgments
 from alignment.evaluation.labeled_items import Items, LabelColumns
-from alignment.evaluation.labels import LabelSession, agreement_lines, questions, read_labels, read_questions
+from alignment.evaluation.labels import LabelSession, agreement_lines, questions, read_questions
 from alignment.files import hash_of
 from alignment.serving.label_page import MOST_BYTES, LabelServer
 from tests.killing import run_killed
@@ -400,7 +400,7 @@ def test_a_full_disk_loses_no_answer(form, tmp_path, monkeypatch):
         assert status == 500 and "no disk" in text
         assert ask(server, "/show", annotator="ann")["number"] == 0  # it does not go on
         assert ask(server, "/answer", annotator="ann", **prefer(found))["number"] == 1
-    assert len(read_labels(output, read_questions(str(form)))) == 1
+    assert len(session_on(form, output).labels) == 1
 
 
 def test_labels_of_other_questions_are_counted_and_left_alone(form, tmp_path, capsys):
@@ -546,9 +546,7 @@ def test_a_response_alone_is_rated(tmp_path):
     assert "report" in session.answer({"annotator": "ann", "number": 0, "ranks": [0], "ratings": [6]})
     [row] = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
     assert (row["responses"], row["ratings"]) == (["x"], [6])
-    assert [label.ratings for label in read_labels(tmp_path / "labels.jsonl", read_questions(str(file))).values()] == [
-        (6,)
-    ]
+    assert [label.ratings for label in session_on(file, tmp_path / "labels.jsonl").labels.values()] == [(6,)]
 
 
 def test_exports_for_argilla_and_label_studio(form, tmp_path):
@@ -678,7 +676,7 @@ def test_two_annotators_label_in_a_browser_by_keyboard_and_a_reward_model_learns
             shown = page.inner_text("#report").splitlines()
         browser.close()
     assert not problems
-    labels = read_labels(output, read_questions(str(form)))
+    labels = session_on(form, output).labels
     assert len(labels) == len(output.read_text().splitlines()) == 44
     assert [label.comment for label in labels.values() if label.comment] == ["seen again"]
     pairs = {pair for name, pair, again in given if not again}
