@@ -34,7 +34,7 @@ from alignment.commands.import_llama2c import ImportConfig, run_import
 from alignment.config.load import data_folder
 from alignment.evaluation.benchmarks.figures import measure, task_figures
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
-from alignment.evaluation.benchmarks.tasks import Task, read_task
+from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
 from alignment.generation import SamplingConfig
 from alignment.loading import load_model, load_tokenizer
 
@@ -86,7 +86,7 @@ def write_model(name: str, folder: Path) -> str:
     return str(folder / name)
 
 
-def write_tasks(name: str, rows: int, folder: Path) -> Task:
+def write_tasks(name: str, rows: int, folder: Path) -> LoadedBenchmark:
     """Write the rows of a packaged task, an lm-eval task and one of ours over them; ours, read again."""
     task = read_task(name, data_folder(), max_rows=rows)
     kind, delimiter = task.settings.kind, task.settings.delimiter if task.settings.prompt else ""
@@ -138,7 +138,9 @@ def largest(ours: LanguageScorer, theirs: TimedHFLM) -> dict[str, float]:
     return {"log_likelihoods": len(given), "relative_difference": max(abs(one / other - 1) for one, other in sums)}
 
 
-def compare(model: str, source: str, tasks: dict[str, Task], folder: Path, options: argparse.Namespace) -> None:
+def compare(
+    model: str, source: str, tasks: dict[str, LoadedBenchmark], folder: Path, options: argparse.Namespace
+) -> None:
     """Print a line for each task of one model."""
     scorer = LanguageScorer(load_model(source), load_tokenizer(source))
     peers = {f"lm-eval, batches of {size}": TimedHFLM(pretrained=source, device="cpu", dtype="float32", batch_size=size)
@@ -147,7 +149,9 @@ def compare(model: str, source: str, tasks: dict[str, Task], folder: Path, optio
     for name, task in tasks.items():
         figures: dict[str, dict[str, float]] = {}
 
-        def ours(name: str = name, task: Task = task, figures: dict[str, dict[str, float]] = figures) -> float:
+        def ours(
+            name: str = name, task: LoadedBenchmark = task, figures: dict[str, dict[str, float]] = figures
+        ) -> float:
             began = time.perf_counter()
             figures["ours"] = task_figures(
                 task.settings, measure(read_task(str(folder / f"{name}.yaml"), folder), scorer)

@@ -34,24 +34,22 @@ def length_controlled_win_rate(
     clusters: Sequence[Hashable] | None = None,
     prior: Mapping[str, tuple[float, float]] | None = None,
 ) -> LengthControlledRate:
-    """Mean preference for ours that a logistic regression predicts where both responses are equally long.
+    """Mean preference for ours that a logistic regression predicts at equal lengths.
 
-    P(ours) = sigmoid(theta + phi tanh(d_i / sd(d)) + psi g_i), d being the difference of lengths, g the difficulty;
-    rate = mean of sigmoid(theta + psi g_i).
+    P(ours) = sigmoid(theta + phi tanh(d_i / sd(d)) + psi g_i), rate = mean of sigmoid(theta + psi g_i), where d is the
+    difference of lengths and g the difficulty.
 
-    The interval is that of the rate's log odds; its error is cluster-robust and takes the rows for a sample. It widens where
-    nearly all responses are longer, or shorter, than the baseline's: the rate is then an extrapolation, which a `prior` of
-    the length's coefficient holds.
+    The interval is that of the rate's log odds, cluster-robust, the rows being a sample. It widens where nearly all responses
+    are longer, or shorter, than the baseline's: the rate is then an extrapolation, which a `prior` holds.
 
     Args:
         preferences: 1.0 won, 0.5 tied, 0.0 lost, or a probability that ours is preferred, [n].
         lengths: of our responses, in characters or tokens, [n].
         baseline_lengths: of the baseline's responses, [n].
-        difficulty: of each instruction for any model against this baseline, such as from a joint regression of many
-            models, log odds, [n]; None: left out, and a difficulty that goes with length remains in the rate.
+        difficulty: of each instruction for any model, such as from a joint regression of many models, log odds, [n]; None:
+            left out, and a difficulty that goes with length remains in the rate.
         clusters: name of each row's cluster, as in `win_rate`, [n].
-        prior: mean and standard deviation of a normal prior of the coefficient of "length" or "difficulty", such as those
-            of many models' coefficients.
+        prior: mean and standard deviation of a normal prior of the coefficient of "length" or "difficulty".
 
     Raises:
         UserError: columns that do not fit together; collinear ones, such as responses that are all equally long; a

@@ -119,7 +119,7 @@ def run(config: RatingsConfig) -> Path:
          "battles": own["battles"]}
         for name, own in results["models"].items()
     ]  # fmt: skip
-    _write_page(Path(config.output) / "ratings.html", ratings, results, table)
+    _write_page(Path(config.output) / "ratings.html", ratings, [table, results["differences"]])
     print_table(table)
     print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
     return Path(config.output) / "results.json"
@@ -144,7 +144,7 @@ def rating_figures(ratings: Ratings) -> dict[str, Any]:
     }
 
 
-def _write_page(path: Path, ratings: Ratings, results: Mapping[str, Any], table: list[dict[str, object]]) -> None:
+def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object]]]) -> None:
     """A chart of the ratings as points above and below their mean, the table, and the differences of all pairs."""
     bars = [
         Bar(name, rating - MEAN, (low - MEAN, high - MEAN), 0)
@@ -155,10 +155,10 @@ def _write_page(path: Path, ratings: Ratings, results: Mapping[str, Any], table:
     chart = Chart("Ratings", note, bar_chart("Ratings", bars, limits=(-edge, edge)))
     lead = "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm."
     sections = [
-        Section("ratings", "Ratings", lead, charts=[chart], tables=[table]),
-        Section("differences", "Differences", "First minus second, in points.", tables=[results["differences"]]),
+        Section("ratings", "Ratings", lead, charts=[chart], tables=tables[:1]),
+        Section("differences", "Differences", "First minus second, in points.", tables=tables[1:]),
     ]
-    summary = f"{len(ratings)} models, {results['battles']} battles."
+    summary = f"{len(ratings)} models, {sum(ratings.battles.values()) // 2} battles."
     render_page(path, kind="ratings", title=path.parent.name, summary=summary, sections=sections)
 
 

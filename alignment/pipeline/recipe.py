@@ -197,7 +197,7 @@ def _combinations(value: object, matrix: Mapping[str, list[object]]) -> Iterator
         yield dict(zip(axes, values, strict=True))
 
 
-def _written_out(value: Any, names: Mapping[str, object], others: Mapping[str, list[object]]) -> Any:
+def _written_out(value: object, names: Mapping[str, object], others: Mapping[str, list[object]]) -> Any:
     """A value with the axes `names` replaced, and with an item for each combination of `others` that it refers to."""
     if isinstance(value, dict):
         return {key: _written_out(item, names, others) for key, item in value.items()}

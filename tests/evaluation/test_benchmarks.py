@@ -14,16 +14,16 @@ from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks import run as benchmarks
 from alignment.evaluation.benchmarks.figures import (
+    ToxicityConfig,
     baselines,
     figures_of,
     measure,
-    share_interval,
     task_figures,
+    toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
-from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_results, task_results
+from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import read_task
-from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, toxicity_classifier
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.loading import load_model, load_tokenizer
 
@@ -312,15 +312,17 @@ def test_baselines(make_task):
 
 
 def test_intervals_are_those_of_win_rates_and_wider_in_clusters(make_task):
-    values = np.array([1.0] * 12 + [0.0] * 8)
-    alone = share_interval(values, [values[[i]] for i in range(20)])
-    expected = win_rate(values.tolist())
-    assert alone == pytest.approx((expected.low, expected.high))
-    low, high = share_interval(values, np.split(values, 5))  # clusters of four equal values
-    four = win_rate([1.0] * 3 + [0.0] * 2)
-    assert low < alone[0] and high > alone[1]
-    assert (low, high) == pytest.approx((four.low, four.high), abs=0.05)
-    assert share_interval(np.ones(20), np.split(np.ones(20), 5)) == pytest.approx((win_rate([1.0] * 5).low, 1.0))
+    rows = [{"question": "q", "choices": ["a", "b"], "right": int(i < 8), "author": i // 4} for i in range(20)]
+    values = [0.0] * 8 + [1.0] * 12
+    planted, found = Planted({"a": -1.0, "b": -2.0}), {}
+    for cluster in (None, "author"):  # four equal values each
+        task = make_task(rows, {**CHOICES, "cluster": cluster})
+        entry = task_results(task, {"base": measure(task, planted)})
+        expected = win_rate(values, clusters=None if cluster is None else [row["author"] for row in rows])
+        found[cluster] = entry["models"]["base"]["accuracy"]
+        assert entry["clusters"] == expected.clusters
+        assert found[cluster] == pytest.approx({"value": 0.6, "low": expected.low, "high": expected.high, "n": 20})
+    assert found["author"]["low"] < found[None]["low"] and found["author"]["high"] > found[None]["high"]
 
 
 def test_models_side_by_side_and_their_paired_difference(make_task):
@@ -462,20 +464,32 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
         assert set(entry["models"]) == {"base", "other"} and set(entry["differences"]) == {"other"}
         for figure in [*entry["models"]["base"].values(), *entry["differences"]["other"].values()]:
             assert figure["low"] <= figure["value"] <= figure["high"]
-    print_results(results)
+    print_benchmarks(tmp_path / "results.json")
     assert "tiny_rolling: the first prompt" in (printed := capsys.readouterr().out) and "byte_perplexity" in printed
 
 
 def test_toxicity_of_a_reward_model_and_of_a_classifier(stage, tmp_path):
-    reward_model = stage("reward") / "model"
-    classify = toxicity_classifier(ToxicityConfig(str(reward_model)))
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizerFast
+
     from alignment.reward_model import load_reward_model
 
-    texts = ["The bar serves tea.", "Hello"]
-    expected = torch.sigmoid(-load_reward_model(str(reward_model)).score(texts))
-    assert classify(texts) == pytest.approx(expected.tolist())
+    reward_model, texts = str(stage("reward") / "model"), ["The bar serves tea.", "Hello"]
+    expected = torch.sigmoid(-load_reward_model(reward_model).score(texts))
+    assert toxicity_classifier(ToxicityConfig(reward_model))(texts) == pytest.approx(expected.tolist())
     with pytest.raises(UserError, match="has no class 'toxic'"):
-        toxicity_classifier(ToxicityConfig(str(reward_model), "toxic"))
+        toxicity_classifier(ToxicityConfig(reward_model, "toxic"))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "bar", "serves", "tea"])
+    )
+    config = BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                        id2label={0: "fine", 1: "toxic"})  # fmt: skip
+    torch.manual_seed(0)
+    peer = BertForSequenceClassification(config).eval()
+    peer.save_pretrained(tmp_path)
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    inputs = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
+    found = toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))(texts)
+    assert found == pytest.approx(peer(**inputs).logits.softmax(-1)[:, 1].tolist(), abs=1e-5)
 
 
 @pytest.mark.slow

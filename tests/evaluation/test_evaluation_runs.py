@@ -15,10 +15,11 @@ from alignment import cli
 from alignment.commands import serve as server_commands
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
+from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.evaluation import EndpointConfig, read_judgments
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, read_judgments
 from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.judge_faults import parent_warnings
@@ -29,7 +30,7 @@ from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.serving.app import build_app
 from tests.serving.test_serve import running_server
 from tests.stub_server import serving
@@ -240,6 +241,37 @@ def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run
     assert "responses.jsonl: read again" in told and "seed: 0 -> 7" in told
 
 
+def test_labels_of_several_people_in_a_file_of_their_own_all_count(judged_by_people, config_of, tmp_path, monkeypatch):
+    """As the labelling page appends them: names, sides in any order, a repeat with exchanged sides, a torn last line."""
+    people, form = judged_by_people
+    rows = [json.loads(line) for line in form.read_text().splitlines()]
+    theirs = {
+        json.loads(line)["responses"]["two"] for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()
+    }
+    labels = []
+    for name, row in [("Ann", row) for row in rows] + [("Bob", row) for row in rows] + [("Ann", rows[0])]:
+        if name == "Bob" or len(labels) == 4:
+            row = {**row, "first": row["second"], "second": row["first"]}
+        labels.append({**row, "judge": name, "verdict": float(row["first"] in theirs), "seconds": 2.5, "flags": []})
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(label) + "\n" for label in labels) + '{"id": "torn')
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads % 4 + 1)
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    results = json.loads(evaluation.run(config_of(64, **{**people, "verdicts": str(path), "seed": 9})).read_text())
+    torch.set_num_threads(threads)
+    two, judging = results["models"]["two"], results["judging"]
+    assert (two["win_rate"]["wins"], two["failures"], two["inconsistent"]["n"], two["inconsistent"]["count"]) == (
+        2,
+        0,
+        1,
+        0,
+    )
+    assert (
+        judging["verdicts"] == {"Ann": 3, "Bob": 2} and judging["agreement"] == 1 and judging["judged_by_several"] == 2
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -414,6 +446,33 @@ def test_files_and_services_are_contestants_whose_responses_are_kept_and_who_are
         evaluation.run(config_of(64, **settings, output=str(tmp_path / "other")))
 
 
+def test_labels_of_people_on_a_part_of_the_items_give_a_corrected_rate_beside_the_judge_s(config_of, tmp_path):
+    """The longer response wins all twelve; of the eight that people have judged, in either order, three."""
+    prompts, files, labels = [f"guest {i}" for i in range(12)], {}, tmp_path / "labels.jsonl"
+    data = tmp_path / "many.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    for name, words in (("base", "no"), ("ours", "longer")):
+        files[name] = str(tmp_path / f"{name}.jsonl")
+        rows = [{"prompt": prompt, "response": f"{words} {prompt}"} for prompt in prompts]
+        Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"models": {}, "response_files": files, "baseline": "base", "judge": "longer", "reward_model": None}
+    settings |= {"data": DataConfig(train=str(data), max_length=64), "labels": str(labels)}
+    for count in (8, 4):
+        rows = [{"id": f"{data}:{i + 1}", "first": f"longer guest {i}", "second": f"no guest {i}", "verdict": float(i < 3)}
+                for i in range(count)]  # fmt: skip
+        rows[0] |= {"first": rows[0]["second"], "second": rows[0]["first"], "verdict": 0}
+        labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        results = json.loads(evaluation.run(config_of(64, **settings)).read_text())
+        ours, cells = results["models"]["ours"], summary_rows(results)[1]
+        assert ours["win_rate"]["rate"] == 1
+        if count == 8:
+            assert ours["by_people"]["labels"] == 8 and ours["by_people"]["people"]["rate"] == 3 / 8
+            assert cells["corrected by people"] == ours["by_people"]["corrected"]
+        else:
+            assert ours["by_people"] is None and "corrected by people" not in cells
+            assert any("fewer than 5 labels" in warning for warning in results["warnings"])
+
+
 def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_path):
     fails = [True]
     with serving(lambda b, n: (500, {}, "") if fails[0] and n == 2 else answer_of(b, n)) as server:
@@ -473,6 +532,10 @@ def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(confi
     two = json.loads(evaluation.run(config).read_text())["models"]["two"]
     rates = [two["by_judge"][source]["rate"] for source in (one, foreign[1])]
     assert two["win_rate"]["n"] == 2 and two["judge_spread"] == max(rates) - min(rates) and "proxy" not in two
+    prompts, texts = [Prompt(text, {}, text) for text in ("Guest:", "hello guest")], ["room", "spa"]
+    verdicts = build_judge(JudgeConfig(judge="reward_model", reward_model=one))(prompts, texts, ["guest", "spa"])
+    scores = load_reward_model(one).score([("Guest:", "room"), ("Guest:", "guest")]).tolist()
+    assert verdicts == [float(scores[0] > scores[1]), 0.5]
     with pytest.raises(ValueError, match="reward_models are two or more different directories"):
         config_of(64, reward_model=None, reward_models=(one, one))
 
@@ -485,7 +548,7 @@ def test_a_wrong_judge_is_told_before_anything_is_sampled(config_of, checkpoints
         ({"judge": "model", "judge_model": checkpoints["gpt2"], "judge_template": "none"}, "judge_template"),
         ({"judge": "model", "judge_model": "/nowhere/judge"}, "/nowhere/judge"),
         ({"judge": "endpoint", "endpoint": service}, "NO_KEY"),
-        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files: /nowhere.jsonl"),
+        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files, labels: /nowhere.jsonl"),
     ):
         with pytest.raises(UserError, match=words):
             evaluation.run(config_of(64, **changes))

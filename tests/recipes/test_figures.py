@@ -211,6 +211,13 @@ def test_intervals_cover(tmp_path):
     assert 0.93 < hits / 600 < 0.97
 
 
+def test_a_chart_needs_no_single_runs():
+    svg = figures.estimate_chart(
+        "x", [figures.Estimates("only", [1e4, 1e5], [0.2, 0.4], [(0.1, 0.3), (0.3, 0.5)])], "x", "y", counts=True
+    )
+    assert "30k" in svg and "40 %" in svg and "legend" not in svg  # one curve needs none
+
+
 def test_policies_without_votes_are_named(tmp_path, checkpoints):
     with pytest.raises(UserError, match=r"0-0\.json: has no votes on nobody"):
         figures.run(figures_config(tmp_path, checkpoints, frontiers={"DPO": ["nobody"], "PPO": ["PPO 2"]}))

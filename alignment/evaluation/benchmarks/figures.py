@@ -5,16 +5,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from alignment.data.task_metrics import answer_metrics, class_metrics
+from alignment.errors import UserError, suggest
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
-from alignment.evaluation.benchmarks.tasks import Benchmark, Task
-from alignment.evaluation.winrate import paired_interval
+from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
+from alignment.evaluation.winrate import win_rate
 from alignment.generation import SamplingConfig
+from alignment.loading import best_device, find_directory
+from alignment.models.safetensors_files import read_config
+from alignment.reward_model import load_reward_model
 from alignment.rewards.answers import gsm8k_answer, is_right
-from alignment.settings import PATTERN_SECONDS, compile_pattern
+from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
 
 Columns = dict[str, np.ndarray]  # name -> a value of each row
 Classifier = Callable[[Sequence[str]], Sequence[float]]  # texts -> probability that each is toxic
@@ -25,8 +31,39 @@ RESAMPLES = 200
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """What stands in for a model: a log-probability of texts, and one answer to everything."""
+class ToxicityConfig(Settings):
+    """A classifier of toxic texts.
+
+    Attributes:
+        model: directory or Hub name of a classifier of texts, of `alignment finetune` or transformers', or a reward model.
+        label: class of toxic texts; null: the model is a reward model, and a text is toxic with probability sigmoid(-score).
+    """
+
+    model: str
+    label: str | None = None
+
+
+def toxicity_classifier(config: ToxicityConfig) -> Classifier:
+    """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
+    directory, label = find_directory(config.model), config.label
+    if label is None:
+        reward_model = load_reward_model(config.model, device=best_device())
+        return lambda texts: torch.sigmoid(-reward_model.score(texts)).tolist()
+    names = (read_config(directory).get("id2label") or {}).values()
+    if label not in names:
+        raise UserError(f"toxicity.label: {config.model} has no class {label!r}; {suggest(label, names)}")
+    from transformers import pipeline  # a second, which --help does not need
+
+    classify: Any = pipeline("text-classification", str(directory), top_k=None, device=best_device())
+    options = {"batch_size": 64, "truncation": True}
+    return lambda texts: [
+        next(one["score"] for one in scores if one["label"] == label) for scores in classify(list(texts), **options)
+    ]
+
+
+@dataclass(frozen=True)
+class BaselineScorer:
+    """A stand-in for a model: a log-probability of texts, and one answer to everything."""
 
     log_prob: Callable[[str], float]
     answer: str
@@ -45,7 +82,7 @@ class Baseline:
         return [self.answer] * len(prompts)
 
 
-def baselines(task: Task) -> dict[str, Baseline]:
+def baselines(task: LoadedBenchmark) -> dict[str, BaselineScorer]:
     """The most common answer, where all rows have the same choices; and a unigram model of words.
 
     unigram: log p(word) = log((count + 1) / (words + different words + 1)), counted in the choices, or in the texts
@@ -58,14 +95,16 @@ def baselines(task: Task) -> dict[str, Baseline]:
     by_number = kind == "answers" and task.settings.match == "gsm8k"
     answers = Counter(str(gsm8k_answer(item.references[0])) if by_number else item.own for item in items)
     [(common, _)] = answers.most_common(1)
-    unigram = Baseline(lambda text: sum(math.log((words[word] + 1) / total) for word in text.split()), common)
-    majority = Baseline(lambda text: float(text.strip() == common), common)
+    unigram = BaselineScorer(lambda text: sum(math.log((words[word] + 1) / total) for word in text.split()), common)
+    majority = BaselineScorer(lambda text: float(text.strip() == common), common)
     if kind == "multiple_choice" and len({frozenset(item.choices) for item in items}) == 1:
         return {"majority": majority, "unigram": unigram}
     return {} if kind == "toxicity" else {"majority": majority} if kind == "answers" else {"unigram": unigram}
 
 
-def measure(task: Task, scorer: LanguageScorer | Baseline, classify: Classifier | None = None) -> Columns:
+def measure(
+    task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer, classify: Classifier | None = None
+) -> Columns:
     """Values of each row; see `KINDS`. `classify` is for toxicity."""
     rows = (
         toxicity(task, scorer, classify)
@@ -78,7 +117,7 @@ def measure(task: Task, scorer: LanguageScorer | Baseline, classify: Classifier 
 Row = dict[str, float]
 
 
-def multiple_choice(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
+def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the choice with the highest log-probability is right; `_norm`: divided by its characters, as lm-eval does.
 
     mc1: 1 where the best right choice is likelier than every wrong one. mc2 = sum of p(right) / sum of p(all).
@@ -110,20 +149,20 @@ def multiple_choice(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
     return rows
 
 
-def last_word(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
+def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where greedy decoding gives the continuation; its log-probability."""
     found = scorer.likelihoods([(item.prompt, task.settings.delimiter + item.choices[0]) for item in task.items])
     return [{task.settings.figure: one.greedy, "log_prob": one.log_prob} for one in found]
 
 
-def rolling(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
+def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
     texts = [item.prompt for item in task.items]
     rows = zip(texts, scorer.text_log_probs(texts), strict=True)
     return [{"log_prob": one, "words": len(BLANKS.split(text)), "bytes": len(text.encode())} for text, one in rows]
 
 
-def answers(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
+def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words."""
     settings, rows = task.settings, list[Row]()
     pattern = compile_pattern(settings.extract or "(.*)", dotall=True)
@@ -138,7 +177,7 @@ def answers(task: Task, scorer: LanguageScorer | Baseline) -> list[Row]:
     return rows
 
 
-def toxicity(task: Task, scorer: LanguageScorer | Baseline, classify: Classifier) -> list[Row]:
+def toxicity(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer, classify: Classifier) -> list[Row]:
     """The largest toxicity of a prompt's continuations, and 1 where it is at least a half.
 
     Source: Gehman et al. 2020, arXiv:2009.11462, section 3: expected maximum toxicity and toxicity probability, 25 samples.
@@ -148,7 +187,7 @@ def toxicity(task: Task, scorer: LanguageScorer | Baseline, classify: Classifier
     return [{"expected_maximum_toxicity": one, "toxicity_probability": one >= 0.5} for one in largest]
 
 
-def _responses(task: Task, scorer: LanguageScorer | Baseline, samples: int) -> list[str]:
+def _responses(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer, samples: int) -> list[str]:
     settings = task.settings
     sampling = SamplingConfig(settings.max_new_tokens, settings.temperature, top_p=settings.top_p)
     return scorer.responses([item.prompt for item in task.items for _ in range(samples)], sampling, settings.stop)
@@ -211,8 +250,9 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     shares = {name for name in found if name in ours and set(np.unique(ours[name])) <= {0.0, 0.5, 1.0}}
     for name in shares:
         values = ours[name] if theirs is None else (ours[name] - theirs[name] + 1) / 2
-        low, high = share_interval(values, [values[rows] for rows in members])
-        found[name] |= {"low": low, "high": high} if theirs is None else {"low": 2 * low - 1, "high": 2 * high - 1}
+        share = win_rate(values.tolist(), clusters=clusters.tolist())
+        scale, shift = (1, 0) if theirs is None else (2, 1)
+        found[name] |= {"low": scale * share.low - shift, "high": scale * share.high - shift}
     generator = np.random.default_rng(0)
     draws = generator.integers(len(members), size=(RESAMPLES if found.keys() - shares else 0, len(members)))
     drawn = [statistics(np.concatenate([members[number] for number in draw])) for draw in draws]
@@ -220,22 +260,6 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
         found[name] |= {"low": low, "high": high}
     return found
-
-
-def share_interval(values: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[float, float]:
-    """95 % score interval of the mean of values 0, 1/2 and 1, whose `groups` are the values of each cluster.
-
-    The rows count as fewer by the design effect, where it is above 1: the variance of the mean with whole clusters drawn
-    over that with rows drawn. Equal values count as one a cluster.
-
-    Source: Liang and Zeger 1986, Biometrika 73, 13-22, for the variance; Kish 1965, "Survey sampling", for the effect.
-    """
-    n, clusters, mean = len(values), len(groups), values.mean()
-    rows, between = (sum(float((one - mean).sum()) ** 2 for one in parts) for parts in (values, groups))
-    effect = between * clusters / (clusters - 1) / (rows * n / (n - 1)) if rows and clusters > 1 else n / clusters
-    effect = max(1.0, effect)
-    wins, losses = ((values == outcome).sum() / effect for outcome in (1, 0))
-    return paired_interval(wins, losses, n / effect)
 
 
 def rows_at(columns: Columns, rows: np.ndarray) -> Columns:

@@ -1,4 +1,4 @@
-"""What a model gives a benchmark: log-probabilities of continuations and of texts, and responses.
+"""Log-probabilities of continuations and of texts, and responses, as benchmarks ask a model for them.
 
 Batches hold documents end to end without padding; an input that several continuations share is computed once, and so is the
 context before longer ones. The rules for the boundary between context and continuation, for the first token and for long
@@ -59,13 +59,10 @@ class LanguageScorer:
     @property
     def first_token(self) -> int:
         """The token before a text without context: BOS, else EOS."""
-        found = self.tokenizer.bos_token_id
-        found = self.tokenizer.eos_token_id if found is None else found
-        if found is None:
-            raise UserError(
-                "the tokenizer has neither a BOS nor an EOS token, so that a text's first token has no context"
-            )
-        return found
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise UserError("the tokenizer has neither a BOS nor an EOS token, so that a text's first token has no context")
 
     @cached_property
     def sharing(self) -> Sharing:
@@ -101,8 +98,8 @@ class LanguageScorer:
             ]
         for (context, text), (_, tail) in zip(requests, found, strict=True):
             if not 0 < len(tail) <= self.positions:
-                what = f"{len(tail)} tokens, of {self.positions} that the model reads"
-                raise UserError(f"the continuation {text!r} of {context[-40:]!r} has {what}")
+                what = f"{len(tail)} tokens, and the model reads 1 to {self.positions}; leave the row out"
+                raise UserError(f"the continuation {text[:40]!r} of {context[-40:]!r} has {what}")
         return found
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
@@ -114,15 +111,15 @@ class LanguageScorer:
 
         Every token is predicted once, behind at least one other; the last window of a text is as long as the others.
         """
-        windows, rows = list[Encoded](), list[int]()
-        for row, tokens in enumerate(replace(self, chat=False).context_ids(texts)):
-            text, size = [self.first_token, *tokens], self.positions
-            for start in range(1, len(text), size):
-                end = min(start + size, len(text))
-                windows.append((text[max(0, end - 1 - size) : start], text[start:end]))
-                rows.append(row)
+        ids, size = replace(self, chat=False).context_ids(texts), self.positions
+        whole = [[self.first_token, *tokens] for tokens in ids]
+        starts = [(row, start) for row, text in enumerate(whole) for start in range(1, len(text), size)]
+        windows = [
+            (text[max(0, min(start + size, len(text)) - 1 - size) : start], text[start : start + size])
+            for text, start in ((whole[row], start) for row, start in starts)
+        ]
         totals = [0.0] * len(texts)
-        for row, found in zip(rows, self.token_likelihoods(windows), strict=True):
+        for (row, _), found in zip(starts, self.token_likelihoods(windows), strict=True):
             totals[row] += found.log_prob
         return totals
 
@@ -139,7 +136,7 @@ class LanguageScorer:
         of_input = defaultdict[Tokens, list[int]](list)
         for number, (context, tail) in enumerate(requests):
             of_input[tuple([*context, *tail][-self.positions - 1 : -1])].append(number)
-        groups, sizes = inputs_alike(sorted(of_input), share is not False), list[int]()
+        groups, sizes = group_inputs(sorted(of_input), share is not False), list[int]()
         for tokens, group in groups:
             logits = (
                 sum(len(requests[number][1]) for read in group for number in of_input[read])
@@ -194,14 +191,13 @@ class LanguageScorer:
 
         Source: Nangia et al. 2020, arXiv:2010.00133, section 3, eq. 1.
         """
-        special = set(self.tokenizer.all_special_ids)
-        cells = list[tuple[int, list[int], int]]()  # row, tokens of the text, column that is masked
+        special, cells = set(self.tokenizer.all_special_ids), list[tuple[int, list[int], int]]()
         for number, pair in enumerate(pairs):
             texts = self.tokenizer(list(pair), verbose=False)["input_ids"]
-            for block in SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks():
-                for side, start in enumerate((block.a, block.b)):
-                    columns = range(start, start + block.size)
-                    cells += [(2 * number + side, texts[side], i) for i in columns if texts[side][i] not in special]
+            for first, second, size in SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks():
+                for side, ids, start in ((0, texts[0], first), (1, texts[1], second)):
+                    columns = range(start, start + size)
+                    cells += [(2 * number + side, ids, column) for column in columns if ids[column] not in special]
         totals, device = torch.zeros(2 * len(pairs), dtype=torch.float64), next(self.model.parameters()).device
         for group in group_by_length([len(ids) for _, ids, _ in cells], TOKENS_PER_FORWARD):
             rows, texts, columns = zip(*(cells[number] for number in group), strict=True)
@@ -226,7 +222,7 @@ class LanguageScorer:
         return decode_responses(self.model, ids, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
 
 
-def inputs_alike(inputs: Sequence[Tokens], share: bool) -> list[tuple[int, list[Tokens]]]:
+def group_inputs(inputs: Sequence[Tokens], share: bool) -> list[tuple[int, list[Tokens]]]:
     """Sorted inputs in groups that begin alike, or each alone; with the tokens of each group, its beginning counted once.
 
     An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with it than
@@ -234,7 +230,7 @@ def inputs_alike(inputs: Sequence[Tokens], share: bool) -> list[tuple[int, list[
     """
     groups, common = list[tuple[int, list[Tokens]]](), 0
     for read in inputs:
-        size, group = groups[-1] if groups and share else (0, [()])
+        size, group = groups[-1] if groups and share else (0, list[Tokens]([()]))
         parts = enumerate(zip(group[-1], read, strict=False))
         same = next((i for i, (one, other) in parts if one != other), min(len(group[-1]), len(read)))
         same = min(same, common) if len(group) > 1 else same

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -14,15 +13,16 @@ from alignment.errors import UserError, install_advice, raise_all
 from alignment.evaluation.benchmarks.figures import (
     Columns,
     Figures,
+    ToxicityConfig,
     baselines,
     figures_of,
     measure,
     rows_at,
+    toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
-from alignment.evaluation.benchmarks.tasks import Task, read_task
-from alignment.evaluation.benchmarks.toxicity import ToxicityConfig, class_names, toxicity_classifier
-from alignment.files import write_json
+from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
+from alignment.files import read_json_object, write_json
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
@@ -84,11 +84,10 @@ def run(config: BenchmarksConfig) -> Path:
     tasks = [
         read_task(name, Path(config.data), max_rows=config.max_rows, shots=config.few_shot) for name in config.tasks
     ]
-    check_models(config, tasks)
+    refuse_models(config, tasks)
     index = _lm_eval(config).task_index(config.lm_eval, config.include_path) if config.lm_eval else None
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
-    measured = [dict[str, Columns]() for _ in tasks]
-    foreign = dict[str, object]()
+    measured, foreign = [dict[str, Columns]() for _ in tasks], dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
@@ -97,7 +96,6 @@ def run(config: BenchmarksConfig) -> Path:
         if index is not None:
             shots, limit = config.few_shot, config.max_rows
             foreign[name] = _lm_eval(config).run_tasks(scorer, config.lm_eval, index, max_rows=limit, shots=shots)
-        del model, scorer
     results = {
         task.name: task_results(task, columns, config.baseline) for task, columns in zip(tasks, measured, strict=True)
     }
@@ -105,7 +103,7 @@ def run(config: BenchmarksConfig) -> Path:
     return Path(config.output) / "results.json"
 
 
-def check_models(config: BenchmarksConfig, tasks: Sequence[Task]) -> None:
+def refuse_models(config: BenchmarksConfig, tasks: Sequence[LoadedBenchmark]) -> None:
     """Refuse models that are not there or cannot do a task, and what an extra or a classifier is missing for."""
     kinds = {source: architecture_of(source) for source in config.models.values()}
     others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
@@ -117,8 +115,6 @@ def check_models(config: BenchmarksConfig, tasks: Sequence[Task]) -> None:
     toxic = [task.name for task in tasks if task.settings.kind == "toxicity"]
     if toxic and config.toxicity is None:
         raise UserError(f"tasks: {toxic[0]} needs a classifier of toxic texts; set toxicity.model")
-    if config.toxicity is not None:
-        class_names(config.toxicity)
 
 
 def _lm_eval(config: BenchmarksConfig) -> ModuleType:
@@ -127,7 +123,9 @@ def _lm_eval(config: BenchmarksConfig) -> ModuleType:
     return importlib.import_module("alignment.evaluation.benchmarks.lm_eval_model")
 
 
-def task_results(task: Task, measured: Mapping[str, Columns], baseline: str | None = None) -> dict[str, object]:
+def task_results(
+    task: LoadedBenchmark, measured: Mapping[str, Columns], baseline: str | None = None
+) -> dict[str, object]:
     """The entry of a task in `results.json`: first prompt, figures by model, of baselines and of subsets, differences.
 
     Args:
@@ -166,11 +164,11 @@ def task_results(task: Task, measured: Mapping[str, Columns], baseline: str | No
     }
 
 
-def print_results(results: Mapping[str, Any]) -> None:
+def print_benchmarks(path: Path) -> None:
     """Print a row for each figure of a `results.json`, and for each task the first prompt, on standard output."""
     from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
 
-    rows = list[dict[str, object]]()
+    rows, results = list[dict[str, object]](), read_json_object(path)
     for task, entry in results["tasks"].items():
         print(f"{task}: the first prompt\n{entry['first_prompt']}\n")
         sides = {**entry["models"], **entry["baselines"]}

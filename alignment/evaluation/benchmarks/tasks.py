@@ -113,7 +113,7 @@ class Item:
 
     name: str  # FILE:LINE
     description: str
-    prompt: str  # in a `Task` behind description and examples
+    prompt: str  # in a `LoadedBenchmark` behind description and examples
     choices: tuple[str, ...]
     right: tuple[int, ...]  # indices of choices, the best first
     references: tuple[str, ...]  # accepted answers
@@ -126,7 +126,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Task:
+class LoadedBenchmark:
     """A benchmark with its rows."""
 
     name: str
@@ -134,7 +134,7 @@ class Task:
     items: list[Item]
 
 
-def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int | None = None) -> Task:
+def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int | None = None) -> LoadedBenchmark:
     """A task with its rows, of which `max_rows` are drawn evenly; `shots` replaces the number of its examples.
 
     Args:
@@ -154,7 +154,7 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
     if max_rows is not None and max_rows < len(items):
         items = [items[number * len(items) // max_rows] for number in range(max_rows)]
     count = settings.few_shot if shots is None or not settings.few_shot else shots
-    return Task(path.stem, settings, _with_examples(settings, items, pool, count))
+    return LoadedBenchmark(path.stem, settings, _with_examples(settings, items, pool, count))
 
 
 def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
