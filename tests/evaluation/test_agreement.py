@@ -1,6 +1,5 @@
 """Agreement of raters: published and hand-worked figures, another implementation, and intervals that cover."""
 
-
 import numpy as np
 import pytest
 
