@@ -27,14 +27,16 @@ from alignment.evaluation.judgments import Judgment
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.settings import PATTERN_SECONDS, Rule, Settings, Share, compile_pattern, refusal
 
-PLAIN = ("id", "prompt", "first", "second", "first_model", "second_model", "subset")
-OURS = {*PLAIN, "label", "annotator", "pair", "cluster"}
 USUAL = {"first_model": ["model_a"], "second_model": ["model_b"], "cluster": ["cluster"], "label": ["label"]}
 FORMS = {  # what is not as usual in rows that have this column
-    "verdict": {**{name: [name] for name in PLAIN}, "label": ["verdict"], "annotator": ["judge"]},
+    "verdict": {
+        **{name: [name] for name in ("id", "prompt", "first", "second", "first_model", "second_model", "subset")},
+        "label": ["verdict"], "annotator": ["judge"],
+    },
     "outcome": {"label": ["outcome"]},
     "winner": {"id": ["question_id", "turn"], "label": ["winner"], "annotator": ["judge"]},
-}
+}  # fmt: skip
+OURS = {*USUAL, *FORMS["verdict"], "pair"}
 SHARES = {"1": WIN, "1.0": WIN, "0.5": TIE, "0": LOSS, "0.0": LOSS}  # numbers in a column `verdict` or `outcome`
 CHOICES = {"1": WIN, "2": LOSS}  # numbers in any other
 WORDS = {

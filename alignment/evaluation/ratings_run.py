@@ -58,7 +58,7 @@ class RatingsConfig(Settings):
             (1, 0.5, 0 for model_a) or winner (model_a, model_b, tie...); or judgments (first_model, second_model, verdict).
         tournament: responses and a judge instead of battles.
         columns: names of the columns where they are others: model_a, model_b, outcome, cluster. A winner may also be the
-            name of a model's column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
+            name of a model, or of its column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
             it is their `id`.
         method: bradley_terry, or elo, which counts the last battles most.
         ties: half (half a win for each side), davidson, rao_kupper; for bradley_terry.
