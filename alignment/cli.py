@@ -349,20 +349,23 @@ def label(
     ),
     show_report: Annotated[bool, typer.Option("--report", help="Print pace and agreement; serve nothing.")] = False,
     comparisons: Annotated[str | None, typer.Option(metavar="FILE", help="Write rows for reward and dpo.")] = None,
-    export_to: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--export", metavar="argilla|label-studio FILE", help="Write JSON for that program."),
+    argilla: Annotated[str | None, typer.Option(metavar="FILE", help="Write records for Argilla, JSON.")] = None,
+    label_studio: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write tasks for Label Studio, JSON.")
     ] = None,
 ) -> None:
     """Serve a page, on this machine only, on which people judge responses; or read their labels."""
-    from alignment.commands import label as labelling
+    from alignment.commands.label import serve_labels, write_labels
+    from alignment.evaluation.labels import LabelSession, agreement_lines, read_questions
 
     marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
-    if not (show_report or comparisons or export_to):
-        return labelling.serve_labels(
-            file, Path(output), annotator=annotator, port=port, seed=seed, repeats=repeats, ratings=ratings, flags=marks
-        )
-    labelling.write_labels(file, Path(output), comparisons, export_to)
+    items = read_questions(file)
+    session = LabelSession(items, Path(output), seed=seed, repeats=repeats, ratings=ratings, flags=marks)
+    if show_report or comparisons or argilla or label_studio:
+        write_labels(list(session.labels.values()), comparisons, argilla, label_studio)
+    else:
+        serve_labels(session, annotator, port)
+    print("\n".join(agreement_lines(session.labels.values())))
 
 
 @app.command()
@@ -506,8 +509,7 @@ def inspect_probe(
         train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_columns(columns),
         max_rows=max_rows, max_length=max_length,
     )  # fmt: skip
-    task = "token_classification" if words else "classification"
-    print(write_probe(model, rows, output, task=task, pooling=pooling))
+    print(write_probe(model, rows, output, words=words, pooling=pooling))
 
 
 @inspect.command("saliency")
@@ -530,13 +532,11 @@ def inspect_saliency(
     ] = "saliency.html",
 ) -> None:
     """Write a page with the share of each token in a model's answer: integrated gradients, gradient x input, ablation."""
-    if (text is None) == (prompts is None):
-        raise UserError("give --text, or a file by --prompts")
     from alignment.analysis import write_saliency
     from alignment.data.rows.read import read_rows
 
     rows: list[Any] = read_rows(prompts, "prompts")[0] if prompts else []
-    inputs = text or [row.prompt for row in rows]
+    inputs = [*(text or []), *(row.prompt for row in rows)]
     print(write_saliency(model, inputs, output, targets=target or [], baseline=baseline, unit=drop))
 
 

@@ -10,15 +10,11 @@ Neither replaces labels: see `label_worth`. Agreement of judge and people is in 
 
 import math
 from collections.abc import Hashable, Sequence
-from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
-from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation.agreement import Figures
-from alignment.evaluation.people_judge import file_judge
 from alignment.evaluation.winrate import LOSS, WIN, Z_95, Verdict, cluster_numbers
 
 MIN_LABELS = 5  # fewer say nothing about their own spread
@@ -79,28 +75,6 @@ def corrected_win_rate(
         "correlation": covariance / spread if spread else 0.0,
         "label_worth": max(1.0, wide / narrow) if narrow else 1.0,
     }
-
-
-def corrected_by_people(
-    labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
-) -> Figures | None:
-    """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
-
-    None where they have said something of fewer than five.
-
-    Args:
-        labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
-        verdicts: of the judge, both orders merged.
-    """
-    people = file_judge(labels)
-    found = [
-        list(people.of_people((prompt.row_id, a, b)).values())
-        for prompt, a, b in zip(prompts, ours, theirs, strict=True)
-    ]
-    means = [fmean(votes) if votes else None for votes in found]
-    if sum(None not in pair for pair in zip(means, verdicts, strict=True)) < MIN_LABELS:
-        return None
-    return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
 
 
 def labels_needed(

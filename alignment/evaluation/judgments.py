@@ -23,6 +23,10 @@ from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.files import explain_full_disk, hash_of
 
 TEXTS = ("id", "first", "second")
+NO_PAIR = (
+    "; a label of one or of more than two responses is no verdict on a pair: leave such rows out, or let people judge the "
+    "form of `evaluate winrate`, which holds pairs alone"
+)
 NAMES = ("judge", "first_model", "second_model")  # which a row may lack
 
 
@@ -87,7 +91,9 @@ def _problem(row: RawRow) -> str:
     verdict, probability = values.get("verdict"), values.get("probability")
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
     if missing := [key for key in (*TEXTS, "verdict") if key not in values]:
-        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}"
+        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}" + NO_PAIR * (
+            "ranks" in values
+        )
     elif wrong := [key for key in texts if not isinstance(values[key], str)]:
         problem = f"{', '.join(map(repr, wrong))} must be text"
     elif isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):

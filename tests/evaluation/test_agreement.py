@@ -16,7 +16,6 @@ from alignment.evaluation.agreement import (
     cohen_kappa,
     fleiss_kappa,
     krippendorff_alpha,
-    macro_scores,
     majority_label,
     mean_figures,
     vote_agreement,
@@ -115,12 +114,6 @@ def test_majority_needs_more_than_half():
     assert majority_label([1.0, 1.0, 0.0]) == 1.0
     assert majority_label([1.0, 0.0]) is None and majority_label([1.0, 0.5, 0.0]) is None
     assert majority_label([GAP, 0.5]) == 0.5 and majority_label([GAP]) is None and majority_label([]) is None
-
-
-def test_macro_scores_of_a_hand_worked_table():
-    """Precision 2/3 and 0, recall 2/2 and 0/1, F1 4/5 and 0, of labels 1 and 0."""
-    found = macro_scores([1.0, 1.0, 1.0], [1.0, 1.0, 0.0])
-    assert found == pytest.approx({"precision": 1 / 3, "recall": 1 / 2, "f1": 2 / 5})
 
 
 def test_mean_figures_of_two_clusters():

@@ -1,15 +1,13 @@
 """Win rates corrected by labels of people: formulas by hand, another implementation, planted judges, coverage."""
 
-import json
 import math
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation.corrected import corrected_by_people, corrected_win_rate, labels_needed
+from alignment.evaluation.corrected import corrected_win_rate, labels_needed
 
 ITEMS, LABELS = 400, 100
 
@@ -168,24 +166,3 @@ def test_as_many_labels_as_are_needed_give_the_wanted_width():
     assert np.mean([each["high"] - each["low"] for each in widths]) == pytest.approx(
         0.15, rel=0.07
     )  # Student's, + half an item
-
-
-def test_labels_of_a_form_correct_a_win_rate(tmp_path):
-    """The form asks in either order, of two people; texts that nobody judged have no label."""
-    rows = []
-    for i in range(12):
-        for person, verdict in (("ann", 1 if i < 8 else 0), ("bob", 1)):
-            texts = {"first": f"ours {i}", "second": f"theirs {i}", "verdict": verdict}
-            if i % 2:
-                texts = {"first": f"theirs {i}", "second": f"ours {i}", "verdict": 1 - verdict}
-            rows.append({"id": f"row {i}", "prompt": "p", **texts, "judge": person})
-    path = tmp_path / "labels.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
-    sides = [f"ours {i}" for i in range(20)], [f"theirs {i}" for i in range(20)]
-    found = corrected_by_people(path, prompts, *sides, [1.0, 0.0] * 10)
-    assert found is not None
-    assert (found["items"], found["labels"], found["judge"]["rate"]) == (20, 12, 0.5)
-    assert found["people"]["rate"] == pytest.approx((8 + 4 * 0.5) / 12)
-    assert found["bias"] == pytest.approx(0.5 - (8 + 4 * 0.5) / 12)
-    assert corrected_by_people(path, prompts[8:], *(side[8:] for side in sides), [1.0] * 12) is None  # four labels
