@@ -34,8 +34,8 @@ def serve_labels(session: LabelSession, annotator: str | None, port: int) -> Non
     """
     name = None if annotator is None else name_in({"annotator": annotator})
     with LabelServer(port, {"/show": session.show, "/answer": session.answer}, name) as server:
-        address = f"http://127.0.0.1:{server.server_port}/?token={server.token}"
-        print(f"{address}\nopen this address; labels go to {session.path}; Ctrl-C ends", file=sys.stderr, flush=True)
+        print(f"http://127.0.0.1:{server.server_port}/?token={server.token}", file=sys.stderr)
+        print(f"open this address; labels go to {session.path}; Ctrl-C ends", file=sys.stderr, flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -137,8 +137,8 @@ def label_studio_task(group: Sequence[Label]) -> JSON:
         {"lead_time": label.seconds, "result": [label_studio_result(*answer) for answer in answers_of(label).items()]}
         for label in group
     ]
-    data = {"id": group[0].id, **fields_of(group[0]), "annotators": [label.judge for label in group]}
-    return {"data": data, "annotations": annotations}
+    names = {"annotators": [label.judge for label in group]}
+    return {"data": {"id": group[0].id, **fields_of(group[0]), **names}, "annotations": annotations}
 
 
 def label_studio_result(name: str, value: object) -> JSON:

@@ -6,7 +6,6 @@ Cases and their rules are in behavior_cases.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from alignment.evaluation.behavior_cases import (
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.inputs import print_tally
-from alignment.evaluation.report.html import Section, render_page
+from alignment.evaluation.report.html import Row, Section, render_page
 from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig
@@ -120,18 +119,33 @@ def run(config: BehaviorConfig) -> Path:
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
     predictions = dict(zip(texts, predict_texts(config, texts), strict=True))
     judged = [(case, judge_case(case, [predictions[text] for text in case.examples])) for case in cases]
+    capabilities, tests = failure_rates(judged, "capability"), failure_rates(judged, "test")
+    failures = failed_cases(judged, predictions, config.examples)
     results = {
         "model": config.classifier or config.reward_model or config.policy,
         "patterns": config.patterns if config.sampling else {},
         "cases": len(cases),
         "texts": len(texts),
-        "capabilities": failure_rates(judged, "capability"),
-        "tests": failure_rates(judged, "test"),
-        "examples": failed_cases(judged, predictions, config.examples),
+        "capabilities": capabilities,
+        "tests": tests,
+        "examples": failures,
     }
     write_json(output / "results.json", results)
-    write_behavior_page(output / "behavior.html", results)
-    print_table([{"test": name, **figures} for name, figures in results["tests"].items()])
+    lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
+    tables = [[*capabilities.values()], [*tests.values()]]
+    sections = [
+        Section(
+            "rates",
+            "Failure rates",
+            lead,
+            tables=tables,
+            settings={"patterns": config.patterns if config.sampling else {}},
+        ),
+        Section("failures", "Worst failures", tables=[failures]),
+    ]
+    summary = f"{len(cases)} cases, {len(texts)} texts, {len(tests)} tests."
+    render_page(output / "behavior.html", kind="behavior", title=results["model"], summary=summary, sections=sections)
+    print_table(tables[1])
     return output / "results.json"
 
 
@@ -153,18 +167,19 @@ def refuse_cases(config: BehaviorConfig, cases: Sequence[BehaviorCase]) -> None:
     raise_all(dict.fromkeys(wrong))
 
 
-def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, dict[str, Any]]:
+def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Row]:
     """Cases, failed ones, and the failure rate with its interval for each value of `key`: test, or capability.
 
     Cases that say nothing are in no rate. The interval is that of `win_rate`, cases with the same first text being one
     cluster: it is about other cases of the same tests, not about other tests of the same capability.
     """
-    found = {}
+    found = dict[str, Row]()
     for name in dict.fromkeys(getattr(case, key) for case, _ in judged):
         own = [(case, result.failed) for case, result in judged if getattr(case, key) == name]
         told = [(case.examples[0], float(failed)) for case, failed in own if failed is not None]
         rate = win_rate([failed for _, failed in told], clusters=[text for text, _ in told]) if told else None
         found[name] = {
+            key: name,
             "capability": own[0][0].capability,
             "type": ", ".join(sorted({case.type for case, _ in own})),
             "cases": len(own),
@@ -175,45 +190,23 @@ def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, dict[str, Any
     return found
 
 
-def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[dict[str, Any]]:
+def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Row]:
     """At most `count` failed cases of each test, the worst first: its worst text, of INV and DIR after the original."""
-    found = list[dict[str, Any]]()
+    found = list[Row]()
     for case, result in sorted(judged, key=lambda each: (each[0].test, -each[1].excess)):
-        if result.failed and sum(one["test"] == case.test for one in found) < count:
+        if result.failed and sum(row["test"] == case.test for row in found) < count:
             texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
+            answers = [predictions[text] for text in texts]
             found.append(
                 {
                     "test": case.test,
-                    "capability": case.capability,
+                    "text": " → ".join(map(str, texts)),
+                    "answer": " → ".join(one.response or one.label or f"{one.values['score']:.3f}" for one in answers),
                     "expected": ", ".join(case.accepted) or case.change or "no change",
                     "excess": result.excess,
-                    "texts": texts,
-                    "answers": [predictions[text]._asdict() for text in texts],
                 }
             )
     return found
-
-
-def write_behavior_page(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the page: failure rates by capability and by test, and the worst failures."""
-    lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    rates = [[*results["capabilities"].values()], [{"test": test, **own} for test, own in results["tests"].items()]]
-    failures = [
-        {
-            "test": case["test"],
-            "text": " → ".join(map(str, case["texts"])),
-            "answer": " → ".join(one["response"] or str(one["label"] or one["values"]) for one in case["answers"]),
-            "expected": case["expected"],
-            "excess": case["excess"],
-        }
-        for case in results["examples"]
-    ]
-    sections = [
-        Section("rates", "Failure rates", lead, tables=rates, settings={"responses": results["patterns"]}),
-        Section("failures", "Worst failures", tables=[failures]),
-    ]
-    summary = f"{results['cases']} cases, {results['texts']} texts, {len(results['tests'])} tests."
-    render_page(path, kind="behavior", title=results["model"], summary=summary, sections=sections)
 
 
 # The labels

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import combinations, groupby
+from itertools import combinations
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -118,14 +118,7 @@ def verdict(place: int, other: int) -> float:
 # Files
 
 
-@dataclass(frozen=True)
-class Labels(Settings):
-    """The labels of a file."""
-
-    labels: tuple[Label, ...]
-
-
-def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
+def labels_in(rows: Iterable[RawRow], *, judged: bool) -> tuple[Label, ...]:
     """The labels of judgment rows, and of rows with `responses`, a list or texts by the models' names.
 
     Args:
@@ -138,8 +131,7 @@ def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
         if row.values is None or (judged and row.values.get("verdict", 1) not in (1, 0.5, 0))
     )
     values = [fields_in(row.values or {}, judged=judged) for row in rows]
-    locations = {("labels", i): row.location for i, row in enumerate(rows)}
-    return list(build(Labels, SourcedYaml({"labels": values}, locations)).labels)
+    return build(tuple[Label, ...], SourcedYaml(values, {(i,): row.location for i, row in enumerate(rows)}))
 
 
 def fields_in(row: Values, *, judged: bool) -> JSON:
@@ -282,8 +274,9 @@ def name_in(body: Values) -> str:
 
 def agreement_lines(labels: Iterable[Label]) -> list[str]:
     """Lines: pace and self-agreement of each annotator, agreement of every two; a tie is a verdict of its own."""
-    by_name = groupby(sorted(labels, key=lambda label: label.judge), key=lambda label: label.judge)
-    by_judge = {judge: list(own) for judge, own in by_name}
+    by_judge: dict[str, list[Label]] = {}
+    for label in labels:
+        by_judge.setdefault(label.judge, []).append(label)
     firsts = {judge: pair_verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
     lines = [
         f"{judge}: {len(own)} answers, {median(label.seconds for label in own):.1f} s each (median)"

@@ -59,15 +59,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or what a route gives; where it may not be sent or cannot be made, the reason."""
-        status, kind, nonce = 200, "application/json", secrets.token_urlsafe(16)
+        status, nonce = 200, secrets.token_urlsafe(16)
         try:
-            if self.command == "GET":
-                content, kind = self.page(nonce), "text/html"
-            else:
-                content = json.dumps(self.result(), ensure_ascii=False)
+            kind, content = self.page(nonce) if self.command == "GET" else self.result()
         except REASONS as error:
             status = getattr(error, "status", 500 if isinstance(error, OSError) else 400)
-            content = json.dumps({"error": str(error)})
+            kind, content = "application/json", json.dumps({"error": str(error)})
         self.send_response(status)
         own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content.encode()))}
         for name, value in {**HEADERS, **own, "Content-Security-Policy": POLICY.format(nonce)}.items():
@@ -77,19 +74,20 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-    def page(self, nonce: str) -> str:
-        """The page, whose script and style carry the nonce."""
+    def page(self, nonce: str) -> tuple[str, str]:
+        """Type and text of the page, whose script and style carry the nonce."""
         address = urlsplit(self.path)
         self.check(parse_qs(address.query).get("token", [""])[0], address.path == "/")
-        return PAGE.render(nonce=nonce, annotator=self.server.annotator or "")
+        return "text/html", PAGE.render(nonce=nonce, annotator=self.server.annotator or "")
 
-    def result(self) -> JSON:
-        """The result of a route; no form of another page can send what it asks for."""
+    def result(self) -> tuple[str, str]:
+        """Type and text of what a route gives; no form of another page can send what it asks for."""
         self.check(self.headers.get("Authorization", "").removeprefix("Bearer "), self.path in self.server.routes)
         length = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json" or not length.isdecimal() or int(length) > MOST_BYTES:
             raise BadRequest(f"the body must be JSON of at most {MOST_BYTES} bytes, with its length", status=415)
-        return self.server.routes[self.path](dict(json.loads(self.rfile.read(int(length)))))
+        body = dict(json.loads(self.rfile.read(int(length))))
+        return "application/json", json.dumps(self.server.routes[self.path](body))
 
     def check(self, token: str, known: bool) -> None:
         """Refuse who has no token, a name of this machine that another site has made, and pages of other origins.
@@ -97,12 +95,10 @@ class Handler(BaseHTTPRequestHandler):
         Args:
             known: the address is one that is answered.
         """
-        host, sender = self.headers.get("Host", ""), self.headers.get("Sec-Fetch-Site", "none")
+        host = self.headers.get("Host", "")
         own_name = host.removesuffix(f":{host.rpartition(':')[2]}") in LOCAL_NAMES  # a tunnel may have another port
-        own_page = self.headers.get("Origin", f"http://{host}") == f"http://{host}" and sender in (
-            "none",
-            "same-origin",
-        )
+        own_page = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
+        own_page &= self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
         if not (own_name and own_page and secrets.compare_digest(token.encode(), self.server.token.encode())):
             raise BadRequest(
                 "the token is missing, or this is another address: open the one in the terminal", status=403

@@ -161,8 +161,7 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         assert own["failure"]["low"] <= own["failure"]["rate"] <= own["failure"]["high"]
     if name == "flips at a name":
         [worst, _] = results["examples"]
-        assert (worst["test"], worst["texts"]) == ("names", ["Ann is good", "Bob is good"])
-        assert [one["label"] for one in worst["answers"]] == ["2", "0"]
+        assert (worst["test"], worst["text"], worst["answer"]) == ("names", "Ann is good → Bob is good", "2 → 0")
         assert worst["excess"] == pytest.approx(0.7)
     page = (tmp_path / "behavior.html").read_text()
     assert "bad words" in page and "words" in capsys.readouterr().out
@@ -461,8 +460,8 @@ def test_sampled_responses_are_labeled_and_shown_in_the_examples(checkpoints, tm
     assert found["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
     assert found["capabilities"]["over-refusal"]["failure"]["rate"] == 0
     assert found["patterns"]["refusal"] == behavior.REFUSALS
-    [shown] = [one["response"] for one in found["examples"][0]["answers"]]
-    assert shown in (tmp_path / "out/behavior.html").read_text() and len(shown) > 0
+    shown = found["examples"][0]["answer"]
+    assert shown and shown in (tmp_path / "out/behavior.html").read_text()
 
 
 # Real data

@@ -423,7 +423,7 @@ def test_a_label_that_cannot_be_read_is_named(form, tmp_path, change):
     label_all(session_on(form, output), "ann")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     write_lines(output, [*rows[:3], {**rows[3], **change}])
-    with pytest.raises(UserError, match=rf"labels.jsonl:4: (labels\[3\].)?{next(iter(change))}"):
+    with pytest.raises(UserError, match=rf"labels.jsonl:4: (\[3\]\.)?{next(iter(change))}"):
         session_on(form, output)
 
 
@@ -532,6 +532,8 @@ def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     assert dict(zip(label.responses, label.ratings, strict=True)) == points
     assert dict(zip(label.responses, label.models, strict=True)) == {"one": "m", "two": "n", "three": "o"}
     assert write_comparisons(rows, [label]) == f"{rows}: 1 rows; 0 ties and repeats are left out"
+    with pytest.raises(UserError, match=r"labels.jsonl:1: no 'first', 'second', 'verdict'.*leave such rows out"):
+        file_judge(output)
     [ranking], _ = read_rows(rows, "rankings")
     assert dict(zip(ranking.responses, ranking.ranks, strict=True)) == places
     pairs, _ = read_rows(rows, "comparisons")
