@@ -100,7 +100,7 @@ def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
     if not any(item.votes and (item.verdicts or not verdicts) for item in found):
         wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
         raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
-    mute = [item.prompt.row_id for item in found if not verdicts and not item.has_texts]
+    mute = [item.prompt.row_id for item in found if not (verdicts or item.first or item.second)]
     raise_all(
         f"{name}: no responses for judge={config.judge} to read; name their columns, first and second"
         for name in mute[:1]
@@ -155,7 +155,9 @@ def agreement_figures(voted: Judged) -> Figures:
     sides = [item.first for item in items], [item.second for item in items]
     longer = longer_judge([item.prompt for item in items], *sides)
     rows: dict[str, Sequence[Votes]] = {"judge": [(item, verdict, item.label) for item, verdict in voted]}
-    if all(item.has_texts for item in items) and longer != [verdict for _, verdict in voted]:
+    if {*longer} - {TIE} and longer != [
+        verdict for _, verdict in voted
+    ]:  # there are texts of two lengths, and another judge
         rows["the longer response"] = [(item, verdict, item.label) for item, verdict in zip(items, longer, strict=True)]
     if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
         rows["judge and one person"] = [(item, one, vote) for item, one in voted for vote in item.votes.values()]
@@ -216,9 +218,9 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
 
 def show_results(path: Path, results: Figures) -> None:
     """Write the results as a self-contained page, and print its tables and sentences on standard output."""
-    leans = {"the longer response wins": results["longer"]} if results["longer"] else {}
     orders = {"the two orders contradict each other": "inconsistent", "the response shown first wins": "position_bias"}
-    leans |= {name: {"judge": results[key]} for name, key in orders.items() if key in results}
+    leans = {name: {"judge": results[key]} for name, key in orders.items() if key in results}
+    leans |= {"the longer response wins": results["longer"]} if results["longer"] else {}
     subsets = {name: figures["judge"] for name, figures in results["subsets"].items()}
     sections = [
         Section(

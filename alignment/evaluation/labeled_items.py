@@ -38,7 +38,6 @@ FORMS = {  # what is not as usual in rows that have this column
 }  # fmt: skip
 OURS = {*USUAL, *FORMS["verdict"], "pair"}
 SHARES = {"1": WIN, "1.0": WIN, "0.5": TIE, "0": LOSS, "0.0": LOSS}  # numbers in a column `verdict` or `outcome`
-CHOICES = {"1": WIN, "2": LOSS}  # numbers in any other
 WORDS = {
     "first": WIN, "model_a": WIN, "left": WIN, "a": WIN, "tie": TIE, "draw": TIE, "both": TIE,
     "second": LOSS, "model_b": LOSS, "right": LOSS, "b": LOSS,
@@ -95,11 +94,6 @@ class LabeledItem:
     cluster: str
     votes: dict[str, float] = field(default_factory=dict)
     verdicts: dict[bool, Verdict] = field(default_factory=dict)
-
-    @property
-    def has_texts(self) -> bool:
-        """True where a judge has something to read."""
-        return bool(self.first or self.second)
 
     @property
     def label(self) -> Verdict:
@@ -175,7 +169,7 @@ def read_votes(
     )
     labels = columns["label"]
     zero = {"0": TIE} if any(str(values[name]) == "2" for _, values in rows for name in labels) else {}
-    numbers = SHARES if battles or labels in (["verdict"], ["outcome"]) else CHOICES | zero
+    numbers = SHARES if battles or labels in (["verdict"], ["outcome"]) else {"1": WIN, "2": LOSS, **zero}
     votes, problems = list[Judgment](), list[str]()
     for at, values in rows:
         row = _row_of(at, values, columns)

@@ -141,7 +141,7 @@ def test_models_stand_in_one_order_in_all_their_items(tmp_path):
     ]
     items = {}
     add_items(rows_file(tmp_path / "votes.jsonl", votes), LabelColumns(), items)
-    assert {(item.pair, item.has_texts, item.cluster) for item in items.values()} == {("ant against zoo", False, "1")}
+    assert {(item.pair, item.first, item.cluster) for item in items.values()} == {("ant against zoo", "", "1")}
     assert [item.label for item in items.values()] == [0.0, 1.0, 0.5]
 
 
