@@ -170,6 +170,7 @@ def read_votes(
     labels = columns["label"]
     zero = {"0": TIE} if any(str(values[name]) == "2" for _, values in rows for name in labels) else {}
     numbers = SHARES if battles or labels in (["verdict"], ["outcome"]) else {"1": WIN, "2": LOSS, **zero}
+    way = "it is 1, 0.5, 0, a tie, or a model" if battles else "say in `values` what it stands for"
     votes, problems = list[Judgment](), list[str]()
     for at, values in rows:
         row = _row_of(at, values, columns)
@@ -184,7 +185,7 @@ def read_votes(
             word = "" if values[name] is None else str(values[name]).strip().lower()
             verdict = words.get("tie" if word.startswith("tie") else word)
             if strict and verdict is None and word:
-                problems.append(f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for")
+                problems.append(f"{at}: {name!r} is {values[name]!r}: {way}")
             votes.append(replace(row, verdict=verdict, judge=row.judge if row.judge and len(labels) == 1 else name))
     raise_all(problems)
     return votes

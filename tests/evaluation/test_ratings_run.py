@@ -106,7 +106,10 @@ def test_rows_that_are_no_battles_are_refused_together(tmp_path):
     with pytest.raises(UserError) as refused:
         rate(tmp_path, write_rows(tmp_path / "battles.jsonl", rows))
     message = str(refused.value)
-    assert "battles.jsonl:1: 'outcome' is 2" in message and "battles.jsonl:3: 'outcome' is 'c'" in message
+    assert (
+        "battles.jsonl:1: 'outcome' is 2: it is 1, 0.5, 0," in message
+        and "battles.jsonl:3: 'outcome' is 'c'" in message
+    )
     with pytest.raises(UserError, match=r"battles\.jsonl:4: no column 'model_b'; it has model_a, outcome"):
         rate(tmp_path, write_rows(tmp_path / "battles.jsonl", [*rows, {"model_a": "a", "outcome": 1}]))
     with open(tmp_path / "battles.jsonl", "a", encoding="utf-8") as file:
