@@ -509,8 +509,7 @@ def inspect_probe(
         train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_columns(columns),
         max_rows=max_rows, max_length=max_length,
     )  # fmt: skip
-    task = "token_classification" if words else "classification"
-    print(write_probe(model, rows, output, task=task, pooling=pooling))
+    print(write_probe(model, rows, output, words=words, pooling=pooling))
 
 
 @inspect.command("saliency")
@@ -533,13 +532,11 @@ def inspect_saliency(
     ] = "saliency.html",
 ) -> None:
     """Write a page with the share of each token in a model's answer: integrated gradients, gradient x input, ablation."""
-    if (text is None) == (prompts is None):
-        raise UserError("give --text, or a file by --prompts")
     from alignment.analysis import write_saliency
     from alignment.data.rows.read import read_rows
 
     rows: list[Any] = read_rows(prompts, "prompts")[0] if prompts else []
-    inputs = text or [row.prompt for row in rows]
+    inputs = [*(text or []), *(row.prompt for row in rows)]
     print(write_saliency(model, inputs, output, targets=target or [], baseline=baseline, unit=drop))
 
 

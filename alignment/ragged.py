@@ -110,12 +110,14 @@ class Ragged(DeviceBatch):
         *,
         weight: float | None = None,
         row_ids: Sequence[str] = (),
+        segments: Sequence[Sequence[int]] = (),
     ) -> "Ragged":
         """Lay documents of at least one token end to end.
 
         Args:
             target_masks: True where a token is a prediction that counts; None: every token but each first one.
             weight: None: the number of targets.
+            segments: sentence of each token, document by document; the batch has none where all are 0.
         """
         lengths = tuple(len(document) for document in documents)
         if not lengths or min(lengths) == 0:
@@ -128,6 +130,7 @@ class Ragged(DeviceBatch):
         if target_masks is not None:
             counts &= torch.tensor([flag for mask in target_masks for flag in mask], dtype=torch.bool)
         targets = counts.nonzero().squeeze(1)
+        sentences = [sentence for document in segments for sentence in document]
         return cls(
             tokens=torch.tensor([token for document in documents for token in document], dtype=torch.long),
             positions=positions,
@@ -137,6 +140,7 @@ class Ragged(DeviceBatch):
             target_rows=rows[targets],
             weight=float(len(targets)) if weight is None else float(weight),
             row_ids=tuple(row_ids),
+            segments=torch.tensor(sentences) if any(sentences) else None,
         )
 
     @classmethod

@@ -6,10 +6,9 @@ Nothing is trained or scored here: see evaluation for that, and scripts/ablate.p
 from alignment.analysis.attention import EncoderDecoderMaps, attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.inspection import write_attention
-from alignment.analysis.lens import logit_lens, write_lens
+from alignment.analysis.lens import layer_states, logit_lens, write_lens
 from alignment.analysis.probe import write_probe
 from alignment.analysis.saliency import write_saliency
-from alignment.analysis.states import layer_states
 from alignment.models.operations import forward_operations
 
 __all__ = [

@@ -7,7 +7,7 @@ thing that may run in it, by its hash.
 import base64
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from alignment.analysis.attention import attention_maps, encoder_decoder_attenti
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
+from alignment.files import write_json
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
@@ -138,6 +139,12 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 # The page
+
+
+def write_texts(output: str | Path, template: str, model: str, texts: Sequence[Mapping[str, object]]) -> Path:
+    """Write a page of a template and its numbers beside it as JSON, text by text; return the page's path."""
+    write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": texts})
+    return render_page(Path(output), TEMPLATES / template, title=str(model), texts=texts)
 
 
 def head_maps(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, object]]]:

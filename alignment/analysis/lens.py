@@ -1,29 +1,67 @@
-"""`alignment inspect lens`: the tokens that each layer's state would predict, were the layers after it left out.
+"""States of every layer, ours and transformers', and `alignment inspect lens`: the tokens that each would predict.
 
-The model computes its logits itself, with another layer's state before its final norm: scales, caps and output layers act
-as they always do. A page with a table for each text and a JSON file beside it are written.
+Layers are counted as transformers counts its `hidden_states`: 0 is the input of the first block, L the output of the last
+one after the final norm, where there is one. For the lens the model computes its logits itself, with another layer's state
+before that norm: scales, caps and output layers act as they always do.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from alignment.analysis.inspection import TEMPLATES, encoded, shown
-from alignment.analysis.states import block_inputs
+from alignment.analysis.inspection import encoded, shown, write_texts
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
-from alignment.evaluation.report.html import render_page
-from alignment.files import write_json
+from alignment.generation.generate import start_token_of
 from alignment.loading import load_model, load_tokenizer
+from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
-from alignment.models.external.rectangles import pad_rows, run_padded
-from alignment.models.language_model import LanguageModel, MaskedLanguageModel
-from alignment.models.model import evaluation_mode
+from alignment.models.external.rectangles import PaddedRows, forward_tokens, run_padded
+from alignment.models.model import Model, evaluation_mode
+from alignment.models.native_model import NativeModel
 from alignment.ragged import Ragged
+
+
+@torch.no_grad()
+def layer_states(model: Model, batch: Ragged) -> list[Tensor]:
+    """States of the batch's own tokens in each layer, L + 1 times [N, D], without dropout; of an encoder-decoder the encoder's."""
+    assert isinstance(model, NativeModel | ExternalModel)
+    with evaluation_mode(model):
+        return _native_states(model, batch) if isinstance(model, NativeModel) else _external_states(model, batch)
+
+
+def _native_states(model: NativeModel, batch: Ragged) -> list[Tensor]:
+    has_encoder = isinstance(model, Seq2SeqModel)
+    trunk: Any = model.get_submodule("encoder" if has_encoder else "trunk")
+    inputs: list[Tensor] = []
+    with ExitStack() as hooks:
+        for block in trunk.blocks:
+            hooks.enter_context(block.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
+        read = model.read(
+            trunk, batch, prefix=None if has_encoder else model.active_prefix()
+        )  # there it is the decoder's
+    return [read._replace(states=states).own_states() for states in [*inputs, read.states]]
+
+
+def _external_states(model: ExternalModel, batch: Ragged) -> list[Tensor]:
+    inner, virtual = model.inner.base_model, model.active_virtual_tokens()
+    if model.inner.config.is_encoder_decoder:
+        inner, virtual = model.inner.get_encoder(), virtual._replace(prefix=None)
+
+    def forward(rows: PaddedRows, columns: Tensor | None) -> Tensor:
+        states = getattr(run_padded(inner, virtual, rows, output_hidden_states=True), "hidden_states", None)
+        if not states:
+            raise UserError(f"{type(inner).__name__}: transformers' class for this model gives no states of its layers")
+        return torch.stack(states, 2)[:, virtual.prompt_size :]
+
+    return list(forward_tokens(forward, batch, model.padding_id).unbind(1))
+
+
+# The lens
 
 
 class Lens(NamedTuple):
@@ -35,7 +73,7 @@ class Lens(NamedTuple):
 
 
 @torch.no_grad()
-def logit_lens(model: nn.Module, ids: Sequence[int], top: int = 5) -> Lens:
+def logit_lens(model: Model, ids: Sequence[int], top: int = 5) -> Lens:
     """The `top` tokens that each layer's state gives through the final norm and the head, of a document of T tokens.
 
     KL(p || q) = sum_v p_v (log p_v - log q_v), p the model's own distribution, that of the last layer
@@ -52,45 +90,38 @@ def logit_lens(model: nn.Module, ids: Sequence[int], top: int = 5) -> Lens:
     return Lens(torch.stack([each.indices for each in best]), torch.stack([each.values.exp() for each in best]), kl)
 
 
-def lens_logits(model: nn.Module, ids: Sequence[int]) -> Iterator[Tensor]:
+def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
     """Logits [T, V] of each layer's state, from the input of the first block to the model's own."""
-    inputs = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    if isinstance(model, LanguageModel | MaskedLanguageModel):
-        norm = model.trunk.norm
-        with block_inputs(model.trunk) as states:
-            own = model(inputs).logits[0]
-    elif isinstance(model, ExternalModel) and model.task == "language" and not model.inner.config.is_encoder_decoder:
-        norm, states = _final_norm(model, Ragged.build([ids]).to(inputs.device))
-        own = model(inputs).logits[0]
-    else:
+    if model.task != "language" or start_token_of(model) is not None:
         raise UserError(
             "the logit lens needs a language model of one side, no encoder-decoder, classifier or reward model"
         )
-    for state in states:
-        with norm.register_forward_pre_hook(lambda _, inputs, state=state: (state, *inputs[1:])):
-            yield model(inputs).logits[0]
-    yield own
-
-
-def _final_norm(model: ExternalModel, batch: Ragged) -> tuple[nn.Module, list[Tensor]]:
-    """The norm outside the layers whose output is the last layer's state, and what could stand before it: the other states."""
-    outputs: list[tuple[nn.Module, Tensor]] = []
+    inputs = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    outputs: list[tuple[nn.Module, object]] = []  # of what stands outside the layers, the inner ones first
     with ExitStack() as hooks:
-        for name, part in model.inner.named_modules():
-            if "norm" in type(part).__name__.lower() and not any(place.isdigit() for place in name.split(".")):
-                hooks.enter_context(
-                    part.register_forward_hook(lambda norm, inputs, output: outputs.append((norm, output)))
-                )
-        rows = pad_rows(batch, model.padding_id)
-        output = run_padded(model.inner, model.active_virtual_tokens(), rows, output_hidden_states=True)
-    states: list[Tensor] = list(getattr(output, "hidden_states", None) or ())
-    found = [norm for norm, output in outputs if states and torch.equal(output.view_as(states[-1]), states[-1])]
-    if not found:
+        for name, part in model.named_modules():
+            if not any(place.isdigit() for place in name.split(".")):
+                hooks.enter_context(part.register_forward_hook(lambda part, _, output: outputs.append((part, output))))
+        *states, last = layer_states(model, Ragged.build([ids]).to(inputs.device))
+    norms = [
+        part
+        for part, output in outputs
+        if isinstance(output, Tensor) and torch.equal(output.squeeze(0)[-len(ids) :], last)
+    ]
+    if not norms:
         raise UserError(
-            f"{type(model.inner).__name__}: no norm between the last layer and the head is found in transformers' class for "
-            "this model, so the logit lens cannot read its layers; take a decoder with a final norm"
+            f"{type(getattr(model, 'inner', model)).__name__}: no norm between the last layer and the head is found in "
+            "transformers' class for this model, so the logit lens cannot read its layers; take a decoder with a final norm"
         )
-    return found[-1], states[:-1]
+    for state in states:
+
+        def give(_: nn.Module, given: tuple[Tensor, ...], state: Tensor = state) -> Tensor:
+            before = given[0][..., : -len(ids), :]  # tokens of a soft prompt
+            return torch.cat([before, state.expand(*before.shape[:-2], -1, -1)], -2)
+
+        with norms[0].register_forward_pre_hook(give):
+            yield model(inputs).logits[0]
+    yield model(inputs).logits[0]
 
 
 def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int = 5) -> Path:
@@ -106,8 +137,9 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
     found = []
     for text, ids in zip(texts, encoded(tokenizer, texts, "--text"), strict=True):
         lens = logit_lens(loaded, ids, top)
-        best = [[shown(tokenizer, place) for place in layer] for layer in lens.tokens.tolist()]
-        numbers = {"probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist()}
-        found.append({"text": text, "tokens": shown(tokenizer, ids), "best": best, **numbers})
-    write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": found})
-    return render_page(Path(output), TEMPLATES / "lens.html.jinja", title=str(model), texts=found)
+        found.append({
+            "text": text, "tokens": shown(tokenizer, ids),
+            "best": [[shown(tokenizer, best) for best in layer] for layer in lens.tokens.tolist()],
+            "probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist(),
+        })  # fmt: skip
+    return write_texts(output, "lens.html.jinja", model, found)

@@ -5,35 +5,31 @@ A page and a JSON file beside it are written.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_scalar_adapter, read_members
+from alignment.adapters.files import is_scalar_adapter
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
-from alignment.analysis.inspection import TEMPLATES, shown
+from alignment.analysis.inspection import shown, write_texts
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.evaluation.report.html import render_page
-from alignment.files import write_json
 from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
-from alignment.models.heads import score_outputs
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.model import check_lengths
-from alignment.models.native_model import NativeModel
+from alignment.models.model import Model, check_lengths
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged
-from alignment.reward_model import RewardModel, load_reward_model
-from alignment.reward_model.model import Encoded, document_scores
+from alignment.reward_model import RewardModel, load_reward_model, member_count
+from alignment.reward_model.model import Encoded, batch_scores
 
 Unit = Literal["word", "sentence", "turn"]
 UNITS = {"word": re.compile(r"\S+\s*"), "sentence": re.compile(r"\S.*?(?:[.!?]+(?=\s|$)|$)\s*", re.DOTALL)}
@@ -61,8 +57,7 @@ class Explained:
     def batch(self, documents: Sequence[Encoded]) -> Ragged:
         """The documents as the model reads them."""
         masks = [[place >= len(one.ids) - self.target for place in range(len(one.ids))] for one in documents]
-        segments = torch.tensor([segment for one in documents for segment in one.segments])
-        batch = replace(Ragged.build([one.ids for one in documents], masks), segments=segments)
+        batch = Ragged.build([one.ids for one in documents], masks, segments=[one.segments for one in documents])
         return batch.to(next(self.model.parameters()).device)
 
     @torch.no_grad()
@@ -71,112 +66,90 @@ class Explained:
         return [self.value(self.batch([self.encode(prompt)])).item() for prompt in prompts]
 
 
-ExplainedOf = Callable[[str | Messages, str | None], Explained]  # (prompt, target) -> the number
-
-
-def load_explained(source: str) -> ExplainedOf:
+def load_explained(source: str) -> Callable[[str | Messages, str | None], Explained]:
     """The number that is explained of the model of a directory or Hub name, by its head, given a prompt and a target or None.
 
     The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the whole
     text) or a class (None: the most probable one).
     """
-    checkpoint = Checkpoint(source)
-    head, kind, device = _head_of(checkpoint), architecture_of(checkpoint), best_device()
-    if kind == "encoder-decoder" or (head == "language" and kind != "decoder"):
+    checkpoint, device = Checkpoint(source), best_device()
+    kind, is_score, is_class = architecture_of(checkpoint), member_count(checkpoint.directory) > 1, False
+    if checkpoint.is_adapter:
+        is_score = is_scalar_adapter(checkpoint.directory)
+    elif not is_score:
+        config = read_config(checkpoint.directory)
+        if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+            is_score = len(config.get("id2label") or (0, 1)) == 1
+            is_class = not is_score
+    if kind == "encoder-decoder" or not (is_score or is_class or kind == "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
-    if head == "score":
-        reward_model = load_reward_model(source, device=device)
-        return lambda prompt, target: explained_score(reward_model, target)
+    if is_score:
+        return partial(explained_score, load_reward_model(source, device=device))
     tokenizer = load_tokenizer(checkpoint)
-    if head == "class":
-        classifier = load_pretrained(checkpoint.directory, "sequence", device=device)
-        return lambda prompt, target: explained_class(classifier, tokenizer, prompt, target)
-    model = load_model(checkpoint, device=device)
-    return lambda prompt, target: explained_continuation(model, tokenizer, prompt, target)
+    if is_class:
+        return partial(explained_class, load_pretrained(checkpoint.directory, "sequence", device=device), tokenizer)
+    return partial(explained_continuation, load_model(checkpoint, device=device), tokenizer)
 
 
-def _head_of(checkpoint: Checkpoint) -> Literal["score", "class", "language"]:
-    directory = checkpoint.directory
-    if read_members(directory) is not None or (checkpoint.is_adapter and is_scalar_adapter(directory)):
-        return "score"
-    config = read_config(checkpoint.base)
-    named = str((config.get("architectures") or [""])[0])
-    if checkpoint.is_adapter or not named.endswith("ForSequenceClassification"):
-        return "language"
-    return "score" if score_outputs(config) > 1 or len(config.get("id2label") or (0, 1)) == 1 else "class"
-
-
-def explained_continuation(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str | Messages, target: str | None
-) -> Explained:
+def explained_continuation(model: Model, tokenizer: Tokenizer, prompt: str | Messages, target: str | None) -> Explained:
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
-    if target is not None:
-        response = response_ids(tokenizer, target, prompt, ended=False)
-        if not response:
-            raise UserError(f"--target {target!r} has no token; give a continuation, or leave it out")
-    else:
+    if target is None:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
         with torch.no_grad():
             response = [int(model(ids).logits[0, -1].argmax())]
+    else:
+        response = response_ids(tokenizer, target, prompt, ended=False)
+    if not response:
+        raise UserError(f"--target {target!r} has no token; give a continuation, or leave it out")
+
+    def encode(prompt: str | Messages) -> Encoded:
+        ids = [*prompt_ids(tokenizer, prompt), *response]
+        return Encoded(ids, [0] * len(ids))
 
     def value(batch: Ragged) -> Tensor:
         return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
 
-    name = f"log-probability of {tokenizer.decode(response)!r}, nats"
-    return Explained(
-        name,
-        model,
-        tokenizer,
-        lambda prompt: _one_text([*prompt_ids(tokenizer, prompt), *response]),
-        value,
-        len(response),
-    )
+    written = tokenizer.decode(response)
+    return Explained(f"log-probability of {written!r}, nats", model, tokenizer, encode, value, len(response))
 
 
-def explained_score(reward_model: RewardModel, response: str | None) -> Explained:
+def explained_score(reward_model: RewardModel, prompt: str | Messages, response: str | None) -> Explained:
     """A reward model's score of the prompt with a response, or of the prompt as the whole text."""
-    model = reward_model.model
-    last_alone = getattr(model, "task", "") == "scalar"
+    if response is None and not isinstance(prompt, str):
+        raise UserError("a reward model scores messages with a response: give --target")
 
     def encode(prompt: str | Messages) -> Encoded:
-        if response is None and not isinstance(prompt, str):
-            raise UserError("a reward model scores messages with a response: give --target")
         return reward_model.encode([str(prompt) if response is None else (prompt, response)])[0]
 
     def value(batch: Ragged) -> Tensor:
-        output = model(batch=batch, **({"tokens": batch.last} if last_alone else {}))
-        return reward_model.combined(reward_model.calibration.apply(document_scores(output)))
+        return reward_model.combined(reward_model.calibration.apply(batch_scores(reward_model.model, batch)))
 
-    return Explained("score", model, reward_model.tokenizer, encode, value)
+    return Explained("score", reward_model.model, reward_model.tokenizer, encode, value)
 
 
-def explained_class(model: nn.Module, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
+def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
     """The log-probability of a class of the text, or of its most probable one, nats."""
-    config = cast(NativeModel | ExternalModel, model).config
-    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(config.get("num_labels") or 2)}
-    numbers = {str(name): int(number) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
-    if not isinstance(text, str) or (label is not None and label not in numbers):
+    stored = model.config.get("id2label") or {i: f"LABEL_{i}" for i in range(model.config.get("num_labels") or 2)}
+    names = [str(stored[number]) for number in sorted(stored, key=int)]
+    if not isinstance(text, str) or label not in (None, *names):
         raise UserError(
-            f"a classifier reads texts, no messages, and --target is one of {', '.join(numbers)}, or left out"
+            f"a classifier reads texts, no messages, and --target is one of {', '.join(names)}, or left out"
         )
 
-    def log_probs(batch: Ragged) -> Tensor:
-        return model(batch=batch).logits.log_softmax(-1)
-
     def encode(text: str | Messages) -> Encoded:
-        return _one_text(tokenizer(cast(str, text), truncation=False, verbose=False)["input_ids"])
+        ids = tokenizer(str(text), truncation=False, verbose=False)["input_ids"]
+        return Encoded(ids, [0] * len(ids))
 
-    whole = Explained("", model, tokenizer, encode, log_probs)
     if label is None:
         with torch.no_grad():
-            label = list(numbers)[int(log_probs(whole.batch([encode(text)])).argmax())]
-    return replace(
-        whole, name=f"log-probability of class {label}, nats", value=lambda batch: log_probs(batch)[:, numbers[label]]
-    )
+            batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
+            label = names[int(batch_scores(model, batch).argmax())]
+    number = names.index(label)
 
+    def value(batch: Ragged) -> Tensor:
+        return batch_scores(model, batch).log_softmax(-1)[:, number]
 
-def _one_text(ids: Sequence[int]) -> Encoded:
-    return Encoded(ids, [0] * len(ids))
+    return Explained(f"log-probability of class {label}, nats", model, tokenizer, encode, value)
 
 
 # Attributions
@@ -184,7 +157,7 @@ def _one_text(ids: Sequence[int]) -> Encoded:
 
 def embedding_layers(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
-    parts = [part for part in model.modules() if isinstance(part, NativeModel | ExternalModel)]
+    parts = [part for part in model.modules() if isinstance(part, Model)]
     return list(dict.fromkeys(
         part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
         for part in parts
@@ -219,41 +192,39 @@ def explain_answer(
         unit: of the parts left out; see `without_each`.
     """
     document, layers, tokenizer = explained.encode(prompt), embedding_layers(explained.model), explained.tokenizer
-    if baseline != ZERO and baseline not in tokenizer.get_vocab():
+    vocabulary, length = tokenizer.get_vocab(), len(document.ids)
+    if baseline != ZERO and baseline not in vocabulary:
         raise UserError(
             f"--baseline {baseline!r}: give {ZERO}, or a token of the vocabulary, such as the padding token"
         )
-    check_lengths(explained.model, [("the text", len(document.ids))], "shorten it")
-    ids, places = explained.batch([document]).tokens, range(len(document.ids))
-    free = [i < len(ids) - explained.target and document.ids[i] not in tokenizer.all_special_ids for i in places]
+    check_lengths(explained.model, [("the text", length)], "shorten it")
+    ids = explained.batch([document]).tokens
+    before_target = length - explained.target
+    free = [i < before_target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)]
     with torch.no_grad():
         inputs = layers[0](ids).float()
-        away = (
-            torch.zeros_like(inputs) if baseline == ZERO else layers[0](ids.new_tensor(tokenizer.get_vocab()[baseline]))
-        )
-        start = torch.where(torch.tensor(free, device=ids.device)[:, None], away.float(), inputs)
+        away = torch.zeros_like(inputs) if baseline == ZERO else layers[0](ids.new_tensor(vocabulary[baseline])).float()
+        start = torch.where(torch.tensor(free, device=ids.device)[:, None], away, inputs)
 
     def value(vectors: Tensor) -> Tensor:
         with replaced_embeddings(layers, vectors):
             return explained.value(explained.batch([document] * len(vectors)))
 
-    found, plain = integrated_gradients(value, inputs, start), gradient_times_input(value, inputs)
-    if not found.complete:
-        print(f"{explained.name}: integrated gradients miss its change by {found.residual:.3g}", file=sys.stderr)
-    parts = without_each(prompt, unit)
-    [own, *left] = explained.values([prompt, *(other for _, other in parts if len(parts) > 1)])
-    numbers = {"baseline_value": found.baseline_value, "change": found.value - found.baseline_value}
+    def of_free(values: Tensor) -> list[float | None]:
+        return [one if is_free else None for one, is_free in zip(values.tolist(), free, strict=True)]
+
+    found, parts = integrated_gradients(value, inputs, start), without_each(prompt, unit)
+    left = explained.values([other for _, other in parts if len(parts) > 1])
     return {
-        "prompt": prompt, "explained": explained.name, "value": own,
+        "prompt": prompt, "explained": explained.name, "value": found.value,
         "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,
-        "gradient_x_input": [one if free[i] else None for i, one in enumerate(plain.tolist())],
+        "gradient_x_input": of_free(gradient_times_input(value, inputs)),
         "integrated_gradients": {
-            "values": [one if free[i] else None for i, one in enumerate(found.values.tolist())],
-            "baseline": baseline, **numbers, "residual": found.residual, "complete": found.complete,
-            "gradients": found.gradients,
+            **found._asdict(), "values": of_free(found.values), "baseline": baseline, "change": found.value - found.baseline_value,
         },
         "ablation": {
-            "unit": unit, "parts": [part for part, _ in parts], "values": left, "changes": [own - other for other in left],
+            "unit": unit, "parts": [part for part, _ in parts], "values": left,
+            "changes": [found.value - other for other in left],
         },
     }  # fmt: skip
 
@@ -297,10 +268,9 @@ def write_saliency(
     if len(targets) not in (0, 1, len(prompts)) or not prompts:
         raise UserError(f"{len(prompts)} prompts and {len(targets)} --target; give one for all, one for each, or none")
     explained_of = load_explained(model)
-    each = list(targets) * (len(prompts) if len(targets) == 1 else 1) or [None] * len(prompts)
+    each = targets if len(targets) == len(prompts) else [*targets, None][:1] * len(prompts)
     found = [
         explain_answer(explained_of(prompt, target), prompt, baseline=baseline, unit=unit)
         for prompt, target in zip(prompts, each, strict=True)
     ]
-    write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": found})
-    return render_page(Path(output), TEMPLATES / "saliency.html.jinja", title=str(model), texts=found)
+    return write_texts(output, "saliency.html.jinja", model, found)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -239,11 +239,11 @@ def _batch(examples: Sequence[TaskExample]) -> TaskBatch:
         [text.ids for text in texts],
         weight=sum(example.weight for example in examples),
         row_ids=[example.row_id for example in examples for _ in example.encoded],
+        segments=[text.segments for text in texts],
     )
-    segments = torch.tensor([segment for text in texts for segment in text.segments])
     sizes = torch.tensor([len(example.encoded) for example in examples])
     return TaskBatch(
-        replace(ragged, segments=segments) if segments.any() else ragged,
+        ragged,
         labels=torch.tensor([label for example in examples for label in example.labels]),
         rows=torch.repeat_interleave(torch.arange(len(examples)), sizes),
     )

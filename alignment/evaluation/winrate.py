@@ -223,8 +223,13 @@ def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
     return Merged(merged, inconsistent, merged.count(None))
 
 
-def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Difference of two accuracies on the same items (1.0 for each right answer, else 0.0), with its 95 % interval."""
-    leads = [ours - theirs for ours, theirs in zip(right, baseline, strict=True)]
-    low, high = paired_interval(leads.count(1.0), leads.count(-1.0), len(leads))
-    return {"difference": sum(leads) / len(leads), "low": 2 * low - 1, "high": 2 * high - 1}
+def accuracy_gain(
+    right: Sequence[float], baseline: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> dict[str, float]:
+    """Difference of two accuracies on the same items (1.0 for each right answer, else 0.0), with its 95 % interval.
+
+    `clusters` are as of `win_rate`.
+    """
+    leads = [(1 + ours - theirs) / 2 for ours, theirs in zip(right, baseline, strict=True)]
+    found = win_rate(leads, clusters=clusters)
+    return {"difference": 2 * found.rate - 1, "low": 2 * found.low - 1, "high": 2 * found.high - 1}

@@ -1,7 +1,7 @@
 """A reward model and its tokenizer: texts, prompts with responses, and steps in; scores out. Loading is in load.py."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -269,20 +269,21 @@ class RewardModel:
 def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int = 16_384) -> Tensor:
     """Raw scores of texts by each member of a model, whole or sharded by an engine, float32 on the CPU, [n, k]."""
     found: list[tuple[list[int], Tensor]] = []
-    device, is_decoder = next(model.parameters()).device, getattr(model, "task", "") == "scalar"
+    device = next(model.parameters()).device
     for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
-        batch = Ragged.build([texts[i].ids for i in group])
-        segments = torch.tensor([part for i in group for part in texts[i].segments])
-        if segments.any():
-            batch = replace(batch, segments=segments)
-        batch = batch.to(device)
-        last_alone = {"tokens": batch.last} if is_decoder else {}  # its last layer computes no other tokens then
-        scored = document_scores(model(batch=batch, **last_alone), None if is_decoder else batch.last)
-        found.append((group, scored.float().cpu()))
+        batch = Ragged.build([texts[i].ids for i in group], segments=[texts[i].segments for i in group])
+        found.append((group, batch_scores(model, batch.to(device)).float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
     for group, values in found:
         scores[group] = values
     return scores
+
+
+def batch_scores(model: nn.Module, batch: Ragged) -> Tensor:
+    """Raw scores of the documents of a batch by each member of a model, or a classifier's logits, with a gradient, [B, k]."""
+    is_decoder = getattr(model, "task", "") == "scalar"
+    last_alone = {"tokens": batch.last} if is_decoder else {}  # its last layer computes no other tokens then
+    return document_scores(model(batch=batch, **last_alone), None if is_decoder else batch.last)
 
 
 def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | None = None) -> Tensor:

@@ -147,4 +147,4 @@ def _judge(config: ProbeConfig, source: str, parts: tuple[LabeledExamples, Label
     states, classes = (fit.states[-1], judged.states[-1]), (fit.classes, judged.classes)
     outcomes = probe_outcomes(states, classes, count=len(parts[0].names), ridge=config.ridge)
     print(f"probe: {source}", file=sys.stderr)
-    return list(outcomes)
+    return [each.tolist() for each in outcomes]

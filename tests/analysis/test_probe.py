@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from alignment import cli
 from alignment.adapters import PromptSpec, attach
-from alignment.analysis.probe import ProbeRows, control_classes, fit_probe, probe_layers, read_probe_rows
-from alignment.analysis.states import document_states, layer_states
+from alignment.analysis.lens import layer_states
+from alignment.analysis.probe import ProbeRows, control_classes, probe_layers, probe_outcomes, read_probe_rows
 from alignment.data.rows.records import Tally
 from alignment.data.tasks import LabeledExamples, LabeledRow, TaskExample
 from alignment.data.text.special_tokens import EncodedText
@@ -30,19 +30,21 @@ from parity_reference import read_cases, write_checkpoint  # noqa: E402
 
 def test_by_hand():
     # One feature, -1, -1, 1, 1: standardized as it is. Indicators of class 1 less their mean: -1/2, -1/2, 1/2, 1/2.
-    # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4
-    found = fit_probe(np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([0, 0, 1, 1]), count=2, ridge=0.25)
-    np.testing.assert_allclose(found.weight, [[-0.4, 0.4]])
-    np.testing.assert_allclose(found.bias, [0.5, 0.5])
-    assert found.classify(np.array([[-0.1], [0.1]])).tolist() == [0, 1]
+    # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4, bias 1/2: class 1 above 0. With the classes 0, 0, 0, 1 the weight
+    # is (1 + ridge)^-1 * 1/4 = 0.2 and the bias 1/4, against 3/4 - 0.2 z: class 1 above 5/4.
+    states, held_out = np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([[-0.1], [0.1], [1.2], [1.3]])
+    fitted, right = probe_outcomes((states, held_out), (np.array([0, 0, 1, 1]),) * 2, count=2, ridge=0.25)
+    assert fitted.tolist() == [1, 1, 1, 1] and right.tolist() == [1, 0, 1, 1]
+    _, right = probe_outcomes((states, held_out), (np.array([0, 0, 0, 1]),) * 2, count=2, ridge=0.25)
+    assert right.tolist() == [1, 1, 1, 1]
 
 
 def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():
     classes, rng = np.array([0, 1] * 4), np.random.default_rng(0)
     states = np.concatenate([rng.normal(size=(2, 30))[classes], np.full((8, 1), 7.0)], 1)
     states[:, :30] += 0.01 * rng.normal(size=(8, 30))
-    found = fit_probe(states, classes, count=2, ridge=0.01)
-    assert np.isfinite(found.weight).all() and (found.classify(states) == classes).all()
+    fitted, right = probe_outcomes((states, states), (classes, classes), count=2, ridge=0.01)
+    assert fitted.tolist() == right.tolist() == [1] * 8
 
 
 # States
@@ -82,14 +84,15 @@ def test_states_leave_a_soft_prompt_out(checkpoints):
     assert_close(states[0], model.trunk.embed(batch.tokens))  # llama adds no positions
 
 
-def test_document_states_come_with_their_numbers(checkpoints, monkeypatch):
+def test_rows_are_in_order_whatever_the_batches(checkpoints, monkeypatch):
     model, documents = load_model(checkpoints["gpt2"]), [[5, 6, 7], [8], [9, 10, 11, 12, 5]]
-    monkeypatch.setattr("alignment.analysis.states.BATCH_TOKENS", 4)
-    found = dict(document_states(model, list(map(encoded_text, documents))))
-    assert sorted(found) == [0, 1, 2]
-    for number, ids in enumerate(documents):
-        for one, other in zip(found[number], layer_states(model, Ragged.build([ids])), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+    monkeypatch.setattr("alignment.analysis.probe.BATCH_TOKENS", 4)
+    alone = [layer_states(model, Ragged.build([ids])) for ids in documents]
+    for pooling, read in (("first", lambda x: x[0]), ("last", lambda x: x[-1]), ("mean", lambda x: x.mean(0))):
+        found = read_probe_rows(model, examples_of(documents, [0, 1, 0]), pooling)
+        for number, layer in enumerate(found.states):
+            expected = torch.stack([read(layers[number]) for layers in alone])
+            np.testing.assert_allclose(layer, expected, atol=1e-5)
 
 
 # What probes find
@@ -134,15 +137,15 @@ def test_a_planted_feature_is_found_where_it_is_and_after_and_a_shuffled_label_n
     parts = examples_of(documents[:400], labels[:400]), examples_of(documents[400:], labels[400:])
     fit, judged = (read_probe_rows(model, part, pooling) for part in parts)
     layers, baselines = probe_layers(fit, judged, count=2)
-    assert [one.accuracy.rate > 0.97 for one in layers] == [False, False, True, True, True]
+    assert [one["accuracy"]["rate"] > 0.97 for one in layers] == [False, False, True, True, True]
     for one in layers[:2]:
-        assert one.accuracy.low < 0.5 < one.accuracy.high
+        assert one["accuracy"]["low"] < 0.5 < one["accuracy"]["high"]
     for one in layers[2:]:
-        assert one.selectivity["low"] > 0.15 and one.accuracy.low > baselines["majority"]
+        assert one["selectivity"]["low"] > 0.15 and one["accuracy"]["low"] > baselines["majority"]
     assert baselines["control_seen"] == 1  # "text 17": the last word is the last token
     order = np.random.default_rng(1).permutation
     shuffled, _ = probe_layers(*(part._replace(classes=order(part.classes)) for part in (fit, judged)), count=2)
-    assert all(one.accuracy.low < 0.5 < one.accuracy.high for one in shuffled)
+    assert all(one["accuracy"]["low"] < 0.5 < one["accuracy"]["high"] for one in shuffled)
 
 
 def test_a_label_that_the_word_alone_gives_has_no_selectivity():
@@ -155,8 +158,8 @@ def test_a_label_that_the_word_alone_gives_has_no_selectivity():
         ProbeRows([states[part]], classes[part], types[part], words[part]) for part in (slice(600), slice(600, None))
     )
     [layer], baselines = probe_layers(*parts, count=2)
-    assert layer.accuracy.rate == layer.control.rate == 1 and layer.selectivity["rate"] == 0
-    assert layer.selectivity["low"] < 0 < layer.selectivity["high"] and baselines["control_seen"] == 1
+    assert layer["accuracy"]["rate"] == layer["control"]["rate"] == 1 and layer["selectivity"]["difference"] == 0
+    assert layer["selectivity"]["low"] < 0 < layer["selectivity"]["high"] and baselines["control_seen"] == 1
 
 
 def test_words_of_one_text_count_as_a_cluster():
@@ -167,8 +170,8 @@ def test_words_of_one_text_count_as_a_cluster():
     widths = []
     for texts in (range(300), np.repeat(np.arange(20), 15).tolist()):
         [layer], _ = probe_layers(fit, ProbeRows([states], np.ones(300, int), ["b"] * 300, texts), count=2)
-        assert layer.accuracy.rate == 0.75
-        widths.append(layer.accuracy.high - layer.accuracy.low)
+        assert layer["accuracy"]["rate"] == 0.75
+        widths.append(layer["accuracy"]["high"] - layer["accuracy"]["low"])
     assert widths[1] > 3 * widths[0]  # the root of 15 is 3.9
 
 
@@ -204,11 +207,11 @@ def test_the_command_writes_a_page_and_results(checkpoints, tmp_path, capsys):
         and found["pooling"] == "last"
         and found["rows"] + found["held_out_rows"] == 90
     )
-    assert [layer["layer"] for layer in found["layers"]] == [0, 1, 2]
+    assert len(found["layers"]) == 3
     rate = found["layers"][1]["accuracy"]
     assert rate["rate"] == 1 and 0.5 < rate["low"] < rate["high"] == 1 and rate["n"] == found["held_out_rows"]
     html = page.read_text()
-    assert html.count("<svg") == 2 and "http" not in html.replace("http-equiv", "") and "<script" not in html
+    assert html.count("<svg") == 1 and "http" not in html.replace("http-equiv", "") and "<script" not in html
 
 
 def test_words_with_labels_are_probed_one_by_one(checkpoints, tmp_path):
