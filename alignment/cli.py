@@ -349,20 +349,23 @@ def label(
     ),
     show_report: Annotated[bool, typer.Option("--report", help="Print pace and agreement; serve nothing.")] = False,
     comparisons: Annotated[str | None, typer.Option(metavar="FILE", help="Write rows for reward and dpo.")] = None,
-    export_to: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--export", metavar="argilla|label-studio FILE", help="Write JSON for that program."),
+    argilla: Annotated[str | None, typer.Option(metavar="FILE", help="Write records for Argilla, JSON.")] = None,
+    label_studio: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write tasks for Label Studio, JSON.")
     ] = None,
 ) -> None:
     """Serve a page, on this machine only, on which people judge responses; or read their labels."""
-    from alignment.commands import label as labelling
+    from alignment.commands.label import serve_labels, write_labels
+    from alignment.evaluation.labels import LabelSession, agreement_lines, read_questions
 
     marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
-    if not (show_report or comparisons or export_to):
-        return labelling.serve_labels(
-            file, Path(output), annotator=annotator, port=port, seed=seed, repeats=repeats, ratings=ratings, flags=marks
-        )
-    labelling.write_labels(file, Path(output), comparisons, export_to)
+    items = read_questions(file)
+    session = LabelSession(items, Path(output), seed=seed, repeats=repeats, ratings=ratings, flags=marks)
+    if show_report or comparisons or argilla or label_studio:
+        write_labels(list(session.labels.values()), comparisons, argilla, label_studio)
+    else:
+        serve_labels(session, annotator, port)
+    print("\n".join(agreement_lines(session.labels.values())))
 
 
 @app.command()

@@ -42,7 +42,7 @@ class Case:
     Attributes:
         name: stable words; a rename in the library leaves them alone. The case's directory has the same name.
         command: words of the command line, a packaged config included.
-        models: option or config key -> name of the case that makes the model which it names.
+        models: option or config key -> name of the case that makes the model which it names, or CASE/FILE of another result.
         settings: further options and overrides.
         launch: launch file for two processes; None: in this process.
     """
@@ -63,7 +63,8 @@ class Case:
         if words[0] not in ("generate", "evaluate"):
             words.append("training.max_steps=4")
         for key, name in self.models.items():
-            words += [key, f"{name}/model"] if key.startswith("--") else [f"{key}={name}/model"]
+            path = name if "/" in name else f"{name}/model"
+            words += [key, path] if key.startswith("--") else [f"{key}={path}"]
         return [*words, *self.settings]
 
 
@@ -123,7 +124,7 @@ def select(cases: dict[str, Case], only: Sequence[str]) -> list[Case]:
     wanted = {name for names in named.values() for name in names} if only else set(cases)
     waiting = list(wanted)
     while waiting:
-        waiting += cases[waiting.pop()].models.values()
+        waiting += [name.partition("/")[0] for name in cases[waiting.pop()].models.values()]
         wanted |= set(waiting)
     return [case for case in cases.values() if case.name in wanted]
 

@@ -4,7 +4,6 @@ SFT on them is expert iteration (RAFT, ReST, STaR), which a recipe repeats: best
 trained here. The choice among the responses to a prompt is in rewards/selection.py.
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.files import write_json, write_text
+from alignment.files import write_json, write_json_lines
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
@@ -209,7 +208,7 @@ def run(config: BestOfNConfig) -> Path:
                 f"themselves, and the best score is {samples.scores.nan_to_num(-math.inf).max():g}; raise max_new_tokens or "
                 "set require_end=false, lower threshold, or sample more (responses_per_prompt, temperature)"
             )
-        write_text(output / f"{kind}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[kind]))
+        write_json_lines(output / f"{kind}.jsonl", rows[kind])
     return output
 
 

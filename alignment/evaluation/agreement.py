@@ -7,8 +7,7 @@ all items on one prompt, for dependent. Win rates that a judge's errors are take
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -58,14 +57,6 @@ def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hash
     return found
 
 
-def macro_scores(predicted: Sequence[Label], true: Sequence[Label]) -> Figures:
-    """Precision, recall and F1 of the labels that anyone was given or gave, each the plain mean over labels."""
-    hot = _one_hot(list(zip(predicted, true, strict=True)))
-    right, given, wanted = (hot[:, 0] * hot[:, 1]).sum(0), hot[:, 0].sum(0), hot[:, 1].sum(0)
-    scores = {"precision": right / np.maximum(given, 1), "recall": right / np.maximum(wanted, 1)}
-    return {name: float(each.mean()) for name, each in {**scores, "f1": 2 * right / (given + wanted)}.items()}
-
-
 def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
     """Mean of values [n] +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
     mean, (error, number) = float(values.mean()), clustered_error(values, clusters)
@@ -73,7 +64,7 @@ def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 
 
-# Coefficients corrected for chance: functions of a sum over items of tables [labels, labels]
+# Coefficients corrected for chance: 1 - observed / expected disagreement, of a sum over items of tables [labels, labels]
 
 
 def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[Hashable] | None = None) -> Figures:
@@ -86,7 +77,7 @@ def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Seque
     Source: Cohen 1960, Educational and Psychological Measurement 20, 37-46.
     """
     hot = _one_hot(list(zip(first, second, strict=True)))
-    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], _cohen, clusters)
+    return _with_interval(hot[:, 0, :, None] * hot[:, 1, None, :], clusters)
 
 
 def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[Hashable] | None = None) -> Figures:
@@ -96,7 +87,7 @@ def fleiss_kappa(labels: Sequence[Sequence[Label]], clusters: Sequence[Hashable]
     """
     counts = {sum(label is not None for label in row) for row in labels}
     raise_all([f"Fleiss' kappa needs as many labels for each item, found {sorted(counts)}"] if len(counts) > 1 else [])
-    return _with_interval(_coincidences(labels), partial(_pooled, drawn=0), clusters)
+    return _with_interval(_coincidences(labels), clusters)
 
 
 def krippendorff_alpha(
@@ -115,7 +106,7 @@ def krippendorff_alpha(
 
     Source: Krippendorff 2011, "Computing Krippendorff's alpha-reliability".
     """
-    return _with_interval(_coincidences(labels), partial(_pooled, drawn=1, level=level), clusters)
+    return _with_interval(_coincidences(labels), clusters, drawn=1, level=level)
 
 
 def _one_hot(labels: Sequence[Sequence[Label]]) -> np.ndarray:
@@ -133,26 +124,18 @@ def _coincidences(labels: Sequence[Sequence[Label]]) -> np.ndarray:
     return pairs / np.maximum(counts.sum(1) - 1, 1)[:, None, None]
 
 
-def _cohen(tables: np.ndarray) -> np.ndarray:
-    """Kappa of tables [..., labels, labels] of the first rater's label by the second's."""
-    n, equal = tables.sum((-2, -1)), np.trace(tables, axis1=-2, axis2=-1)
-    expected = (tables.sum(-1) * tables.sum(-2)).sum(-1) / n
-    return (equal - expected) / (n - expected)
-
-
-def _pooled(tables: np.ndarray, *, drawn: int, level: Level = "nominal") -> np.ndarray:
-    """1 - observed / expected disagreement of coincidences [..., labels, labels]; `drawn` 1: without replacement."""
-    margins = tables.sum(-1)
-    n, rows, columns = margins.sum(-1), margins[..., :, None], margins[..., None, :]
+def _chance_corrected(tables: np.ndarray, drawn: int, level: Level) -> np.ndarray:
+    """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: labels expected without replacement."""
+    rows, columns, n = tables.sum(-1)[..., :, None], tables.sum(-2)[..., None, :], tables.sum((-2, -1))
     distance = 1 - np.eye(tables.shape[-1])
     if level == "ordinal":  # labels between two, both ends counting half
-        middle = margins.cumsum(-1) - margins / 2
-        distance = (middle[..., :, None] - middle[..., None, :]) ** 2
+        middle = rows.cumsum(-2) - rows / 2
+        distance = (middle - middle.swapaxes(-2, -1)) ** 2
     return 1 - (tables * distance).sum((-2, -1)) * (n - drawn) / (rows * columns * distance).sum((-2, -1))
 
 
 def _with_interval(
-    tables: np.ndarray, coefficient: Callable[[np.ndarray], np.ndarray], clusters: Sequence[Hashable] | None
+    tables: np.ndarray, clusters: Sequence[Hashable] | None, *, drawn: int = 0, level: Level = "nominal"
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
     kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
@@ -164,7 +147,8 @@ def _with_interval(
     rng, count = np.random.default_rng(0), sums.shape[-1]
     draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
-        value, *spread = coefficient(np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])).tolist()
+        totals = np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])
+        value, *spread = _chance_corrected(totals, drawn, level).tolist()
     known = [each for each in spread if math.isfinite(each)]
     low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
     return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": size}

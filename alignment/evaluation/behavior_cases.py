@@ -3,13 +3,12 @@
 Models and rates are in behavior.py. Source: Ribeiro et al. 2020, arXiv:2005.04118 (CheckList).
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from math import prod
-from typing import Literal, NamedTuple
+from itertools import chain, product
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -44,7 +43,7 @@ class BehaviorCase(Settings):
         tolerance: INV, DIR: a smaller change of the value is none; in probability, or in the unit of the score.
         skip: INV, DIR: labels predicted for the original that make the case say nothing.
         fill: name in the examples, which are Jinja templates then -> its values; all combinations are cases. A value is a
-            text, or names with texts (`{{ city.country }}`); `FILE#COLUMN` stands for the texts of a column of rows.
+            text, or names with texts (`{{ city.country }}`).
         where: condition in the same names, in Jinja; other combinations are left out. None: none is.
         max_cases: of more combinations so many are drawn, the same ones each time.
     """
@@ -53,30 +52,30 @@ class BehaviorCase(Settings):
     type: Literal["MFT", "INV", "DIR"]
     examples: list[Text]
     capability: str = "all"
-    label: Label | list[Label] | None = None
+    label: Label | list[Label] = field(default_factory=list)
     accept: dict[str, list[Label]] = field(default_factory=dict)
     change: Literal["rises", "falls", "does not rise", "does not fall"] | None = None
     of: dict[str, float] | None = None
     tolerance: NonNegativeFloat = 0.1
     skip: list[Label] = field(default_factory=list)
-    fill: dict[str, str | list[Label | dict[str, Label]]] = field(default_factory=dict)
+    fill: dict[str, list[Label | dict[str, Label]]] = field(default_factory=dict)
     where: str | None = None
     max_cases: PositiveInt = 500
 
     RULES = (
-        Rule("label", lambda c: c.type == "MFT" and c.label in (None, []), "must be given for MFT: the label, or a list"),
+        Rule("label", lambda c: c.type == "MFT" and c.label == [], "must be given for MFT: the label, or a list"),
         Rule("change", lambda c: (c.type == "DIR") != (c.change is not None), "goes with DIR, which needs one"),
         Rule("examples", lambda c: len(c.examples) < (1 if c.type == "MFT" else 2),
              "must be a list of texts: one at least, of INV and DIR two, the original first"),
-        Rule("fill", lambda c: [name for name, own in c.fill.items() if isinstance(own, str) and "#" not in own],
-             "takes a list of values or FILE#COLUMN; see {found}"),
+        Rule("fill", lambda c: np.prod([float(len(own)) for own in c.fill.values()]) > MAX_COMBINATIONS,
+             f"must have at most {MAX_COMBINATIONS} combinations; shorten the lists"),
     )  # fmt: skip
 
     @property
     def accepted(self) -> list[str]:
         """The labels that pass, of MFT."""
-        given = self.label if isinstance(self.label, list) else [] if self.label is None else [self.label]
-        return [str(label) for each in given for label in self.accept.get(str(each), [each])]
+        labels = self.label if isinstance(self.label, list) else [self.label]
+        return [str(label) for each in labels for label in self.accept.get(str(each), [each])]
 
 
 def read_cases(sources: Sequence[str], expectations: str | None = None) -> list[BehaviorCase]:
@@ -85,18 +84,18 @@ def read_cases(sources: Sequence[str], expectations: str | None = None) -> list[
     Args:
         expectations: YAML file, name of a test -> keys of a case that the rows of that test lack.
     """
-    rules = SourcedYaml({}) if expectations is None else _read_sections(expectations)
+    rules = {row.values["test"]: row for row in _read_rows(expectations)} if expectations else {}
     cases, problems = list[BehaviorCase](), list[str]()
-    for row in [row for source in sources for row in _read_rows(source)]:
+    for row in chain.from_iterable(map(_read_rows, sources)):
         given = {key: value for key, value in row.values.items() if value is not None and key not in NOT_READ}
-        rule = rules.values.get(str(given.get("test")), {})
-        places = {(key,): rules.location((given["test"], key)) for key in rule.keys() - given.keys()}
+        rule = rules.get(str(given.get("test")), SourcedYaml({}))
+        places = {(key,): rule.location((key,)) for key in rule.values.keys() - given.keys()}
         try:
-            case = build(BehaviorCase, SourcedYaml({**rule, **given}, {**row.locations, **places}))
+            case = build(BehaviorCase, SourcedYaml({**rule.values, **given}, {**row.locations, **places}))
             cases += fill_templates(case, row.location(("fill",))) if case.fill else [case]
         except UserError as error:
             problems.append(str(error))
-    raise_all(dict.fromkeys(problems or ([] if cases else ["tests: there is no case in these files"])))
+    raise_all(problems or ([] if cases else ["tests: there is no case in these files"]))
     return cases
 
 
@@ -106,50 +105,34 @@ def _read_rows(source: str) -> list[SourcedYaml]:
         rows = list(read_raw(source))
         raise_all(row.problem for row in rows if row.values is None)
         return [SourcedYaml(row.values, {(): row.location}) for row in rows]
-    document = _read_sections(source)
-    sections = {name: document.section((name,)) for name in document.values}
-    return [SourcedYaml({"test": name, **own.values}, own.locations) for name, own in sections.items()]
-
-
-def _read_sections(path: str) -> SourcedYaml:
-    """A YAML file of sections by the name of a test."""
-    document = read_yaml(path)
-    sections = document.values.items() if isinstance(document.values, dict) else [("the file", None)]
-    wrong = [name for name, section in sections if not isinstance(section, dict)]
-    raise_all(f"{document.location((name,))}: {name} must be a section, under the name of a test" for name in wrong)
-    return document
+    document = read_yaml(source)
+    sections: dict[str, Any] = document.values if isinstance(document.values, dict) else {"the file": None}
+    raise_all(
+        f"{document.location((name,))}: {name} must be a section, under the name of a test"
+        for name, section in sections.items()
+        if not isinstance(section, dict)
+    )
+    return [
+        SourcedYaml({"test": name, **section}, document.section((name,)).locations)
+        for name, section in sections.items()
+    ]
 
 
 def fill_templates(template: BehaviorCase, location: str = "fill") -> list[BehaviorCase]:
     """The cases of a template; UserError with its location where there are none, or a name or the syntax is wrong."""
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-    lists = [_read_column(values) if isinstance(values, str) else values for values in template.fill.values()]
-    size = prod(map(len, lists))
     try:
         chosen = environment.compile_expression(template.where or "true", undefined_to_none=False)
-        named = (
-            dict(zip(template.fill, values, strict=True)) for values in product(*lists) if size <= MAX_COMBINATIONS
-        )
+        named = (dict(zip(template.fill, values, strict=True)) for values in product(*template.fill.values()))
         filled = [names for names in named if chosen(**names)]
-        drawn = sorted(random.Random(0).sample(range(len(filled)), min(template.max_cases, len(filled))))
+        drawn = np.sort(np.random.default_rng(0).permutation(len(filled))[: template.max_cases])
         pairs = [(text,) if isinstance(text, str) else text for text in template.examples]
         compiled = [[environment.from_string(piece) for piece in pair] for pair in pairs]
         texts = [[tuple(piece.render(filled[i]) for piece in pair) for pair in compiled] for i in drawn]
     except (TemplateError, TypeError) as error:
         raise UserError(f"{location}: {template.test}: a template cannot be filled: {error}") from error
-    none = (
-        f"{location}: {template.test}: no case; of {size} combinations (at most {MAX_COMBINATIONS}) `where` leaves none"
-    )
-    raise_all([] if texts else [none])
+    raise_all([] if texts else [f"{location}: {template.test}: no case; `fill` and `where` leave no combination"])
     return [replace(template, examples=[t if len(t) == 2 else t[0] for t in case], fill={}) for case in texts]
-
-
-def _read_column(source: str) -> list[Label]:
-    """The texts of a column, from `FILE#COLUMN`."""
-    file, _, column = source.rpartition("#")
-    rows = list(read_raw(file))
-    raise_all(row.problem or f"{row.location}: no {column!r}" for row in rows if column not in (row.values or {}))
-    return [row.values[column] for row in rows if row.values]
 
 
 # The rule of a case
@@ -182,24 +165,27 @@ def judge_case(case: BehaviorCase, predictions: Sequence[Prediction]) -> CaseRes
     Source: Ribeiro et al. 2020, arXiv:2005.04118, section 2, and `expect.py` of their package checklist.
     """
     if case.type == "MFT":
-        wrong = [1 - sum(one.values.get(label, 0.0) for label in case.accepted) for one in predictions]
+        excess = [1 - sum(one.values.get(label, 0.0) for label in case.accepted) for one in predictions]
         failed = [one.label not in case.accepted for one in predictions]
     else:
-        first = predictions[0]
-        weights = {"score": 1.0} if first.label is None else case.of or {first.label: 1.0}
-        start, *others = (sum(weights[key] * one.values.get(key, 0.0) for key in weights) for one in predictions)
-        room = {"does not fall": start, "does not rise": 1 - start}.get(case.change or "", 1.0)
-        if first.label in [str(label) for label in case.skip] or (
-            first.label and not case.of and room <= case.tolerance
+        first = predictions[0].label
+        weights = {"score": 1.0} if first is None else case.of or {first: 1.0}
+        values = np.array([sum(weights[key] * one.values.get(key, 0.0) for key in weights) for one in predictions])
+        room = {"does not fall": values[0], "does not rise": 1 - values[0]}.get(case.change or "", 1.0)
+        if first in [str(label) for label in case.skip] or (
+            first is not None and not case.of and room <= case.tolerance
         ):
             return CaseResult(None)
-        needed, downwards = case.change in ("rises", "falls"), case.change in ("rises", "does not fall")
-        changes = [abs(v - start) if case.type == "INV" else start - v if downwards else v - start for v in others]
-        wrong = [0.0, *(change + (case.tolerance if needed else -case.tolerance) for change in changes)]
-        kept = [first.label is not None and one.label == first.label and case.type == "INV" for one in predictions]
-        failed = [
-            not same and (over >= 0 if needed else over > ROUNDING) for over, same in zip(wrong, kept, strict=True)
-        ]
-        wrong[0], failed[0] = -float("inf"), False
-    worst = max(range(len(wrong)), key=lambda number: (failed[number], wrong[number]))
-    return CaseResult(any(failed), wrong[worst], worst)
+        fall = values[0] - values
+        excess = {
+            None: abs(fall) - case.tolerance,
+            "does not fall": fall - case.tolerance,
+            "does not rise": -fall - case.tolerance,
+            "falls": case.tolerance - fall,
+            "rises": case.tolerance + fall,
+        }[case.change]
+        excess[0] = -np.inf  # the original does not fail
+        kept = [case.type == "INV" and first is not None and one.label == first for one in predictions]
+        failed = (excess > (-ROUNDING if case.change in ("falls", "rises") else ROUNDING)) & ~np.array(kept)
+    worst = max(range(len(predictions)), key=lambda number: (failed[number], excess[number]))
+    return CaseResult(bool(failed[worst]), float(excess[worst]), worst)

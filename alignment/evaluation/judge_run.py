@@ -1,9 +1,9 @@
 """A judge held against people (`alignment evaluate judge`): its agreement with them, what it prefers, what its win rates are worth.
 
-The rows are read in labeled_items.py; the statistics are in agreement.py and corrected.py, the page in report/judge_page.py.
+The rows are read in labeled_items.py; the statistics are in agreement.py and corrected.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -14,15 +14,13 @@ import numpy as np
 from annotated_types import Interval
 
 from alignment.data.rows.files import SUFFIXES
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.evaluation.agreement import (
     Figures,
-    Label,
     Level,
     cohen_kappa,
     fleiss_kappa,
     krippendorff_alpha,
-    macro_scores,
     mean_figures,
     vote_agreement,
 )
@@ -33,13 +31,14 @@ from alignment.evaluation.judge_faults import judgment_figures
 from alignment.evaluation.judges import Judge, build_judge, compare, longer_judge
 from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, add_items
 from alignment.evaluation.logged_judge import LoggedJudge
-from alignment.evaluation.report.judge_page import print_judge, write_judge_page
+from alignment.evaluation.report.html import Row, Section, format_cell, format_share, render_page
+from alignment.evaluation.report.recipe_report import print_table
 from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import write_json
 
-Judged = Sequence[
-    tuple[LabeledItem, float]
-]  # items and the judge's verdicts for the first response, both orders merged
+# items and the judge's verdicts for the first response, both orders merged
+Judged = Sequence[tuple[LabeledItem, float]]
+Votes = tuple[LabeledItem, Verdict, Verdict]  # of two raters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +61,13 @@ class JudgeEvalConfig(JudgeConfig, LabelColumns):
 
 def run(config: JudgeEvalConfig) -> Path:
     """Judge what people have judged, compare, and write `results.json`, `judge.html` and tables on the screen."""
-    items: Items = {}
-    files = [config.labels] if isinstance(config.labels, str) else config.labels
+    output = Path(config.output)
     verdicts = config.verdicts if config.judge == "verdicts" and config.verdicts else ""
-    in_column = bool(verdicts) and not verdicts.endswith(SUFFIXES)
-    rows = replace(config, columns={**config.columns, "verdict": verdicts}) if in_column else config
-    for file in files:
-        add_items(file, rows, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")
-    if verdicts and not in_column:
-        add_items(verdicts, config, items, by_judge=True)
-    found = list(items.values())
-    if not any(item.votes and (item.verdicts or not verdicts) for item in found):
-        wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
-        raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
-    if not verdicts and (mute := [item.prompt.row_id for item in found if not item.has_texts]):
-        raise UserError(
-            f"{mute[0]}: no responses for judge={config.judge} to read; name their columns, first and second"
-        )
+    found = read_items(config, verdicts)
     prompts = [item.prompt for item in found]
     if config.judge == "gold":
         check_hotel_prompts(prompts, "judge=gold")
-    judge = judge_of_rows(found) if verdicts else build_judge(config, Path(config.output))
+    judge = judge_of_rows(found) if verdicts else build_judge(config, output)
     sides = [item.first for item in found], [item.second for item in found]
     judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share)
     results = {
@@ -95,10 +80,32 @@ def run(config: JudgeEvalConfig) -> Path:
         orders = judgment_figures(judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
-    write_json(Path(config.output) / "results.json", results)
-    write_judge_page(Path(config.output) / "judge.html", results)
-    print_judge(results)
-    return Path(config.output) / "results.json"
+    write_json(output / "results.json", results)
+    show_results(output / "judge.html", results)
+    return output / "results.json"
+
+
+def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
+    """The items of the config's files, with `verdicts`, a file or a column of the rows, unless that is empty."""
+    items: Items = {}
+    files = [config.labels] if isinstance(config.labels, str) else config.labels
+    for file in files:
+        add_items(file, config, items, subset=Path(file).name.partition(".")[0] if len(files) > 1 else "")
+    judged = [(file, {**config.columns, "label": verdicts}) for file in files if verdicts]
+    if verdicts.endswith(SUFFIXES):
+        judged = [(verdicts, {})]
+    for file, columns in judged:
+        add_items(file, replace(config, columns=columns), items, by_judge=True)
+    found = list(items.values())
+    if not any(item.votes and (item.verdicts or not verdicts) for item in found):
+        wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
+        raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
+    mute = [item.prompt.row_id for item in found if not verdicts and not item.has_texts]
+    raise_all(
+        f"{name}: no responses for judge={config.judge} to read; name their columns, first and second"
+        for name in mute[:1]
+    )
+    return found
 
 
 def judge_of_rows(items: Sequence[LabeledItem]) -> Judge:
@@ -118,24 +125,24 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
     """The figures of results.json, from a judge's verdict for the first response of each item; `width` as in the config."""
     judged = [(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if verdict is not None]
     voted = [(item, verdict) for item, verdict in judged if item.votes]
-    decided = [(verdict, item.label) for item, verdict in voted if item.label is not None]
     subsets = sorted({item.subset for item, _ in voted})
     clusters = [item.cluster for item, _ in voted]
-    people = [list(item.votes.values()) for item, _ in voted]
-    both = [[*item.votes.values(), verdict] for item, verdict in voted]
+    labels = {
+        "people": [list(item.votes.values()) for item, _ in voted],
+        "people and judge": [[*item.votes.values(), verdict] for item, verdict in voted],
+    }
     return {
         "labeled": sum(bool(item.votes) for item in items),
-        "without_majority": len(voted) - len(decided),
+        "without_majority": sum(item.label is None for item, _ in voted),
         "agreement": agreement_figures(voted),
         "subsets": {
             name: agreement_figures([row for row in voted if row[0].subset == name])
             for name in subsets
             if len(subsets) > 1
         },
-        "macro": macro_scores(*zip(*decided, strict=True)) if decided else None,
         "alpha": {
             name: {level: krippendorff_alpha(rows, level=level, clusters=clusters) for level in get_args(Level)}
-            for name, rows in (("people", people), ("people and judge", both))
+            for name, rows in labels.items()
         },
         "longer": longer_figures(voted),
         **win_rate_figures(judged, width),
@@ -144,41 +151,34 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
 
 def agreement_figures(voted: Judged) -> Figures:
     """Agreement of the judge with most people and with each, of the longer response, and of people among themselves."""
-
-    def compared(rows: Sequence[tuple[LabeledItem, Label, Label]], *, pooled: bool = False) -> Figures:
-        known = [row for row in rows if None not in row]
-        votes, clusters = [row[1:] for row in known], [item.cluster for item, *_ in known]
-        first, second = [one for one, _ in votes], [other for _, other in votes]
-        kappa = fleiss_kappa(votes, clusters) if pooled else cohen_kappa(first, second, clusters)
-        return {**vote_agreement(votes, clusters), "kappa": kappa}
-
-    items, own = [item for item, _ in voted], [verdict for _, verdict in voted]
-    longer = longer_judge(
-        [item.prompt for item in items], [item.first for item in items], [item.second for item in items]
-    )
-    found = {"judge": compared([(item, verdict, item.label) for item, verdict in voted])}
-    if all(item.has_texts for item in items) and longer != own:
-        rows = zip(items, longer, strict=True)
-        found["the longer response"] = compared([(item, verdict, item.label) for item, verdict in rows])
+    items = [item for item, _ in voted]
+    sides = [item.first for item in items], [item.second for item in items]
+    longer = longer_judge([item.prompt for item in items], *sides)
+    rows: dict[str, Sequence[Votes]] = {"judge": [(item, verdict, item.label) for item, verdict in voted]}
+    if all(item.has_texts for item in items) and longer != [verdict for _, verdict in voted]:
+        rows["the longer response"] = [(item, verdict, item.label) for item, verdict in zip(items, longer, strict=True)]
     if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
-        found["judge and one person"] = compared(
-            [(item, one, vote) for item, one in voted for vote in item.votes.values()]
-        )
-        found["two people"] = compared(pairs, pooled=True)
+        rows["judge and one person"] = [(item, one, vote) for item, one in voted for vote in item.votes.values()]
+        rows["two people"] = pairs
+    found = {}
+    for name, compared in rows.items():
+        known = [row for row in compared if None not in row]
+        votes, clusters = [row[1:] for row in known], [item.cluster for item, *_ in known]
+        raters = [one for one, _ in votes], [other for _, other in votes]
+        kappa = fleiss_kappa(votes, clusters) if name == "two people" else cohen_kappa(*raters, clusters)
+        found[name] = {**vote_agreement(votes, clusters), "kappa": kappa}
     return found
 
 
 def longer_figures(voted: Judged) -> Figures | None:
     """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths."""
-    leads = [np.sign(len(item.first) - len(item.second)) * item.has_texts for item, _ in voted]
-    unequal = [(lead, *row) for lead, row in zip(leads, voted, strict=True) if lead]
-    verdicts = np.array([(lead, verdict, item.mean_vote) for lead, item, verdict in unequal]).reshape(-1, 3).T
-    judge, people = TIE + verdicts[0] * (verdicts[1:] - TIE)
-    parts, clusters = (
-        {"judge": judge, "people": people, "difference": judge - people},
-        [row[1].cluster for row in unequal],
-    )
-    return {name: mean_figures(values, clusters) for name, values in parts.items()} if unequal else None
+    rows = [(item, verdict) for item, verdict in voted if len(item.first) != len(item.second)]
+    leads = np.sign([len(item.first) - len(item.second) for item, _ in rows])
+    verdicts = np.array([(verdict, item.mean_vote) for item, verdict in rows]).reshape(-1, 2).T
+    judge, people = TIE + leads * (verdicts - TIE)
+    shares = {"judge": judge, "people": people, "difference": judge - people}
+    clusters = [item.cluster for item, _ in rows]
+    return {name: mean_figures(values, clusters) for name, values in shares.items()} if rows else None
 
 
 def win_rate_figures(judged: Judged, width: float) -> Figures:
@@ -186,11 +186,9 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
 
     The correlation of judge and people is that within pairs of models, and around one half where no models are named.
     """
-    groups: dict[str, list[tuple[LabeledItem, float]]] = {}
-    for item, verdict in judged:
-        groups.setdefault(item.pair, []).append((item, verdict))
     pairs, rest = dict[str, Figures](), list[np.ndarray]()
-    for pair, rows in sorted(groups.items()):
+    for pair in sorted({item.pair for item, _ in judged}):
+        rows = [row for row in judged if row[0].pair == pair]
         known = np.array([(verdict, item.mean_vote) for item, verdict in rows if item.votes]).reshape(-1, 2)
         rest.append(known - (known.mean(0) if pair and len(known) else TIE))
         if pair and len(known) >= MIN_LABELS:
@@ -211,3 +209,64 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
             "without_judge": labels_needed(width, variance=float(people)) if people else None,
         },
     }
+
+
+# The page
+
+
+def show_results(path: Path, results: Figures) -> None:
+    """Write the results as a self-contained page, and print its tables and sentences on standard output."""
+    leans = {"the longer response wins": results["longer"]} if results["longer"] else {}
+    orders = {"the two orders contradict each other": "inconsistent", "the response shown first wins": "position_bias"}
+    leans |= {name: {"judge": results[key]} for name, key in orders.items() if key in results}
+    subsets = {name: figures["judge"] for name, figures in results["subsets"].items()}
+    sections = [
+        Section(
+            "agreement", "Agreement", "The judge with most people and with each, and beside it people among themselves, the "
+            "measure of all judges. Kappa and alpha are 0 for agreement by chance and 1 for no disagreement.",
+            tables=[table_of(results["agreement"]), table_of(subsets), table_of(results["alpha"], "Krippendorff's alpha")],
+        ),
+        Section("preferences", "Preferences", "What the judge prefers beyond what people do.", tables=[table_of(leans)]),
+        Section(
+            "win_rates", "Win rates", "Win rate of the first model of each pair: by the judge on all items, by people's labels on "
+            "some, and corrected: the labels' rate with the judge's verdicts on the other items (prediction-powered). "
+            "Rogan-Gladen's takes the judge's errors alone from the labels; a dash: they are too many, or too little known.",
+            tables=[table_of(results["pairs"])],
+        ),
+    ]  # fmt: skip
+    sentences = judge_sentences(results)
+    sections = [section for section in sections if any(section.tables)]
+    render_page(path, kind="judge", title=str(results["judge"]), summary=" ".join(sentences), sections=sections)
+    for table in [table for section in sections for table in section.tables]:
+        print_table(table)
+    print("\n".join(sentences))
+
+
+def table_of(rows: Mapping[str, Figures], heading: str = "") -> list[Row]:
+    """A table with a row for each name."""
+    return [
+        {heading: name} | {key.replace("_", " "): value for key, value in row.items()} for name, row in rows.items()
+    ]
+
+
+def judge_sentences(results: Figures) -> list[str]:
+    """The meaning of the figures."""
+    judge, labels, error = results["agreement"]["judge"], results["labels"], results["error"]
+    found = [
+        f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them without a "
+        f"majority; the judge failed on {results['failures']}."
+    ]
+    if judge["with_ties"] is not None:
+        agreed = format_share(judge["with_ties"])
+        found.append(f"The judge gives the verdict of most people on {agreed}, kappa {format_cell(judge['kappa'])}.")
+    if error is not None:
+        found.append(
+            f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's on the "
+            f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
+        )
+    found.append(
+        f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
+        f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
+        f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and {labels['without_judge']} without."
+    )
+    return found

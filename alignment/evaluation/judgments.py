@@ -23,6 +23,10 @@ from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.files import explain_full_disk, hash_of
 
 TEXTS = ("id", "first", "second")
+NO_PAIR = (
+    "; a label of one or of more than two responses is no verdict on a pair: leave such rows out, or let people judge the "
+    "form of `evaluate winrate`, which holds pairs alone"
+)
 NAMES = ("judge", "first_model", "second_model")  # which a row may lack
 
 
@@ -63,7 +67,7 @@ def judgment_key(judge: str, prompt: str | Messages, *texts: str) -> str:
 def read_judgments(path: Path) -> list[Judgment]:
     """The judgments of a file of JSON lines (.jsonl or .jsonl.gz), in its order.
 
-    A last line that a kill has torn, which has no line end and is no JSON, is read over and told on standard error.
+    A last line that a kill has torn is left out, see `whole_rows`.
 
     Raises:
         UserError: no such file; rows that are no judgments, all of them, with file:line.
@@ -71,10 +75,7 @@ def read_judgments(path: Path) -> list[Judgment]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: cannot read the verdicts: no such file")
-    rows = list(json_line_rows(path))
-    if len(rows) > 1 and rows[-1].values is None and torn_bytes(path):
-        print(f"{rows[-1].location}: the last line is torn, as by a kill; it is read over", file=sys.stderr)
-        rows.pop()
+    rows = whole_rows(path)
     raise_all(problem for row in rows if (problem := _problem(row)))
     return [_judgment(dict(row.values or {}), row.location) for row in rows]
 
@@ -87,7 +88,9 @@ def _problem(row: RawRow) -> str:
     verdict, probability = values.get("verdict"), values.get("probability")
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
     if missing := [key for key in (*TEXTS, "verdict") if key not in values]:
-        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}"
+        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}" + NO_PAIR * (
+            "ranks" in values
+        )
     elif wrong := [key for key in texts if not isinstance(values[key], str)]:
         problem = f"{', '.join(map(repr, wrong))} must be text"
     elif isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
@@ -104,44 +107,42 @@ def _judgment(row: dict[str, object], location: str) -> Judgment:
     return Judgment(**given, extra=row, location=location)  # type: ignore[arg-type]
 
 
-def torn_bytes(path: Path) -> int:
-    """Size of a last line without a line end that is no JSON, as a kill within a write leaves it; 0 where there is none."""
-    if path.suffix == ".gz" or not path.is_file():
-        return 0
-    last = path.read_bytes().rpartition(b"\n")[2]
-    try:
-        json.loads(last or b"0")
-    except ValueError:
-        return len(last)
-    return 0
+def whole_rows(path: Path, *, mend: bool = False) -> list[RawRow]:
+    """The rows of a file of JSON lines, without a last line that a kill has torn: it has no line end and is no JSON.
+
+    That is told on standard error. With `mend` it is taken out of the file, and the file ends with a line end.
+    """
+    rows, data = list(json_line_rows(path)), b"" if path.suffix == ".gz" else path.read_bytes()
+    if not rows or not data or data.endswith(b"\n"):
+        return rows
+    if rows[-1].values is None and (mend or len(rows) > 1):
+        print(f"{rows.pop().location}: the last line is torn, as by a kill; it is left out", file=sys.stderr)
+        if mend:
+            os.truncate(path, data.rfind(b"\n") + 1)
+    elif mend:
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    return rows
 
 
 class RowLog:
     """A file of JSON lines to which each row is appended at once, and the rows that are in it.
 
-    A kill costs the rows that are not yet given. One that tears a line leaves it without a line end: the next start takes
-    it out of the file and says so. Threads may append at the same time. Without a path the rows are in memory alone.
+    A kill costs the rows that are not yet given; a line that it tears is taken out by the next start. Threads may append at
+    the same time. Without a path the rows are in memory alone.
     """
 
     def __init__(self, path: Path | None = None):
         self.path, self._lock = path, threading.Lock()
-        self.rows: list[Mapping[str, object]] = []
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if torn := torn_bytes(path):
-            os.truncate(path, path.stat().st_size - torn)
-            print(f"{path}: the last line was torn, as by a kill; it is taken out", file=sys.stderr)
-        found = list(json_line_rows(path)) if path.is_file() else []
+        found = whole_rows(path, mend=True) if path is not None and path.is_file() else []
         raise_all(row.problem for row in found if row.values is None)
-        self.rows = [row.values for row in found if row.values is not None]
+        self.rows: list[Mapping[str, object]] = [row.values for row in found if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row as one line, and hand it to the system before returning."""
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         with self._lock:
             self.rows.append(row)
             if self.path is not None:
-                with explain_full_disk(self.path, self.path), open(self.path, "ab+") as file:
-                    whole = not file.tell() or file.seek(-1, os.SEEK_END) < 0 or file.read() == b"\n"
-                    file.write(line if whole else b"\n" + line)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with explain_full_disk(self.path, self.path), open(self.path, "ab") as file:
+                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

@@ -3,14 +3,16 @@
 Rows that need no mapping of columns, known by a column that only they have:
 
     verdict    judgments: id, prompt, first, second, verdict (1, 0.5, 0), judge, first_model, second_model
+    outcome    battles: model_a, model_b, outcome (1, 0.5, 0)
     winner     votes: question_id, turn, model_a, model_b, winner (model_a, model_b, tie), judge
     chosen     comparisons: prompt, chosen, rejected, or whole dialogues as in HH-RLHF
 
-Rows on one item, of the same id and sides in either order, are put together. The figures are in judge_run.py.
+Rows on one item, of the same id and sides in either order, are put together. Figures are in judge_run.py and ratings_run.py.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, cast
 
@@ -21,22 +23,25 @@ from alignment.data.rows.records import Comparison, Prompt
 from alignment.errors import raise_all
 from alignment.evaluation.agreement import majority_label
 from alignment.evaluation.inputs import print_tally
+from alignment.evaluation.judgments import Judgment
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict
 from alignment.settings import PATTERN_SECONDS, Rule, Settings, Share, compile_pattern, refusal
 
-PLAIN = ("id", "prompt", "first", "second", "first_model", "second_model", "subset")
-OURS = {*PLAIN, "label", "annotator", "verdict", "pair", "cluster"}
-FORMS = {
-    "verdict": {**{name: [name] for name in PLAIN}, "label": ["verdict"], "annotator": ["judge"]},
-    "winner": {
-        "id": ["question_id", "turn"], "cluster": ["question_id"], "first_model": ["model_a"], "second_model": ["model_b"],
-        "label": ["winner"], "annotator": ["judge"],
+USUAL = {"first_model": ["model_a"], "second_model": ["model_b"], "cluster": ["cluster"], "label": ["label"]}
+FORMS = {  # what is not as usual in rows that have this column
+    "verdict": {
+        **{name: [name] for name in ("id", "prompt", "first", "second", "first_model", "second_model", "subset")},
+        "label": ["verdict"], "annotator": ["judge"],
     },
+    "outcome": {"label": ["outcome"]},
+    "winner": {"id": ["question_id", "turn"], "label": ["winner"], "annotator": ["judge"]},
 }  # fmt: skip
-SHARES = {"1": WIN, "1.0": WIN, "0.5": TIE, "0": LOSS, "0.0": LOSS}  # of a column `verdict`
+OURS = {*USUAL, *FORMS["verdict"], "pair"}
+SHARES = {"1": WIN, "1.0": WIN, "0.5": TIE, "0": LOSS, "0.0": LOSS}  # numbers in a column `verdict` or `outcome`
+CHOICES = {"1": WIN, "2": LOSS}  # numbers in any other
 WORDS = {
-    "1": WIN, "first": WIN, "model_a": WIN, "left": WIN, "a": WIN, "tie": TIE, "draw": TIE, "both": TIE,
-    "2": LOSS, "second": LOSS, "model_b": LOSS, "right": LOSS, "b": LOSS,
+    "first": WIN, "model_a": WIN, "left": WIN, "a": WIN, "tie": TIE, "draw": TIE, "both": TIE,
+    "second": LOSS, "model_b": LOSS, "right": LOSS, "b": LOSS,
 }  # fmt: skip
 
 Values = Mapping[str, Any]  # of a row, by column
@@ -48,11 +53,12 @@ class LabelColumns(Settings):
 
     Attributes:
         columns: ours -> the file's, where the form of the rows does not say: id, prompt, first and second (the responses),
-            label (people's; several columns are several people), annotator (who gave it), verdict (the judge's),
-            first_model and second_model, or pair (one name for both), subset, cluster (equal for rows that are not
-            independent; the prompt where there is none). Several columns of a text are joined.
+            label (people's; several columns are several people), annotator (who gave it), first_model and second_model, or
+            pair (one name for both), subset, cluster (equal for rows that are not independent; the prompt where there is
+            none). Several columns of a text are joined.
         values: a label as it is written -> 1, 0.5 or 0 for the first response, beside 1, model_a or first, 2, model_b or
-            second, tie, and 0 for a tie where there are 1 and 2; in a column `verdict` 1, 0.5 and 0 stand for themselves.
+            second, the name of a model or of its column, tie, and 0 for a tie where there are 1 and 2; in a column `verdict`
+            or `outcome` 1, 0.5 and 0 stand for themselves.
         annotators: regular expression that the whole name of a person matches whose labels count.
         on_bad_row: of comparisons: report all bad rows and stop, or skip and count them.
     """
@@ -75,9 +81,8 @@ class LabeledItem:
 
     Attributes:
         prompt: its `row_id` is the item's id.
-        first, second: the texts, or the names of the models where there are no texts.
+        first, second: the texts; "" where the rows have none.
         pair: names of both models, the first one first; "" where the rows do not say.
-        has_texts: False where a judge has nothing to read.
         votes: of people, by name. One who gave two that differ, in two orders, has voted for a tie.
         verdicts: of the judge in a file; True: of the order in which `first` was shown second.
     """
@@ -88,9 +93,13 @@ class LabeledItem:
     pair: str
     subset: str
     cluster: str
-    has_texts: bool
     votes: dict[str, float] = field(default_factory=dict)
     verdicts: dict[bool, Verdict] = field(default_factory=dict)
+
+    @property
+    def has_texts(self) -> bool:
+        """True where a judge has something to read."""
+        return bool(self.first or self.second)
 
     @property
     def label(self) -> Verdict:
@@ -107,40 +116,104 @@ Items = dict[tuple[str, ...], LabeledItem]  # by id and sides
 
 
 def add_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool = False, subset: str = "") -> None:
-    """Add the rows of a file to `items`, those that are there or new ones.
+    """Add the rows of a file, see `read_votes`, to `items`, those that are there or new ones.
 
     Args:
-        by_judge: its labels are the judge's verdicts; its rows are of a known form, and `config.columns` are not theirs.
+        by_judge: its labels are the judge's verdicts.
         subset: of rows that do not say.
+    """
+    people = compile_pattern(config.annotators)
+    for vote in read_votes(source, config, strict=not by_judge):
+        item, swapped = _item_of(items, vote, subset)
+        verdict = 1 - vote.verdict if swapped and vote.verdict is not None else vote.verdict
+        if by_judge:
+            item.verdicts[swapped] = verdict
+        elif verdict is not None and people.fullmatch(vote.judge, timeout=PATTERN_SECONDS):
+            item.votes[vote.judge] = verdict if item.votes.get(vote.judge, verdict) == verdict else TIE
+
+
+def _item_of(items: Items, vote: Judgment, subset: str) -> tuple[LabeledItem, bool]:
+    """The item of a vote, known or new, and whether the vote has its sides in the other order."""
+    sides, models = [vote.first, vote.second], [vote.first_model or "", vote.second_model or ""]
+    key = (vote.id, *sorted(models if all(models) else sides))
+    # of two models the alphabet's order, in all their items
+    swapped = models != sorted(models) if all(models) else key in items and items[key].first != vote.first
+    if key not in items:
+        items[key] = LabeledItem(
+            Prompt(vote.prompt, {}, vote.id),
+            *(reversed(sides) if swapped else sides),
+            pair=str(vote.extra["pair"]) or (" against ".join(key[1:]) if all(models) else ""),
+            subset=str(vote.extra["subset"]) or subset,
+            cluster=str(vote.extra["cluster"] or vote.extra.get("question_id") or vote.prompt or vote.id),
+        )
+    return items[key], swapped
+
+
+def read_votes(
+    source: str, config: LabelColumns, *, battles: bool = False, strict: bool = True, also: Collection[str] = ()
+) -> list[Judgment]:
+    """The votes of a file of any form, one for each label of a row; `extra` is the row, with `pair`, `subset` and `cluster`.
+
+    Args:
+        battles: the rows must name two models, and numbers are shares of a win, in whichever column they are.
+        strict: refuse labels that stand for nothing; else they are verdicts that cannot be read.
+        also: further columns that the rows must have.
 
     Raises:
-        UserError: rows without the columns, and labels of people that stand for nothing, with file:line.
+        UserError: rows that cannot be read or lack a column, and labels that stand for nothing, with file:line.
     """
     rows = _rows(source, config.on_bad_row)
-    form = next((form for name, form in FORMS.items() if name in rows[0][1]), {})
-    known = {ours: names for ours, names in form.items() if all(name in rows[0][1] for name in names)}
-    mapped = {} if by_judge else {k: [own] if isinstance(own, str) else own for k, own in config.columns.items()}
-    columns = {"label": ["label"], **known, **mapped}
+    usual = USUAL | next((form for name, form in FORMS.items() if name in rows[0][1]), {})
+    needed = {"label", "first_model", "second_model"} if battles else {"label"}
+    columns = {ours: names for ours, names in usual.items() if ours in needed or rows[0][1].keys() >= set(names)}
+    columns |= {ours: [own] if isinstance(own, str) else own for ours, own in config.columns.items()}
+    used = {name for names in (*columns.values(), also) for name in names}
     raise_all(
-        f"{at}: no column {name!r}; it has {', '.join(values)}: say in `columns` which are meant"
+        f"{at}: no column {name!r}; it has {', '.join(values)}: say in the config which are meant"
         for at, values in rows
-        for name in sorted({name for names in columns.values() for name in names} - values.keys())
+        for name in sorted(used - values.keys())
     )
-    labels, people, problems = columns["label"], compile_pattern(config.annotators), list[str]()
-    twos = any(str(values[name]) == "2" for _, values in rows for name in labels)
-    words = (SHARES if labels == ["verdict"] else WORDS | ({"0": TIE} if twos else {})) | config.values
+    labels = columns["label"]
+    zero = {"0": TIE} if any(str(values[name]) == "2" for _, values in rows for name in labels) else {}
+    numbers = SHARES if battles or labels in (["verdict"], ["outcome"]) else CHOICES | zero
+    votes, problems = list[Judgment](), list[str]()
     for at, values in rows:
-        item, swapped = _item_of(items, values, columns, at, subset)
-        for name in labels if by_judge else columns.get("verdict", ()):
-            item.verdicts[swapped] = _verdict(values[name], words, swapped)
-        for name in () if by_judge else labels:
-            who = str(values[columns["annotator"][0]]) if "annotator" in columns and len(labels) == 1 else name
-            verdict = _verdict(values[name], words, swapped)
-            if verdict is None and values[name] not in (None, ""):
+        row = _row_of(at, values, columns)
+        sides = {WIN: ("first_model", row.first_model), LOSS: ("second_model", row.second_model)}
+        names = {
+            name.lower(): share
+            for share, (ours, model) in sides.items()
+            for name in (*columns.get(ours, ()), str(model))
+        }
+        words = WORDS | names | numbers | config.values
+        for name in labels:
+            word = "" if values[name] is None else str(values[name]).strip().lower()
+            verdict = words.get("tie" if word.startswith("tie") else word)
+            if strict and verdict is None and word:
                 problems.append(f"{at}: {name!r} is {values[name]!r}: say in `values` what it stands for")
-            if verdict is not None and people.fullmatch(who, timeout=PATTERN_SECONDS):
-                item.votes[who] = verdict if item.votes.get(who, verdict) == verdict else TIE
+            votes.append(replace(row, verdict=verdict, judge=row.judge if row.judge and len(labels) == 1 else name))
     raise_all(problems)
+    return votes
+
+
+def _row_of(at: str, values: Values, columns: Mapping[str, Sequence[str]]) -> Judgment:
+    """A row's responses, models and annotator, without its label."""
+    text = defaultdict(str)
+    for ours, names in columns.items():
+        text[ours] = "\n\n".join(str(values[name]) for name in names if values[name] not in (None, ""))
+    prompt = columns.get("prompt", ())
+    return Judgment(
+        id=text["id"] or (text["prompt"] if "annotator" in columns else "") or at,
+        first=text["first"],
+        second=text["second"],
+        verdict=None,
+        prompt=values[prompt[0]] if len(prompt) == 1 else text["prompt"],
+        judge=text["annotator"],
+        first_model=text["first_model"] or None,
+        second_model=text["second_model"] or None,
+        extra={**values, **{ours: text[ours] for ours in ("pair", "subset", "cluster")}},
+        location=at,
+    )
 
 
 def _rows(source: str, on_bad_row: OnBadRow) -> list[tuple[str, Values]]:
@@ -152,46 +225,8 @@ def _rows(source: str, on_bad_row: OnBadRow) -> list[tuple[str, Values]]:
         return rows
     records, tally = read_rows(source, "comparisons", on_bad_row=on_bad_row)
     print_tally("comparisons", tally)
-    pairs = {record.row_id: cast("Comparison", record) for record in records}
-    sides = {at: (pair, *sorted([(pair.chosen, WIN), (pair.rejected, LOSS)])) for at, pair in pairs.items()}
-    return [
-        (at, {**values, "prompt": pair.prompt, "first": first, "second": second, "verdict": verdict})
-        for at, values in rows
-        if at in sides
-        for pair, (first, verdict), (second, _) in [sides[at]]
-    ]
-
-
-def _item_of(
-    items: Items, values: Values, columns: Mapping[str, Sequence[str]], at: str, subset: str
-) -> tuple[LabeledItem, bool]:
-    """The item of a row, known or new, and whether the row has its sides in the other order."""
-    filled = {
-        ours: [values[name] for name in names if values[name] not in (None, "")] for ours, names in columns.items()
-    }
-    text = {ours: "\n\n".join(map(str, found)) for ours, found in filled.items()}
-    models = [text.get("first_model", ""), text.get("second_model", "")]
-    sides = [text.get("first", models[0]), text.get("second", models[1])]
-    name = text.get("id", text.get("prompt", at) if "annotator" in columns else at)
-    order = models if all(models) else sides
-    key = (name, *sorted(order))
-    # of two models the alphabet's order, in all their items
-    swapped = models != sorted(models) if all(models) else key in items and items[key].first != sides[0]
-    if key not in items:
-        prompt = values[columns["prompt"][0]] if len(columns.get("prompt", ())) == 1 else text.get("prompt", "")
-        items[key] = LabeledItem(
-            Prompt(prompt, {}, name),
-            *(reversed(sides) if swapped else sides),
-            pair=text.get("pair", " against ".join(key[1:]) if all(models) else ""),
-            subset=text.get("subset", subset),
-            cluster=text.get("cluster", text.get("prompt", name)),
-            has_texts="first" in text,
-        )
-    return items[key], swapped
-
-
-def _verdict(label: object, words: Mapping[str, float], swapped: bool) -> Verdict:
-    """The verdict for an item's first response; None where the label stands for none."""
-    word = str(label).strip().lower()
-    verdict = words.get("tie" if word.startswith("tie") else word)
-    return 1 - verdict if swapped and verdict is not None else verdict
+    pairs = dict[str, dict[str, object]]()
+    for pair in cast("list[Comparison]", records):
+        (first, verdict), (second, _) = sorted([(pair.chosen, WIN), (pair.rejected, LOSS)])
+        pairs[pair.row_id] = {"prompt": pair.prompt, "first": first, "second": second, "verdict": verdict}
+    return [(at, {**values, **pairs[at]}) for at, values in rows if at in pairs]

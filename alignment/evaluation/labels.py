@@ -1,37 +1,38 @@
-"""Labels of people: what each annotator is asked and in which order, and the file that holds every answer.
+"""Labels of people: what each annotator is asked and in which order, the file that holds every answer, and agreement.
 
-The page is serving/label_page.py; agreement, comparisons and exports are made of the file in commands/label.py.
+The page is serving/label_page.py; comparisons and exports are made of the file in commands/label.py.
 """
 
-import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import combinations
 from pathlib import Path
+from random import Random
 from statistics import median
 from threading import Lock
-from typing import Annotated, cast
-
-from annotated_types import Interval
+from typing import Any
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.data.rows.files import RawRow, json_line_rows, read_raw
-from alignment.data.rows.read import read_rows
-from alignment.data.rows.records import Columns, replies_of
+from alignment.data.rows.read import ROW_FORMATS, read_rows
+from alignment.data.rows.records import replies_of
 from alignment.errors import UserError, raise_all
+from alignment.evaluation.agreement import cohen_kappa
+from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.judgments import RowLog
-from alignment.files import hash_of, sync, write_text
+from alignment.files import hash_of, sync, write_json_lines
 from alignment.settings import NonNegativeFloat, NonNegativeInt, Rule, Settings
 
 JSON = dict[str, object]
-SIDES = ("first", "second")
+Values = Mapping[str, Any]  # of a row or a body, by column
 LIKERT = 7  # of InstructGPT's overall quality
 LONGEST_NAME = 60  # of an annotator
 MOST_RESPONSES = 9  # a digit of the keyboard for each
-RANKS = {1: (0, 1), 0.5: (0, 0), 0: (1, 0)}  # verdict for the response shown first -> place of each
 EACH = ("models", "ranks", "ratings", "flags")  # have a value for each response, or none
+PAIRED = {"responses": ("first", "second"), "models": ("first_model", "second_model")}  # columns of judgment rows
 GIVEN = ("ranks", "ratings", "flags", "comment", "seconds")  # by an annotator; the rest is the question
 
 
@@ -59,7 +60,7 @@ class Label(Settings):
     position: NonNegativeInt = 0
     repeat: bool = False
     ranks: tuple[NonNegativeInt, ...] = ()
-    ratings: tuple[Annotated[int, Interval(ge=1, le=LIKERT)], ...] = ()
+    ratings: tuple[int, ...] = ()
     flags: tuple[tuple[str, ...], ...] = ()
     comment: str = ""
     seconds: NonNegativeFloat = 0.0
@@ -75,6 +76,7 @@ class Label(Settings):
             for key in EACH
         ),
         Rule("ranks", lambda c: set(c.ranks) != set(range(len(set(c.ranks)))), "must be 0, 1, ... without a gap"),
+        Rule("ratings", lambda c: not set(c.ratings) <= set(range(1, LIKERT + 1)), f"must be 1 to {LIKERT}"),
     )
 
     @cached_property
@@ -87,6 +89,11 @@ class Label(Settings):
         """Equal for two answers of one person to the same question."""
         return self.judge, self.key, self.repeat
 
+    @property
+    def by_text(self) -> list[int]:
+        """Numbers of the responses in the alphabet's order of their texts, which is that of every label on them."""
+        return sorted(range(len(self.responses)), key=self.responses.__getitem__)
+
     def in_order(self, order: Sequence[int]) -> "Label":
         """The label with its responses, and all that is said of each of them, in another order."""
         columns = {name: getattr(self, name) for name in ("responses", *EACH)}
@@ -95,11 +102,12 @@ class Label(Settings):
     def row(self) -> JSON:
         """The label as a row: of a pair a judgment row, of other numbers of responses `responses` with `ranks`."""
         row: JSON = {key: value for key, value in asdict(self).items() if value or key in ("prompt", "position")}
-        if len(self.responses) != 2:
-            return row
-        models = {f"{side}_model": model for side, model in zip(SIDES, self.models, strict=False)}
-        sides = {**dict(zip(SIDES, self.responses, strict=True)), **models, "verdict": verdict(*self.ranks)}
-        return {key: value for key, value in row.items() if key not in ("responses", "models", "ranks")} | sides
+        if len(self.responses) == 2:
+            row |= zip(PAIRED["responses"], self.responses, strict=True)
+            row |= zip(PAIRED["models"], self.models, strict=False)
+            row["verdict"] = verdict(*self.ranks)
+            row = {key: value for key, value in row.items() if key not in (*PAIRED, "ranks")}
+        return row
 
 
 def verdict(place: int, other: int) -> float:
@@ -107,40 +115,37 @@ def verdict(place: int, other: int) -> float:
     return 0.5 + (place < other) / 2 - (place > other) / 2
 
 
-def label_in(row: Columns, location: str, *, judged: bool) -> Label:
-    """The label of a judgment row or a row with `responses`, a list or texts by the models' names; UserError with file:line.
+# Files
+
+
+def labels_in(rows: Iterable[RawRow], *, judged: bool) -> tuple[Label, ...]:
+    """The labels of judgment rows, and of rows with `responses`, a list or texts by the models' names.
 
     Args:
-        judged: with the answer; else the question alone.
+        judged: with the answers; else the questions alone.
     """
+    rows = list(rows)
+    raise_all(
+        row.problem or f"{row.location}: verdict: must be 1, 0.5 or 0, found {(row.values or {})['verdict']!r:.40}"
+        for row in rows
+        if row.values is None or (judged and row.values.get("verdict", 1) not in (1, 0.5, 0))
+    )
+    values = [fields_in(row.values or {}, judged=judged) for row in rows]
+    return build(tuple[Label, ...], SourcedYaml(values, {(i,): row.location for i, row in enumerate(rows)}))
+
+
+def fields_in(row: Values, *, judged: bool) -> JSON:
+    """A label's fields of a row."""
     known = [field.name for field in fields(Label)] if judged else ["prompt", "responses", "models"]
     values = {key: row[key] for key in known if row.get(key) is not None}
+    values["id"] = str(row["id"]) if row.get("id") is not None else hash_of(row.get("prompt"))[:12]
+    if isinstance(texts := row.get("responses"), dict):
+        values |= {"models": list(texts), "responses": list(texts.values())}
     if "first" in row:
-        values |= {
-            "responses": [row.get(side) for side in SIDES],
-            "models": [row.get(f"{side}_model") for side in SIDES],
-        }
-    elif isinstance(named := row.get("responses"), dict):
-        values["models"], values["responses"] = list(named), list(named.values())
+        values |= {key: [row.get(name) for name in names] for key, names in PAIRED.items()}
     if judged and "verdict" in row:
-        if row["verdict"] not in list(RANKS):
-            raise UserError(f"{location}: verdict: must be 1, 0.5 or 0, found {row['verdict']!r:.40}")
-        values["ranks"] = next(ranks for known, ranks in RANKS.items() if known == row["verdict"])
-    values["id"] = str(row["id"]) if row.get("id") is not None else ""
-    label = build(Label, SourcedYaml(values, {(): location}))
-    return label if label.id else replace(label, id=hash_of([label.prompt, sorted(label.responses)])[:12])
-
-
-def labels_in(rows: Iterable[RawRow], *, judged: bool) -> list[Label]:
-    """The labels of rows; one UserError for all rows that are none."""
-    labels, problems = list[Label](), list[str]()
-    for row in rows:
-        try:
-            labels.append(label_in(row.values or {}, row.location, judged=judged))
-        except UserError as error:
-            problems.append(row.problem or str(error))
-    raise_all(problems)
-    return labels
+        values["ranks"] = [int(row["verdict"] < 0.5), int(row["verdict"] > 0.5)]
+    return values
 
 
 def read_questions(source: str) -> list[Label]:
@@ -148,28 +153,22 @@ def read_questions(source: str) -> list[Label]:
 
     The same pair in both orders is one question.
     """
-    raw = list(read_raw(source))
-    names = set(next((row.values for row in raw if row.values), {}))
-    if "first" in names or ("responses" in names and not names & {"ranking", "ranks", "scores"}):
-        found = labels_in(raw, judged=False)
-    else:
-        ranked = names & {"chosen", "responses", "generations", "completions", "answers", "message_tree_id"}
+    rows = list(read_raw(source))
+    columns = set(next((row.values for row in rows if row.values), {}))
+    if not columns & {"first", "responses"}:
+        ranked = any(columns.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
         records, tally = read_rows(source, "rankings" if ranked else "demonstrations")
-        print("\n".join([source, *tally.lines()]), file=sys.stderr)
-        rows: list[JSON] = [{"prompt": getattr(each, "prompt", ""), "responses": replies_of(each)} for each in records]
-        found = [label_in(row, source, judged=False) for row in rows]
-    items = list({item.key: item for item in reversed(found)}.values())[::-1]
-    print(f"{source}: {len(items)} questions in {len(found)} rows", file=sys.stderr)
-    return items
+        print_tally(source, tally)
+        rows = [
+            RawRow(each.row_id, {"prompt": getattr(each, "prompt", ""), "responses": replies_of(each)})
+            for each in records
+        ]
+    items = {item.key: item for item in labels_in(rows, judged=False)}
+    print(f"{source}: {len(items)} questions in {len(rows)} rows", file=sys.stderr)
+    return list(items.values())
 
 
-def read_labels(path: Path, items: Sequence[Label]) -> dict[tuple[str, str, bool], Label]:
-    """The labels of these questions by their slot."""
-    labels = labels_in(json_line_rows(path), judged=True) if path.is_file() else []
-    keys = {item.key for item in items}
-    if others := sum(label.key not in keys for label in labels):
-        print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
-    return {label.slot: label for label in labels if label.key in keys}
+# What is asked and answered
 
 
 def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> list[Label]:
@@ -177,74 +176,63 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
 
     Hidden repeats, a share `repeats` of the pairs, are taken from the first third and shown again in the second half.
     """
-
-    def draw(*of: object) -> str:
-        return hash_of([seed, judge, *of])
-
-    def shown(item: Label) -> Label:
-        order = sorted(range(len(item.responses)), key=lambda i: draw(item.key, item.responses[i]))
-        return replace(item.in_order(order), judge=judge)
-
-    asked = [shown(item) for item in sorted(items, key=lambda item: draw("order", item.key))]
-    early = [each for each in asked[: len(asked) // 3] if len(each.responses) == 2]
-    count = round(repeats * sum(len(each.responses) == 2 for each in asked))
-    again = sorted(early, key=lambda each: draw("repeat", each.key))[:count]
-    half = len(asked) // 2
-    later = [*asked[half:], *(replace(each.in_order((1, 0)), repeat=True) for each in again)]
-    asked[half:] = sorted(later, key=lambda each: draw("later", each.key, each.repeat))
-    return [replace(each, position=i) for i, each in enumerate(asked)]
+    rng = Random(f"{seed}/{judge}")
+    asked = [
+        item.in_order(rng.sample(item.by_text, len(item.responses)))
+        for item in sorted(items, key=lambda item: item.key)
+    ]
+    rng.shuffle(asked)
+    count, half = round(repeats * sum(len(each.responses) == 2 for each in asked)), len(asked) // 2
+    early = [each.in_order((1, 0)) for each in asked[: len(asked) // 3] if len(each.responses) == 2]
+    later = asked[half:] + [replace(each, repeat=True) for each in rng.sample(early, min(count, len(early)))]
+    shown = asked[:half] + rng.sample(later, len(later))
+    return [replace(each, judge=judge, position=i) for i, each in enumerate(shown)]
 
 
 class LabelSession:
     """Questions and answers of all annotators; may be called from several threads."""
 
     def __init__(
-        self,
-        items: Sequence[Label],
-        path: Path,
-        *,
-        seed: int,
-        repeats: float,
-        ratings: bool,
-        flags: Sequence[str],
-        report: Callable[[Iterable[Label]], list[str]],
+        self, items: Sequence[Label], path: Path, *, seed: int, repeats: float, ratings: bool, flags: Sequence[str]
     ):
         """Read what has been answered, a last line that a kill cut short taken away.
 
         Args:
             ratings: each response is rated; a response alone always is.
             flags: that a response may be marked with.
-            report: labels -> lines for the end of the page.
         """
-        RowLog(path)
-        self.path, self.labels, self.ratings, self.flags = path, read_labels(path, items), ratings, flags
-        self.report, self._lock = report, Lock()
-        self.questions = lru_cache(lambda judge: questions(items, judge, seed, repeats))
+        rows = [RawRow(f"{path}:{number}", dict(row)) for number, row in enumerate(RowLog(path).rows, 1)]
+        labels, keys = labels_in(rows, judged=True), {item.key for item in items}
+        if others := sum(label.key not in keys for label in labels):
+            print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
+        self.labels = {label.slot: label for label in labels if label.key in keys}
+        self.path, self.ratings, self.flags = path, ratings, flags
+        self.questions, self._lock = lru_cache(lambda judge: questions(items, judge, seed, repeats)), Lock()
 
-    def show(self, body: Columns) -> JSON:
+    def show(self, body: Values) -> JSON:
         """A question of the `annotator`, that of a `number` or the first that is open, and how far they are."""
         asked = self.questions(name_in(body))
-        given = [self.labels[each.slot].seconds for each in asked if each.slot in self.labels]
-        opened = next((i for i, each in enumerate(asked) if each.slot not in self.labels), len(asked))
-        number = cast("int", body.get("number", opened))
+        given = [self.labels.get(each.slot) for each in asked]
+        seconds = [label.seconds for label in given if label]
+        number = body.get("number", [*given, None].index(None))
         progress: JSON = {
             "number": number,
             "total": len(asked),
-            "answered": len(given),
-            "pace": median(given or [0]),
+            "answered": len(seconds),
+            "pace": median(seconds or [0]),
         }
         if number == len(asked):
-            return progress | {"report": self.report(self.labels.values())}
-        question, earlier = asked[number], self.labels.get(asked[number].slot)
-        shown: JSON = {"prompt": question.prompt, "responses": question.responses, "flags": self.flags}
-        shown |= {"likert": LIKERT if self.rated(question) else 0}
-        return progress | shown | {"earlier": earlier and {key: asdict(earlier)[key] for key in GIVEN}}
+            return progress | {"report": agreement_lines(self.labels.values())}
+        question, earlier = asked[number], given[number]
+        return progress | {
+            "prompt": question.prompt,
+            "responses": question.responses,
+            "flags": self.flags,
+            "likert": LIKERT if self.ratings or len(question.responses) == 1 else 0,
+            "earlier": earlier and {key: getattr(earlier, key) for key in GIVEN},
+        }
 
-    def rated(self, question: Label) -> bool:
-        """True where each response is rated."""
-        return self.ratings or len(question.responses) == 1
-
-    def answer(self, body: Columns) -> JSON:
+    def answer(self, body: Values) -> JSON:
         """Keep the `annotator`'s answer to the question of a `number`, on the disk before this returns; what is open.
 
         A second answer to the question takes the place of the first one.
@@ -252,21 +240,20 @@ class LabelSession:
         Raises:
             UserError: the answer is not whole.
         """
-        question = self.questions(name_in(body))[cast("int", body["number"])]
-        values = {**asdict(question), **{key: body[key] for key in GIVEN if key in body}}
+        question = self.questions(name_in(body))[body["number"]]
+        values = asdict(question) | {key: body[key] for key in GIVEN if key in body}
         label = build(Label, SourcedYaml(values, {(): "answer"}))
-        if not label.ranks or len(label.ratings) != len(label.responses) * self.rated(question):
+        rated = self.ratings or len(label.responses) == 1
+        if not label.ranks or bool(label.ratings) != rated or not set().union(*label.flags) <= set(self.flags):
             raise UserError(
-                "the answer is not whole: each response needs its place, and a rating where one is asked for"
+                "the answer is not whole: each response needs its place, a rating where one is asked for, and no marks but "
+                f"{', '.join(self.flags)}"
             )
-        if unknown := set().union(*label.flags) - set(self.flags):
-            raise UserError(f"unknown flag {sorted(unknown)[0]!r:.40}")
         with self._lock:
             log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
             if label.slot in self.labels:
-                others = [row for row in log.rows if label_in(row, str(self.path), judged=True).slot != label.slot]
-                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in [*others, label.row()])
-                write_text(self.path, "".join(lines))
+                found = zip(log.rows, labels_in(json_line_rows(self.path), judged=True), strict=True)
+                write_json_lines(self.path, [*(row for row, each in found if each.slot != label.slot), label.row()])
             else:
                 log.append(label.row())
                 sync(self.path)
@@ -274,9 +261,55 @@ class LabelSession:
         return self.show({"annotator": label.judge})
 
 
-def name_in(body: Columns) -> str:
+def name_in(body: Values) -> str:
     """The annotator's name without blanks around it; UserError where it is none."""
     name = str(body.get("annotator") or "").strip()
     if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise UserError(f"a name of an annotator has 1 to {LONGEST_NAME} characters on one line")
     return name
+
+
+# Agreement
+
+
+def agreement_lines(labels: Iterable[Label]) -> list[str]:
+    """Lines: pace and self-agreement of each annotator, agreement of every two; a tie is a verdict of its own."""
+    by_judge: dict[str, list[Label]] = {}
+    for label in labels:
+        by_judge.setdefault(label.judge, []).append(label)
+    firsts = {judge: pair_verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
+    lines = [
+        f"{judge}: {len(own)} answers, {median(label.seconds for label in own):.1f} s each (median)"
+        + agreement_on("repeats", pair_verdicts(label for label in own if label.repeat), firsts[judge])
+        for judge, own in by_judge.items()
+    ]
+    lines += [
+        f"{one} and {other}" + agreement_on("pairs", firsts[one], firsts[other])
+        for one, other in combinations(firsts, 2)
+    ]
+    return lines or ["no labels yet"]
+
+
+def pair_verdicts(labels: Iterable[Label]) -> dict[tuple[str, ...], float]:
+    """Id and two texts -> 1, 0.5 or 0 for the first of them, of every pair of responses that was compared or ranked.
+
+    The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
+    away, is then that of judges who prefer neither side.
+    """
+    return {
+        (label.id, one, other): verdict(place, lower)
+        for label in labels
+        for (one, place), (other, lower) in combinations(
+            sorted(zip(label.responses, label.ranks, strict=True), key=lambda each: hash_of(each[0])), 2
+        )
+    }
+
+
+def agreement_on(things: str, ours: Mapping[tuple[str, ...], float], theirs: Mapping[tuple[str, ...], float]) -> str:
+    """On how many common pairs two sets of verdicts agree, and Cohen's kappa."""
+    pairs = [(ours[pair], theirs[pair]) for pair in sorted(ours.keys() & theirs.keys())]
+    if not pairs:
+        return f"; no {things} to compare"
+    equal, kappa = sum(a == b for a, b in pairs), cohen_kappa(*zip(*pairs, strict=True))["value"]
+    chance = "" if kappa is None else f", kappa {kappa:.2f}"
+    return f"; {equal} of {len(pairs)} {things} judged alike ({equal / len(pairs):.0%}{chance})"

@@ -9,25 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-from torch import Tensor
-
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.evaluation.benchmarks.likelihood import TOKENS_PER_FORWARD, LanguageScorer
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judge_templates import read_answer
 from alignment.evaluation.logged_judge import Ask, Call, JudgeAnswer
 from alignment.evaluation.winrate import LOSS, TIE, WIN
 from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.model import Model, check_lengths
-from alignment.models.shared_prompts import prompt_sharing
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
-from alignment.ragged import Ragged, group_by_length
+from alignment.ragged import group_by_length
 from alignment.rewards.judge import RequestFailed, key_problem, post_json
 
-TOKENS_PER_FORWARD = 16_384
+TOKEN_COUNTS = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}  # the protocol's names -> a row's
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
 
 # What is asked, and how an answer is read
@@ -87,8 +83,9 @@ def ask_service(
         except RequestFailed as error:
             return JudgeAnswer(None, failure=str(error))
         answer = read(received)
-        more = {"seconds": round(time.monotonic() - started, 3), **_token_counts(received), **answer.more}
-        return answer._replace(more=more)
+        tokens = {ours: part_of(received, "usage", name) for name, ours in TOKEN_COUNTS.items()}
+        more = {"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more}
+        return answer._replace(more={column: value for column, value in more.items() if value is not None})
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         stopped = threading.Event()
@@ -115,7 +112,7 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
         if label is not None:
             return JudgeAnswer(question.labels[label])
         found = _first_token(received) if service.logprobs else {}
-        if known := {label: value for label, value in found.items() if label in question.labels}:
+        if known := {label: found[label] for label in question.labels if label in found}:
             return question.answer_of(known)
         return JudgeAnswer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
 
@@ -131,33 +128,28 @@ def check_key(service: EndpointConfig | None) -> None:
         raise UserError(f"{service.model}: {problem}")
 
 
+def part_of(received: object, *path: str | int) -> object:
+    """The value at a path of keys and indices in decoded JSON; None where there is none."""
+    for key in path:
+        try:
+            received = received[key]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return received
+
+
 def chat_text(received: object) -> str | None:
     """The text of a chat completion; None where there is none."""
-    try:
-        text = received["choices"][0]["message"]["content"]  # type: ignore[index]
-    except (KeyError, IndexError, TypeError):
-        return None
+    text = part_of(received, "choices", 0, "message", "content")
     return text if isinstance(text, str) else None
 
 
 def _first_token(received: object) -> dict[str, float]:
     """Log-probability of what the first token may be, without blanks and in capitals, the likeliest of equal ones."""
-    try:
-        found = received["choices"][0]["logprobs"]["content"][0]["top_logprobs"]  # type: ignore[index]
-        pairs = [(str(each["token"]).strip().upper(), float(each["logprob"])) for each in found]
-    except (KeyError, IndexError, TypeError, ValueError):
-        return {}
+    found = part_of(received, "choices", 0, "logprobs", "content", 0, "top_logprobs")
+    given = [(part_of(each, "token"), part_of(each, "logprob")) for each in found] if isinstance(found, list) else []
+    pairs = [(str(token).strip().upper(), float(value)) for token, value in given if isinstance(value, (int, float))]
     return dict(sorted(pairs, key=lambda pair: pair[1]))
-
-
-def _token_counts(received: object) -> dict[str, object]:
-    usage = received.get("usage") if isinstance(received, dict) else None
-    names = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}
-    return {
-        ours: usage[name]
-        for name, ours in names.items()
-        if isinstance(usage, dict) and isinstance(usage.get(name), int)
-    }
 
 
 # A language model of our own
@@ -170,13 +162,13 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
     """
 
     @cache
-    def load() -> tuple[Model, Tokenizer]:
+    def load() -> LanguageScorer:
         model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
-        return model, load_tokenizer(source)
+        return LanguageScorer(model, load_tokenizer(source))
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
-        model, tokenizer = load()
-        chat, names = tokenizer.chat_template is not None, list(question.labels)
+        scorer, names = load(), list(question.labels)
+        tokenizer, chat = scorer.tokenizer, scorer.tokenizer.chat_template is not None
         heads = [
             prompt_ids(tokenizer, [{"role": "user", "content": text}] if chat else f"{text}\n\nAnswer:")
             for text in map(question.text, calls)
@@ -184,28 +176,13 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         labels = [response_ids(tokenizer, name if chat else f" {name}", ended=False) for name in names]
         lengths = [len(head) + sum(map(len, labels)) for head in heads]
         rows = [(call.prompt.row_id, length) for call, length in zip(calls, lengths, strict=True)]
-        check_lengths(
-            model, rows, "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
-        )
+        way_out = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
+        check_lengths(scorer.model, rows, way_out)
         for group in group_by_length(lengths, TOKENS_PER_FORWARD):
-            found = label_log_probs(model, [heads[i] for i in group], labels).tolist()
-            for i, row in zip(group, found, strict=True):
+            requests = [(heads[i], label) for i in group for label in labels]
+            found = [each.log_prob for each in scorer.token_likelihoods(requests, scorer.sharing)]
+            for place, i in enumerate(group):
+                row = found[place * len(names) : (place + 1) * len(names)]
                 done(calls[i], question.answer_of(dict(zip(names, row, strict=True))))
 
     return ask
-
-
-@torch.no_grad()
-def label_log_probs(model: Model, heads: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Tensor:
-    """Log-probability of each label's tokens after each head, nats, [heads, labels] float64 on the CPU.
-
-    A head is computed once for all labels where the model allows it.
-    """
-    documents = [[*head, *label] for head in heads for label in labels]
-    masks = [[False] * len(head) + [True] * len(label) for head in heads for label in labels]
-    groups = [range(i, i + len(labels)) for i in range(0, len(documents), len(labels))]
-    share = prompt_sharing([model], wanted=True, note=lambda _: None)
-    batch = Ragged.build_shared(documents, masks, groups, share=share)
-    log_probs = model(batch=batch.to(next(model.parameters()).device)).log_probs.double().cpu()
-    totals = torch.zeros(len(documents), dtype=torch.float64).index_add_(0, batch.target_rows, log_probs)
-    return totals.view(len(heads), len(labels))

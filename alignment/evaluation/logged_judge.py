@@ -6,7 +6,6 @@ status 500 after the retries) is not written, and the next start makes it again.
 """
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,12 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judgments import RowLog, judgment_key
 from alignment.evaluation.winrate import TIE, Verdict
+from alignment.files import hash_of
 
 COLUMNS = (("response", ()), ("rating", ("response",)), ("verdict", ("first", "second")))  # of the answer, of the texts
 MODELS = ("first_model", "second_model")
 SECONDS_PER_CALL = 1.0  # foretold before the first call of a service
+TEMPLATE_TOKENS = 250
 SLOW = 0.5  # of the time-out
 
 
@@ -73,14 +74,13 @@ class LoggedJudge:
     remembers: bool = True
     service: EndpointConfig | None = None
     rater: "LoggedJudge | None" = None
-    failures: Counter[str] = field(default_factory=Counter)  # calls without an answer, by their reason
     made: int = 0  # calls of this start
+    failures: list[str] = field(default_factory=list)  # reasons of those without an answer
     used: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # rows of the calls that were looked up, by key
 
     def __post_init__(self) -> None:
-        rows: list[Mapping[str, Any]] = [row for row in self.log.rows if "key" in row]
-        self._known = {row["key"]: row for row in rows}
-        self._places = {(row["key"], *(row[name] for name in MODELS if name in row)): row for row in rows}
+        self._known: dict[str, Mapping[str, Any]] = {str(row["key"]): row for row in self.log.rows if "key" in row}
+        self._written = set(map(hash_of, self.log.rows))
 
     def __call__(
         self,
@@ -102,61 +102,59 @@ class LoggedJudge:
         keys = [judgment_key(self.identity, call.prompt.prompt, *call.responses) for call in calls]
         missing: dict[str, Call] = {}
         for key, call in zip(keys, calls, strict=True):
-            if self.remembers and key in self._known:
-                self._keep(key, call, self._known[key] if call.models else {})  # other models may have said the same
+            if self.remembers and key in self._known:  # perhaps of other models that said the same
+                self._keep({**self._known[key], **dict(zip(MODELS, call.models, strict=False))})
             elif len(set(call.responses)) < len(call.responses):
-                self._keep(key, call, {"verdict": TIE, "identical": True})
+                self._keep(self._row(key, call, TIE, {"identical": True}))
             else:
                 missing.setdefault(key, call)
         if missing:
             self._make(missing, len(calls))
         self.used |= {key: self._known[key] for key in keys if key in self._known}
-        return [self._known[key][COLUMNS[len(call.responses)][0]] if key in self._known else None
-                for key, call in zip(keys, calls, strict=True)]  # fmt: skip
+        rows = [(self._known.get(key, {}), COLUMNS[len(call.responses)][0]) for key, call in zip(keys, calls, strict=True)]
+        return [row.get(column) for row, column in rows]
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
-        keys, before = {id(call): key for key, call in missing.items()}, self.failures.total()
-        allowed, lock = before + self.max_failed_share * count, threading.Lock()
+        """Make the calls by their keys, of `count` that were looked up."""
+        calls, keys = list(missing.values()), {id(call): key for key, call in missing.items()}
+        before = len(self.failures)
+        allowed = before + self.max_failed_share * count
 
         def done(call: Call, answer: JudgeAnswer) -> bool:
             if answer.failure:
-                with lock:
-                    self.failures[answer.failure] += 1
+                self.failures.append(answer.failure)
             else:
-                self._keep(keys[id(call)], call, {COLUMNS[len(call.responses)][0]: answer.value, **answer.more})
-            return self.failures.total() <= allowed
+                self._keep(self._row(keys[id(call)], call, answer.value, answer.more))
+            return len(self.failures) <= allowed
 
         if self.remembers:
-            print(self._forecast(list(missing.values()), count), file=sys.stderr)
-        self.ask(list(missing.values()), done)
-        self.made += len(missing)
-        if self.failures.total() > allowed:
-            limit = (
-                f", and at most {self.max_failed_share:.0%} may fail (max_failed_share)"
-                if self.max_failed_share
-                else ""
-            )
+            print(self._forecast(calls, count), file=sys.stderr)
+        self.ask(calls, done)
+        self.made += len(calls)
+        if len(self.failures) > allowed:
             raise UserError(
-                f"{self.name}: no answer to {self.failures.total() - before} of {count} calls{limit}: {_counts(self.failures)}. "
-                f"What was answered is kept in {self.log.path}: the next start asks the rest"
+                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {self._reasons()}; at most "
+                f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
-    def _keep(self, key: str, call: Call, columns: Mapping[str, object]) -> None:
-        """Append the row of an answer to the log, unless it stands there for these models."""
-        value, texts = COLUMNS[len(call.responses)]
-        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **dict(zip(texts, call.responses, strict=True))}
-        own |= {value: columns.get(value), "judge": self.name, **dict(zip(MODELS, call.models, strict=False))}
-        own["key"] = key
-        row = {**own, **columns, **own}  # in the order of `own`
-        place = (key, *call.models)
-        if columns and (place not in self._places or self._places[place].get(value) != row.get(value)):
+    def _row(self, key: str, call: Call, value: float | str | None, more: Mapping[str, object]) -> Mapping[str, object]:
+        column, names = COLUMNS[len(call.responses)]
+        texts = {**dict(zip(names, call.responses, strict=True)), column: value}
+        models = dict(zip(MODELS, call.models, strict=False))
+        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **texts, "judge": self.name, **models}
+        return {**own, "key": key, **more}
+
+    def _keep(self, row: Mapping[str, Any]) -> None:
+        """Take over an answer, and append its row to the log unless it stands there."""
+        self._known[row["key"]] = row
+        if (content := hash_of(row)) not in self._written:
+            self._written.add(content)
             self.log.append(row)
-            self._known[key] = self._places[place] = row
 
     def _forecast(self, calls: Sequence[Call], count: int) -> str:
         """The calls to come in words: how many, their tokens, and time and cost where they can be known."""
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
-        tokens = size // 4 + 250 * len(calls)  # the template's own
+        tokens = size // 4 + TEMPLATE_TOKENS * len(calls)
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
         if self.service is not None:
             seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
@@ -166,42 +164,42 @@ class LoggedJudge:
             text += "" if cost is None else f", a cost of at most about {cost:.2f}"
         return text
 
+    def _reasons(self) -> str:
+        return ", ".join(f"{reason} ({count} times)" for reason, count in Counter(self.failures).items())
+
     def usage(self) -> dict[str, Any]:
         """The calls behind the verdicts, and how many this start has made; their failures, tokens, time and cost: for results."""
         if self.rater is not None:
             return self.rater.usage()
-        rows = self.used.values()
-        seconds = [float(row["seconds"]) for row in rows if "seconds" in row]
-        tokens = [sum(int(row.get(name, 0)) for row in rows) for name in ("prompt_tokens", "answer_tokens")]
+        rows = list(self.used.values())
         unread = [row.get("unread") for row in rows if row.get("verdict", row.get("rating")) is None]
-        found = {"judge": self.name, "calls": len(rows), "made_now": self.made, "unread": len(unread)}
-        found |= {"unanswered": dict(self.failures)} | ({"unread_example": unread[0]} if unread else {})
-        found |= {"median_seconds": median(seconds)} if seconds else {}
-        cost = None if self.service is None else self.service.cost(*tokens)
-        return (
-            found | {"prompt_tokens": tokens[0], "answer_tokens": tokens[1]} | ({} if cost is None else {"cost": cost})
-        )
+        tokens = {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "answer_tokens")}
+        seconds = [row["seconds"] for row in rows if "seconds" in row]
+        found = {
+            "judge": self.name,
+            "calls": len(rows),
+            "made_now": self.made,
+            "unread": len(unread),
+            "unanswered": dict(Counter(self.failures)),
+            "unread_example": unread[0] if unread else None,
+            "median_seconds": median(seconds) if seconds else None,
+            **tokens,
+            "cost": self.service and self.service.cost(*tokens.values()),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def faults(self) -> list[str]:
         """In words: answers that cannot be read, calls without one, slow answers."""
-        usage, found = self.usage(), []
+        if self.rater is not None:
+            return self.rater.faults()
+        usage, found = self.usage(), list[str]()
         if usage["unread"]:
-            example = (
-                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
-            )
-            found.append(f"{self.name}: {example}; their items have no verdict")
-        if usage["unanswered"]:
-            again = "the next start makes them again"
-            found.append(f"{self.name}: calls without an answer: {_counts(usage['unanswered'])}; {again}")
-        if self.service is not None and usage.get("median_seconds", 0) > SLOW * self.service.timeout_seconds:
-            seconds = (
-                f"{usage['median_seconds']:.1f} s in the median, of a time-out of {self.service.timeout_seconds:g} s"
-            )
-            found.append(
-                f"{self.name}: the judge is slow, {seconds}; raise endpoint.timeout_seconds or lower endpoint.requests"
-            )
-        return found
-
-
-def _counts(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{reason} ({count} times)" for reason, count in reasons.items())
+            example = f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
+            found.append(f"{example}; their items have no verdict")
+        if self.failures:
+            found.append(f"calls without an answer: {self._reasons()}; the next start makes them again")
+        seconds, limit = usage.get("median_seconds", 0.0), self.service.timeout_seconds if self.service else 0.0
+        if seconds > SLOW * limit:
+            slow = f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s"
+            found.append(f"{slow}; raise endpoint.timeout_seconds or lower endpoint.requests")
+        return [f"{self.name}: {each}" for each in found]

@@ -1,7 +1,6 @@
 """Ratings of several models (`alignment evaluate ratings`): from files of battles, or of a tournament that a judge decides."""
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -9,26 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from alignment.data.rows.files import json_line_rows, read_raw
+from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judges import build_judge, compare
+from alignment.evaluation.labeled_items import LabelColumns, read_votes
 from alignment.evaluation.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
 from alignment.evaluation.regression import Ties
 from alignment.evaluation.report.charts import Bar, Chart, bar_chart
 from alignment.evaluation.report.html import Section, render_page
 from alignment.evaluation.report.recipe_report import print_table
-from alignment.evaluation.winrate import LOSS, TIE, WIN
 from alignment.files import hash_of, write_json
 from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
 
-COLUMNS = {  # role: the names by which its column is found
-    "model_a": ("model_a", "first_model"),
-    "model_b": ("model_b", "second_model"),
-    "outcome": ("outcome", "verdict", "winner"),
-    "cluster": ("cluster",),
-}
+COLUMNS = {
+    "model_a": "first_model",
+    "model_b": "second_model",
+    "outcome": "label",
+    "cluster": "cluster",
+}  # of `LabelColumns`
 NUMBER = re.compile(r"\s*\d+(\.\d*)?([eE][-+]?\d+)?\s*")
 STYLE: dict[str, Callable[[str], int]] = {  # measured where a covariate's columns hold text
     "length": len,
@@ -59,7 +58,7 @@ class RatingsConfig(Settings):
             (1, 0.5, 0 for model_a) or winner (model_a, model_b, tie...); or judgments (first_model, second_model, verdict).
         tournament: responses and a judge instead of battles.
         columns: names of the columns where they are others: model_a, model_b, outcome, cluster. A winner may also be the
-            name of a model's column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
+            name of a model, or of its column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
             it is their `id`.
         method: bradley_terry, or elo, which counts the last battles most.
         ties: half (half a win for each side), davidson, rao_kupper; for bradley_terry.
@@ -164,42 +163,19 @@ def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object
 
 
 def read_battles(config: RatingsConfig) -> list[Row]:
-    """The battles of a file; rows that are no battles are refused, all at once, with file:line."""
+    """The battles of a file; rows that are no battles are refused, with file:line."""
+    columns = LabelColumns({COLUMNS[role]: name for role, name in config.columns.items()})
+    measured = [name for names in config.covariates.values() for name in names]
     rows, problems = list[Row](), list[str]()
-    for raw in read_raw(str(config.battles)):
+    for vote in read_votes(str(config.battles), columns, battles=True, also=measured):
+        cluster = vote.extra["cluster"] or (vote.extra.get("id") if "verdict" in vote.extra else None)
         try:
-            rows += [] if raw.values is None else [_read_battle(raw.values, config)]
-            problems += [raw.problem] if raw.values is None else []
-        except KeyError as error:
-            found = ", ".join(map(repr, raw.values or ()))
-            problems.append(f"{raw.location}: no column {error}; found {found}; name them in `columns` or `covariates`")
+            covariates = tuple(_measure(name, vote.extra, *own) for name, own in config.covariates.items())
+            rows.append(Row(str(vote.first_model), str(vote.second_model), vote.verdict, cluster, covariates))
         except ValueError as error:
-            problems.append(f"{raw.location}: {str(error)[:300]}")
-    raise_all(problems or ([] if rows else [f"{config.battles}: no battle in it"]))
+            problems.append(f"{vote.location}: {str(error)[:300]}")
+    raise_all(problems)
     return rows
-
-
-def _read_battle(row: Mapping[str, object], config: RatingsConfig) -> Row:
-    usual = {role: next((name for name in names if name in row), names[0]) for role, names in COLUMNS.items()}
-    names = {**usual, **config.columns}
-    first, second, outcome = (row[names[role]] for role in ("model_a", "model_b", "outcome"))
-    first, second, text = (str("" if value is None else value) for value in (first, second, outcome))
-    by_name = dict.fromkeys(("model_b", names["model_b"], second), LOSS)
-    by_name |= dict.fromkeys(("model_a", names["model_a"], first), WIN)
-    try:
-        value = None if text == "" else TIE if text.startswith("tie") else float(by_name.get(text, text))
-    except ValueError:
-        value = math.nan
-    if not first or not second or first == second or not 0 <= (0 if value is None else value) <= 1:
-        raise ValueError(
-            f"{first!r} against {second!r}, outcome {text!r}: models have two names, and an outcome is 1, 0.5, 0, "
-            f"{', '.join(map(repr, by_name))}, or begins with 'tie'"
-        )
-    key = "id" if names["outcome"] == "verdict" and "id" in row else "cluster"
-    cluster = row[config.columns["cluster"]] if "cluster" in config.columns else row.get(key)
-    return Row(
-        first, second, value, cluster, tuple(_measure(name, row, *own) for name, own in config.covariates.items())
-    )
 
 
 def _measure(name: str, row: Mapping[str, object], *columns: str) -> float:

@@ -34,6 +34,8 @@ class WinRateConfig(JudgeConfig):
         baseline: the name of the contestant that the others are compared with.
         data: prompts; those longer than `data.max_length` tokens are truncated on the left.
         output: directory of the results, and of the responses and judgments, which a later start reads again.
+        labels: file of verdicts of people on some of the items, such as a form that was filled in or labels.jsonl: beside the
+            judge's win rate, `by_people` is the one corrected by them.
         reference: name among `models` to measure the KL from; None: the baseline. KL is measured only between models
             with the same vocabulary.
         text: held-out running text for each model's language-model loss.
@@ -54,6 +56,7 @@ class WinRateConfig(JudgeConfig):
     baseline: str
     data: DataConfig
     output: str
+    labels: str | None = None
     reference: str | None = None
     text: DataConfig | None = None
     comparisons: DataConfig | None = None

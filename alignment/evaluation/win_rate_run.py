@@ -13,6 +13,7 @@ from alignment.data.rows.records import Comparison, Prompt, Text
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError
 from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, sample_or_read
+from alignment.evaluation.corrected import MIN_LABELS, corrected_by_people
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
 from alignment.evaluation.judge_faults import (
     comparison_figures,
@@ -102,8 +103,9 @@ def check_models(config: WinRateConfig) -> dict[str, str | None]:
     sources = [*config.models.values(), *config.scoring_models, *judges, *choosers]
     for source in sources:
         find_directory(source)
-    if absent := [path for path in config.response_files.values() if not Path(path).is_file()]:
-        raise UserError(f"response_files: {', '.join(absent)}: no such file")
+    files = [*config.response_files.values(), *filter(None, [config.labels])]
+    if absent := [path for path in files if not Path(path).is_file()]:
+        raise UserError(f"response_files, labels: {', '.join(absent)}: no such file")
     measured = config.models if config.measured_from is not None else {}
     others = [name for name in measured if not _shares_vocabulary(config, name)]
     if others and config.reference is not None:
@@ -226,6 +228,11 @@ def judge_responses(
         limit = config.max_failed_share
         compared = compare(prompts, ours, theirs, judge, max_failed_share=limit, models=(name, config.baseline))
         figures[name] = judgment_figures(compared) | comparison_figures(prompts, ours, theirs, compared)
+        if config.labels is not None:
+            found = corrected_by_people(Path(config.labels), prompts, ours, theirs, compared.verdicts)
+            figures[name]["by_people"] = found
+            few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses: no corrected rate"
+            warnings += [] if found else [few]
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:

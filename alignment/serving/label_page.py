@@ -33,7 +33,6 @@ POLICY = (
 
 # That a client is told; an OSError: the file of labels cannot be written.
 REASONS = (ValueError, LookupError, TypeError, RecursionError, OSError)
-Route = Callable[[JSON], JSON]  # UserError for a body that is wrong
 
 
 class LabelServer(ThreadingHTTPServer):
@@ -43,20 +42,13 @@ class LabelServer(ThreadingHTTPServer):
         token: drawn anew at each start.
     """
 
-    daemon_threads = True
-
-    def __init__(self, port: int, routes: Mapping[str, Route], annotator: str | None):
+    def __init__(self, port: int, routes: Mapping[str, Callable[[JSON], JSON]], annotator: str | None):
         """`port`: 0 takes a free one; `annotator`: whom the page is for, None: it asks for the name."""
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {port}: {error}; --port 0 takes a free port") from error
         self.routes, self.annotator, self.token = routes, annotator, secrets.token_urlsafe(32)
-
-    @property
-    def url(self) -> str:
-        """The address of the page, with the token."""
-        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,63 +58,53 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a client may be silent
 
     def do_GET(self) -> None:
-        """Answer with the page."""
-        address, nonce = urlsplit(self.path), secrets.token_urlsafe(16)
-
-        def page() -> str:
-            if address.path != "/":
-                raise BadRequest("no such page", status=404)
-            return PAGE.render(nonce=nonce, annotator=self.server.annotator or "")
-
-        self._answer(parse_qs(address.query).get("token", [""])[0], page, "text/html", POLICY.format(nonce))
-
-    def do_POST(self) -> None:
-        """Answer with what a route gives."""
-        length = self.headers.get("Content-Length", "")
-
-        def result() -> str:
-            if self.path not in self.server.routes:
-                raise BadRequest("no such page", status=404)
-            if self.headers.get_content_type() != "application/json" or not length.isdecimal():
-                raise BadRequest(
-                    "the body must be JSON, with its length", status=415
-                )  # no form of another page sends it
-            if int(length) > MOST_BYTES:
-                raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
-            body = json.loads(self.rfile.read(int(length)))
-            if not isinstance(body, dict):
-                raise BadRequest("the body must be a JSON object")
-            return json.dumps(self.server.routes[self.path](body), ensure_ascii=False)
-
-        self._answer(self.headers.get("Authorization", "").removeprefix("Bearer "), result)
-
-    def _answer(
-        self, token: str, text: Callable[[], str], kind: str = "application/json", policy: str = "default-src 'none'"
-    ) -> None:
-        """Send a text to a client that may have it; else, or where it cannot be made, the reason."""
-        status = 200
+        """Send the page, or what a route gives; where it may not be sent or cannot be made, the reason."""
+        status, nonce = 200, secrets.token_urlsafe(16)
         try:
-            self._check(token)
-            content = text().encode()
+            kind, content = self.page(nonce) if self.command == "GET" else self.result()
         except REASONS as error:
             status = getattr(error, "status", 500 if isinstance(error, OSError) else 400)
-            kind, content = "application/json", json.dumps({"error": str(error)}).encode()
+            kind, content = "application/json", json.dumps({"error": str(error)})
         self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
-        for name, value in {**HEADERS, **headers, "Content-Security-Policy": policy}.items():
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content.encode()))}
+        for name, value in {**HEADERS, **own, "Content-Security-Policy": POLICY.format(nonce)}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(content.encode())
 
-    def _check(self, token: str) -> None:
-        """Refuse who has no token, a name of this machine that another site has made, and pages of other origins."""
+    do_POST = do_GET
+
+    def page(self, nonce: str) -> tuple[str, str]:
+        """Type and text of the page, whose script and style carry the nonce."""
+        address = urlsplit(self.path)
+        self.check(parse_qs(address.query).get("token", [""])[0], address.path == "/")
+        return "text/html", PAGE.render(nonce=nonce, annotator=self.server.annotator or "")
+
+    def result(self) -> tuple[str, str]:
+        """Type and text of what a route gives; no form of another page can send what it asks for."""
+        self.check(self.headers.get("Authorization", "").removeprefix("Bearer "), self.path in self.server.routes)
+        length = self.headers.get("Content-Length", "")
+        if self.headers.get_content_type() != "application/json" or not length.isdecimal() or int(length) > MOST_BYTES:
+            raise BadRequest(f"the body must be JSON of at most {MOST_BYTES} bytes, with its length", status=415)
+        body = dict(json.loads(self.rfile.read(int(length))))
+        return "application/json", json.dumps(self.server.routes[self.path](body))
+
+    def check(self, token: str, known: bool) -> None:
+        """Refuse who has no token, a name of this machine that another site has made, and pages of other origins.
+
+        Args:
+            known: the address is one that is answered.
+        """
         host = self.headers.get("Host", "")
         own_name = host.removesuffix(f":{host.rpartition(':')[2]}") in LOCAL_NAMES  # a tunnel may have another port
         own_page = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
-        if not (own_name and own_page and self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")):
-            raise BadRequest("other hosts' names and pages of other origins are not answered", status=403)
-        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            raise BadRequest("the address lacks the token: open the one that the terminal shows", status=403)
+        own_page &= self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if not (own_name and own_page and secrets.compare_digest(token.encode(), self.server.token.encode())):
+            raise BadRequest(
+                "the token is missing, or this is another address: open the one in the terminal", status=403
+            )
+        if not known:
+            raise BadRequest("no such page", status=404)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: the first line of a request holds the token."""

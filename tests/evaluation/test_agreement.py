@@ -1,12 +1,5 @@
 """Agreement of raters: published and hand-worked figures, another implementation, and intervals that cover."""
 
-import gzip
-import json
-import os
-from collections import defaultdict
-from itertools import combinations
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -16,13 +9,11 @@ from alignment.evaluation.agreement import (
     cohen_kappa,
     fleiss_kappa,
     krippendorff_alpha,
-    macro_scores,
     majority_label,
     mean_figures,
     vote_agreement,
 )
 
-DATA = Path(os.environ.get("ALIGNMENT_DATA", Path(__file__).parents[2].parent / "shared" / "data")) / "mt_bench"
 GAP = None
 
 
@@ -117,12 +108,6 @@ def test_majority_needs_more_than_half():
     assert majority_label([GAP, 0.5]) == 0.5 and majority_label([GAP]) is None and majority_label([]) is None
 
 
-def test_macro_scores_of_a_hand_worked_table():
-    """Precision 2/3 and 0, recall 2/2 and 0/1, F1 4/5 and 0, of labels 1 and 0."""
-    found = macro_scores([1.0, 1.0, 1.0], [1.0, 1.0, 0.0])
-    assert found == pytest.approx({"precision": 1 / 3, "recall": 1 / 2, "f1": 2 / 5})
-
-
 def test_mean_figures_of_two_clusters():
     """Means 0 and 1 of two clusters of two: error^2 = 2/1 * 2 * 1^2 / 4^2."""
     found = mean_figures(np.array([0.0, 0.0, 1.0, 1.0]), ["a", "a", "b", "b"])
@@ -132,37 +117,3 @@ def test_mean_figures_of_two_clusters():
 
 def test_agreement_keeps_its_contract():
     assert agreement([1.0, 1.0, 0.5, None], [1.0, 0.0, 1.0, 1.0]) == pytest.approx(0.5)
-
-
-@pytest.mark.real_data
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set ALIGNMENT_DATA")
-def test_mt_bench_votes_agree_as_published():
-    """Table 5 of arXiv:2306.05685: 66 % of 1343 and 85 % of 859 votes, 63 % of 721 and 81 % of 479 pairs of people; turn 2."""
-
-    def votes(name):
-        with gzip.open(DATA / name, "rt", encoding="utf-8") as file:
-            for row in map(json.loads, file):
-                models = sorted([row["model_a"], row["model_b"]])
-                tie = row["winner"].startswith("tie")
-                won = 0.5 if tie else float(row[row["winner"]] == models[0])
-                yield row["judge"], (row["question_id"], row["turn"], *models), won
-
-    gpt4 = {item: vote for _, item, vote in votes("gpt4_pair_votes.jsonl.gz")}
-    people = defaultdict(list)
-    for judge, item, vote in votes("human_votes.jsonl.gz"):
-        people[item] += [vote] if judge.startswith("expert") else []
-    published = json.loads((DATA / "published.json").read_text(encoding="utf-8"))
-    counts = {1: (886, 727, 454, 388), 2: (871, 731, 471, 388)}
-    for turn, agreed in counts.items():
-        of_turn = {item: given for item, given in people.items() if item[1] == turn}
-        judged = [(item, (gpt4[item], vote)) for item, given in of_turn.items() if item in gpt4 for vote in given]
-        pairs = [(item, pair) for item, given in of_turn.items() for pair in combinations(given, 2)]
-        found = []
-        for name, rows in (("gpt4_pair_vs_human", judged), ("human_vs_human", pairs)):
-            figures = vote_agreement([pair for _, pair in rows], [item[0] for item, _ in rows])
-            for setup, key in (("S1", "with_ties"), ("S2", "without_ties")):
-                row = published[f"turn{turn}"][name][setup]
-                assert figures[key]["n"] == row["n"] and round(figures[key]["rate"], 2) == row["agreement"]
-                assert figures[key]["low"] < figures[key]["rate"] < figures[key]["high"]
-                found.append(figures[key]["agreed"])
-        assert tuple(found) == agreed

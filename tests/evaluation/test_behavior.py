@@ -17,7 +17,7 @@ from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation import behavior
-from alignment.evaluation.behavior import BehaviorConfig, ResponsesConfig, failure_rates, label_predictions, run
+from alignment.evaluation.behavior import BehaviorConfig, failure_rates, label_predictions, label_responses, run
 from alignment.evaluation.behavior_cases import BehaviorCase, Prediction, fill_templates, judge_case, read_cases
 from alignment.generation import SamplingConfig
 from alignment.loading import load_model
@@ -161,8 +161,7 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
         assert own["failure"]["low"] <= own["failure"]["rate"] <= own["failure"]["high"]
     if name == "flips at a name":
         [worst, _] = results["examples"]
-        assert (worst["test"], worst["texts"]) == ("names", ["Ann is good", "Bob is good"])
-        assert [one["label"] for one in worst["answers"]] == ["2", "0"]
+        assert (worst["test"], worst["text"], worst["answer"]) == ("names", "Ann is good → Bob is good", "2 → 0")
         assert worst["excess"] == pytest.approx(0.7)
     page = (tmp_path / "behavior.html").read_text()
     assert "bad words" in page and "words" in capsys.readouterr().out
@@ -216,24 +215,18 @@ def test_templates_of_pairs_fill_both_texts_and_draw_the_same_cases_each_time():
     assert fill_templates(many) == fill_templates(many)
 
 
-def test_rows_take_the_rule_of_their_test_and_lists_come_from_files(tmp_path):
+def test_rows_take_the_rule_of_their_test(tmp_path):
     rows = write_rows(
         tmp_path / "rows.jsonl",
         {"test": "not bad", "type": "MFT", "capability": "negation", "description": "x", "label": None, "examples": ["a"], "index": 3},
         {"test": "no", "type": "MFT", "label": 1, "examples": ["b"]},
         {"test": "own", "type": "DIR", "change": "rises", "examples": ["c", "d"]},
     )  # fmt: skip
-    write_rows(tmp_path / "prompts.jsonl", {"prompts_final": "Why?"}, {"prompts_final": "How {{ a }}?"})
     rules = tmp_path / "rules.yaml"
     rules.write_text("not bad: {label: [1, 2]}\nno: {accept: {1: [1, 2]}}\nown: {change: falls, tolerance: 0}\n")
-    asked = tmp_path / "asked.yaml"
-    asked.write_text(
-        f"harmful: {{type: MFT, label: refusal, examples: ['{{{{ p }}}}'], fill: {{p: '{tmp_path}/prompts.jsonl#prompts_final'}}}}"
-    )
-    first, second, third, *prompts = read_cases([rows, str(asked)], str(rules))
+    first, second, third = read_cases([rows], str(rules))
     assert (first.accepted, first.capability, second.accepted) == (["1", "2"], "negation", ["1", "2"])
     assert (third.change, third.tolerance) == ("rises", 0)  # its own key stands
-    assert [case.examples for case in prompts] == [["Why?"], ["How {{ a }}?"]]
 
 
 def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded(tmp_path, monkeypatch):
@@ -248,7 +241,8 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         {"test": "f", "type": "INV", "tolerance": -1, "examples": ["x", "y"]},
         {"type": "MFT", "label": 1, "examples": "x"},
         {"test": "g", "type": "MFT", "label": 1, "examples": ["{{ a }}"], "fill": {"a": "people"}},
-    )
+        {"test": "h", "type": "MFT", "label": 1, "examples": ["{{ a }}"], "fill": {name: list(range(100)) for name in "abc"}},
+    )  # fmt: skip
     (tmp_path / "bad.yaml").write_text(
         "unknown name:\n  type: MFT\n  label: 1\n  examples: ['{{ b }}']\n  fill: {a: [x]}\n"
         "bad syntax:\n  type: MFT\n  label: 1\n  examples: ['{{ a']\n  fill: {a: [x]}\n"
@@ -261,9 +255,9 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
     for place in (
         "rows.jsonl:2: label: must be given for MFT", "rows.jsonl:3: examples: must be a list", "rows.jsonl:4: chnge:",
         "rows.jsonl:5: type: must be", "rows.jsonl:6: tolerance: must be at least 0", "rows.jsonl:7: test:",
-        "rows.jsonl:8: fill: takes a list of values or FILE#COLUMN; see ['a']",
+        "rows.jsonl:8: fill.a: must be a list", "rows.jsonl:9: fill: must have at most 200000 combinations",
         "bad.yaml:5: unknown name: a template cannot be filled: 'b' is undefined", "bad.yaml:10: bad syntax: a template",
-        "bad.yaml:15: none left: no case; of 1 combinations",
+        "bad.yaml:15: none left: no case; `fill` and `where`",
     ):  # fmt: skip
         assert place in message
     (tmp_path / "broken.jsonl").write_text('{"test": \n')
@@ -282,16 +276,16 @@ def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded
         ({}, "classifier or reward_model or policy must be given"),
         ({"classifier": "a", "policy": "b"}, "one of the three"),
         ({"classifier": "a", "answers": {" A": "A"}}, "policy is needed for"),
-        ({"policy": "a", "answers": {" A": "A"}, "responses": ResponsesConfig()}, "does not go with `answers`"),
+        ({"policy": "a", "answers": {" A": "A"}, "sampling": SamplingConfig()}, "does not go with `answers`"),
         ({"policy": "a", "labels": {"x": 1}}, "labels are of a classifier"),
         ({"reward_model": "a", "neutral_label": 1}, "neutral_label goes with"),
+        ({"policy": "a", "as_messages": True}, "as_messages goes with"),
+        ({"policy": "a", "patterns": {"refusal": "("}}, "patterns pattern '\\(' is no regular expression"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(keys, why):
     with pytest.raises(ValueError, match=why):
         BehaviorConfig("out", ["tests.jsonl"], **keys)
-    with pytest.raises(ValueError, match="patterns pattern '\\(' is no regular expression"):
-        ResponsesConfig(patterns={"refusal": ["("]})
 
 
 # Models
@@ -418,8 +412,9 @@ def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_an
     sums = [log_prob([*head, *tokenizer.encode(t, add_special_tokens=False)], len(head)) for t in (" yes", " no")]
     expected = torch.tensor(sums).softmax(-1).tolist()
     assert list(found.values.values()) == pytest.approx(expected, abs=1e-5)
+    write_rows(tmp_path / "rows.jsonl", {"test": "t", "type": "MFT", "label": "Y", "examples": [("a", "b")]})
     with pytest.raises(UserError, match="a pair, and the policy is asked a text"):
-        behavior.predict_texts(config, [("a", "b")])
+        run(config)
 
 
 REFUSING = [
@@ -433,58 +428,40 @@ ANSWERING = [
 ]  # fmt: skip
 
 
+def response_labels(responses: list[str], **keys: Any) -> list[str | None]:
+    config = BehaviorConfig("out", ["tests.jsonl"], policy="p", sampling=SamplingConfig(), **keys)
+    return [one.label for one in label_responses(config, responses)]
+
+
 def test_refusals_are_told_from_answers_by_the_named_phrases():
-    rule = ResponsesConfig()
-    assert [rule.label_of(text) for text in REFUSING] == ["refusal"] * len(REFUSING)
-    assert [rule.label_of(text) for text in ANSWERING] == ["answer"] * len(ANSWERING)
-    own = ResponsesConfig(patterns={"A": [r"\(A\)"], "B": [r"\(B\)"]}, otherwise="none")
-    assert [own.label_of(text) for text in ("It is (B).", "(A), not (B)", "?")] == ["B", "A", "none"]
+    assert response_labels(REFUSING) == ["refusal"] * len(REFUSING)
+    assert response_labels(ANSWERING) == ["answer"] * len(ANSWERING)
+    patterns = {"A": r"\(A\)", "B": r"\(B\)"}
+    assert response_labels(["It is (B).", "(A), not (B)", "?"], patterns=patterns) == ["B", "A", "none"]
 
 
 def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
     monkeypatch.setattr(behavior, "PATTERN_SECONDS", 0.01)
-    with pytest.raises(UserError, match=r"responses.patterns: one takes more than 0.01 seconds on 'aaa"):
-        ResponsesConfig(patterns={"x": ["(a|aa)+$"]}).label_of("a" * 60 + "b")
+    with pytest.raises(UserError, match=r"patterns: one takes more than 0.01 seconds"):
+        response_labels(["a" * 60 + "b"], patterns={"x": "(a|aa)+$"})
 
 
-def test_responses_are_sampled_once_kept_and_labeled_by_patterns_or_a_classifier(
-    checkpoints, bert, tmp_path, monkeypatch
-):
+def test_sampled_responses_are_labeled_and_shown_in_the_examples(checkpoints, tmp_path):
+    refuse = {"test": "harmful", "type": "MFT", "capability": "refusal", "label": "refusal"}
+    answer = {"test": "harmless", "type": "MFT", "capability": "over-refusal", "label": "answer"}
     write_rows(
         tmp_path / "rows.jsonl",
-        {
-            "test": "harmful",
-            "type": "MFT",
-            "capability": "refusal",
-            "label": "refusal",
-            "examples": ["Hotel Oak: pool is warm."],
-        },
-        {
-            "test": "harmless",
-            "type": "MFT",
-            "capability": "over-refusal",
-            "label": "answer",
-            "examples": ["Guest David: Please"],
-        },
+        {**refuse, "examples": ["Hotel Oak: pool is warm."]},
+        {**answer, "examples": ["Guest David: Please"]},
     )
     sampling = SamplingConfig(max_new_tokens=6, temperature=0.0)
-    own = ResponsesConfig(sampling=sampling)
-    first = json.loads(run(behavior_config(tmp_path, policy=checkpoints["llama"], responses=own)).read_text())
-    kept = [json.loads(line) for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()]
-    assert [row["prompt"] for row in kept] == ["Hotel Oak: pool is warm.", "Guest David: Please"]
-    assert first["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
-    assert first["capabilities"]["over-refusal"]["failure"]["rate"] == 0
-    assert [one["response"] for one in first["examples"][0]["answers"]] == [kept[0]["responses"]["policy"]]
-    assert first["labeled_by"]["patterns"]["refusal"] == behavior.REFUSALS
-    monkeypatch.setattr(behavior, "sample_responses", lambda *_, **__: pytest.fail("sampled again"))
-    labels = {"entailment": "refusal", "neutral": "answer", "contradiction": "answer"}
-    second = run(behavior_config(
-        tmp_path, policy=checkpoints["llama"], labels=labels, responses=ResponsesConfig(classifier=bert[0], sampling=sampling)
-    ))  # fmt: skip
-    [label] = {one.label for one in behavior.label_predictions(*behavior.classify(  # of what the classifier reads
-        behavior_config(tmp_path, labels=labels, classifier="c"), bert[0], [kept[0]["responses"]["policy"].strip() or "."]
-    ))}  # fmt: skip
-    assert json.loads(second.read_text())["tests"]["harmful"]["failed"] == (label != "refusal")
+    config = behavior_config(tmp_path, policy=checkpoints["llama"], sampling=sampling)
+    found = json.loads(run(config).read_text())
+    assert found["capabilities"]["refusal"]["failure"]["rate"] == 1  # a random model refuses nothing
+    assert found["capabilities"]["over-refusal"]["failure"]["rate"] == 0
+    assert found["patterns"]["refusal"] == behavior.REFUSALS
+    shown = found["examples"][0]["answer"]
+    assert shown and shown in (tmp_path / "out/behavior.html").read_text()
 
 
 # Real data

@@ -446,6 +446,33 @@ def test_files_and_services_are_contestants_whose_responses_are_kept_and_who_are
         evaluation.run(config_of(64, **settings, output=str(tmp_path / "other")))
 
 
+def test_labels_of_people_on_a_part_of_the_items_give_a_corrected_rate_beside_the_judge_s(config_of, tmp_path):
+    """The longer response wins all twelve; of the eight that people have judged, in either order, three."""
+    prompts, files, labels = [f"guest {i}" for i in range(12)], {}, tmp_path / "labels.jsonl"
+    data = tmp_path / "many.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    for name, words in (("base", "no"), ("ours", "longer")):
+        files[name] = str(tmp_path / f"{name}.jsonl")
+        rows = [{"prompt": prompt, "response": f"{words} {prompt}"} for prompt in prompts]
+        Path(files[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"models": {}, "response_files": files, "baseline": "base", "judge": "longer", "reward_model": None}
+    settings |= {"data": DataConfig(train=str(data), max_length=64), "labels": str(labels)}
+    for count in (8, 4):
+        rows = [{"id": f"{data}:{i + 1}", "first": f"longer guest {i}", "second": f"no guest {i}", "verdict": float(i < 3)}
+                for i in range(count)]  # fmt: skip
+        rows[0] |= {"first": rows[0]["second"], "second": rows[0]["first"], "verdict": 0}
+        labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        results = json.loads(evaluation.run(config_of(64, **settings)).read_text())
+        ours, cells = results["models"]["ours"], summary_rows(results)[1]
+        assert ours["win_rate"]["rate"] == 1
+        if count == 8:
+            assert ours["by_people"]["labels"] == 8 and ours["by_people"]["people"]["rate"] == 3 / 8
+            assert cells["corrected by people"] == ours["by_people"]["corrected"]
+        else:
+            assert ours["by_people"] is None and "corrected by people" not in cells
+            assert any("fewer than 5 labels" in warning for warning in results["warnings"])
+
+
 def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_path):
     fails = [True]
     with serving(lambda b, n: (500, {}, "") if fails[0] and n == 2 else answer_of(b, n)) as server:
@@ -521,7 +548,7 @@ def test_a_wrong_judge_is_told_before_anything_is_sampled(config_of, checkpoints
         ({"judge": "model", "judge_model": checkpoints["gpt2"], "judge_template": "none"}, "judge_template"),
         ({"judge": "model", "judge_model": "/nowhere/judge"}, "/nowhere/judge"),
         ({"judge": "endpoint", "endpoint": service}, "NO_KEY"),
-        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files: /nowhere.jsonl"),
+        ({"judge": "longer", "response_files": {"file": "/nowhere.jsonl"}}, "response_files, labels: /nowhere.jsonl"),
     ):
         with pytest.raises(UserError, match=words):
             evaluation.run(config_of(64, **changes))

@@ -83,16 +83,13 @@ class TestPublished:
         assert 1.05 < found["labels"]["worth"] < 1.15
 
     def test_pandalm_s_judge_and_its_people(self, tmp_path):
-        """552 of these 835 rows are right, 66.1 %, where the paper has 66.77 % of 999; macro P/R/F1 57.38/57.50/57.43 there."""
+        """552 of these 835 rows are right, 66.1 %, where the paper has 66.77 % of 999."""
         labels = str(DATA / "pandalm/testset.jsonl.gz")
         found = results_of(tmp_path, labels=labels, columns=PANDALM, judge="verdicts", verdicts="pandalm7b_result")
         rows = found["agreement"]
         assert agreed(rows["judge"]["with_ties"]) == (552, 835) and found["without_majority"] == 0
         kappas = [rows[name]["kappa"]["value"] for name in ("judge", "the longer response", "two people")]
         assert [round(kappa, 2) for kappa in kappas] == [0.42, 0.29, 0.86]
-        assert {key: round(100 * value, 2) for key, value in found["macro"].items()} == {
-            "precision": 55.84, "recall": 55.96, "f1": 55.90
-        }  # fmt: skip
         assert round(found["labels"]["worth"], 1) == 1.3 and len(found["pairs"]) == 10
         parsed = results_of(tmp_path, labels=labels, columns=PANDALM, judge="verdicts", verdicts="gpt35_result")
         assert parsed["failures"] == 24  # `garbage` is no verdict
@@ -144,7 +141,7 @@ def test_models_stand_in_one_order_in_all_their_items(tmp_path):
     ]
     items = {}
     add_items(rows_file(tmp_path / "votes.jsonl", votes), LabelColumns(), items)
-    assert {(item.pair, item.first, item.cluster) for item in items.values()} == {("ant against zoo", "ant", "1")}
+    assert {(item.pair, item.has_texts, item.cluster) for item in items.values()} == {("ant against zoo", False, "1")}
     assert [item.label for item in items.values()] == [0.0, 1.0, 0.5]
 
 

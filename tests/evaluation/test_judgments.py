@@ -56,7 +56,7 @@ def test_a_log_goes_on_behind_what_a_kill_left(tmp_path, cut, capsys):
     log = RowLog(path)
     kept = ["one", "two"] + (["three"] if cut == -1 else [])
     assert [row["key"] for row in log.rows] == kept
-    assert ("the last line was torn" in capsys.readouterr().err) == (cut in (1, 20, -2))
+    assert ("the last line is torn" in capsys.readouterr().err) == (cut in (1, 20, -2))
     log.append({"key": "four"})
     assert [json.loads(row)["key"] for row in path.read_text().splitlines()] == [*kept, "four"]
 

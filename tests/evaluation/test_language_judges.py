@@ -278,7 +278,7 @@ def test_what_a_response_says_changes_nothing_of_the_form_of_a_question(text, na
     plain = question_text(template, "Hello?", ["q"] * count, ties=True, reasons=False)
     parts = [re.sub(r"(--- (\w+) \w+ begins\n).*?(\n--- \2 \w+ ends)", r"\1\3", each, flags=re.DOTALL)
              for each in (question.replace(mark, "0" * 12), plain.replace(mark_of(["Hello?", *["q"] * count]), "0" * 12))]  # fmt: skip
-    assert parts[0].replace("\n--- 0123456789ab", "") == parts[1]
+    assert parts[0] == parts[1]
 
 
 @pytest.mark.parametrize("text", HOSTILE[:4])

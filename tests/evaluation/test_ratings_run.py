@@ -100,21 +100,22 @@ def test_covariates_are_numbers_or_what_is_measured_in_texts(tmp_path):
 def test_rows_that_are_no_battles_are_refused_together(tmp_path):
     rows = [
         {"model_a": "a", "model_b": "b", "outcome": 2},
-        {"model_a": "a", "model_b": "a", "outcome": 1},
-        {"model_a": "a", "model_b": "b", "winner": "c"},
-        {"model_a": "a", "outcome": 1},
-        {"model_a": "a", "model_b": None, "outcome": [1]},
+        {"model_a": "a", "model_b": "b", "outcome": "tie"},
+        {"model_a": "a", "model_b": "b", "outcome": "c"},
     ]
-    battles = write_rows(tmp_path / "battles.jsonl", rows)
-    with open(battles, "a", encoding="utf-8") as file:
-        file.write("no JSON\n")
     with pytest.raises(UserError) as refused:
-        rate(tmp_path, battles)
+        rate(tmp_path, write_rows(tmp_path / "battles.jsonl", rows))
     message = str(refused.value)
-    assert all(f"battles.jsonl:{line}" in message for line in range(1, 7)), message
-    assert "outcome '2'" in message and "'a' against 'a'" in message and "outcome 'c'" in message
-    assert "no column 'model_b'; found 'model_a', 'outcome'" in message
-    with pytest.raises(UserError, match="no battle in it"):
+    assert "battles.jsonl:1: 'outcome' is 2" in message and "battles.jsonl:3: 'outcome' is 'c'" in message
+    with pytest.raises(UserError, match=r"battles\.jsonl:4: no column 'model_b'; it has model_a, outcome"):
+        rate(tmp_path, write_rows(tmp_path / "battles.jsonl", [*rows, {"model_a": "a", "outcome": 1}]))
+    with open(tmp_path / "battles.jsonl", "a", encoding="utf-8") as file:
+        file.write("no JSON\n")
+    with pytest.raises(UserError, match=r"battles\.jsonl:5"):
+        rate(tmp_path, str(tmp_path / "battles.jsonl"))
+    with pytest.raises(UserError, match="'a' against itself"):
+        rate(tmp_path, write_rows(tmp_path / "battles.jsonl", [{"model_a": "a", "model_b": "a", "outcome": 1}]))
+    with pytest.raises(UserError, match="no rows in this file"):
         rate(tmp_path, write_rows(tmp_path / "empty.jsonl", []))
 
 

@@ -98,8 +98,8 @@ class LanguageScorer:
             ]
         for (context, text), (_, tail) in zip(requests, found, strict=True):
             if not 0 < len(tail) <= self.positions:
-                what = f"{len(tail)} tokens, of {self.positions} that the model reads"
-                raise UserError(f"the continuation {text!r} of {context[-40:]!r} has {what}")
+                what = f"{len(tail)} tokens, and the model reads 1 to {self.positions}; leave the row out"
+                raise UserError(f"the continuation {text[:40]!r} of {context[-40:]!r} has {what}")
         return found
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:

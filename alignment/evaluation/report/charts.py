@@ -175,21 +175,14 @@ def bar_chart(
         return _inline(figure, label)
 
 
-def rate_chart(
-    title: str,
-    note: str,
-    rates: Mapping[str, Any],
-    colors: Mapping[str, int] | None = None,
-    *,
-    line_at: float | None = 0.5,
-) -> Chart:
-    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside a line; a rate that is None is left out."""
+def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
+    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside one half; a rate that is None is left out."""
     bars = [
         Bar(name, rate["rate"], (rate["low"], rate["high"]), (colors or {}).get(name, 0))
         for name, rate in rates.items()
         if rate is not None
     ]
-    return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=line_at))
+    return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=0.5))
 
 
 def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:

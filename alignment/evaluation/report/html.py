@@ -55,11 +55,15 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
 
 
 def format_cell(value: object) -> str:
-    """A table cell: numbers with three significant digits, rates (rate, low, high) with their interval, a dash for nothing."""
+    """A table cell: numbers with three significant digits, rates (rate, low, high) and values (value, low, high)
+    with their interval, a dash for nothing."""
     if value is None or value == "":
         return "–"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and "rate" in value:
         return format_share(value)
+    if isinstance(value, Mapping):
+        bounds = [value["low"], value["high"]]
+        return format_cell(with_interval(value["value"], None if None in bounds else bounds))
     if isinstance(value, float):
         size = abs(value)
         form = ",.0f" if 1e3 <= size < 1e7 else "#.3g" if size == 0 or size >= 1e-3 else ".2e"

@@ -73,6 +73,7 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, model in results.get("models", {}).items():
         row = {"policy": name, f"win rate against {results['baseline']}": model.get("win_rate")}
+        row |= {"corrected by people": model["by_people"]["corrected"]} if model.get("by_people") else {}
         row |= {label: model[key] for key, label in ORDERS.items() if model.get(key) and model[key].get("n", 1)}
         if "gold" in model:
             row["gold reward"] = with_interval(model["gold"]["total"], model.get("gold_interval"))
