@@ -203,8 +203,9 @@ def write_probe(
     }  # fmt: skip
     write_json(Path(output).with_suffix(".json"), results)
     summary = (
-        f"A linear layer on the frozen states of each layer ({read or 'of labeled words'}), fitted on {len(fit.classes):,} rows "
-        f"of {len(names)} classes and judged on {len(judged.classes):,} others. Layer 0 is the input of the first block."
+        f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} "
+        f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "
+        f"{len(judged.classes):,} others. Layer 0 is the input of the first block."
     )
     sections = [_section(layers, baselines)]
     return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)
@@ -221,8 +222,7 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
     curves = tuple(
         Curve(name, range(len(layers)), tuple(found), color) for color, (name, found) in enumerate(rates.items())
     )
-    note = "share of held-out rows"
-    chart = Chart("Accuracy", note, curve_chart(f"Accuracy, {note}", curves, "layer"))
+    chart = Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))
     table = [
         {
             "layer": str(number),
