@@ -120,12 +120,11 @@ def test_both_are_captums(kind, checkpoints, tokenizer):
     assert_close(ours, theirs.float(), atol=5e-3 * theirs.abs().max().item(), rtol=0)
 
 
-def test_foreign_classes_and_soft_prompts_give_the_same(checkpoints):
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # transformers' GPT-2 adds a vector of the sentence, if it gets any
+def test_foreign_classes_and_soft_prompts_give_the_same(kind, checkpoints):
     """transformers' class of the same weights; and with vectors in front of the text, which are no token of it."""
-    tokenizer, models = (
-        load_tokenizer(checkpoints["llama"]),
-        (load_model(checkpoints["llama"]), load_external(checkpoints["llama"])),
-    )
+    tokenizer = load_tokenizer(checkpoints[kind])
+    models = load_model(checkpoints[kind]), load_external(checkpoints[kind])
     for prompted in (False, True):
         if prompted:
             torch.manual_seed(0)
