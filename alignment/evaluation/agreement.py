@@ -139,11 +139,10 @@ def _with_interval(
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
     kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
-    tables, size = tables[kept], len(kept)
-    if not size:
+    if not kept:
         return {"value": None, "low": None, "high": None, "n": 0}
     number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
-    sums = np.array([np.bincount(number, cell) for cell in tables.reshape(size, -1).T])  # [cells, clusters]
+    sums = np.array([np.bincount(number, cell) for cell in tables[kept].reshape(len(kept), -1).T])  # [cells, clusters]
     rng, count = np.random.default_rng(0), sums.shape[-1]
     draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
@@ -151,4 +150,4 @@ def _with_interval(
         value, *spread = _chance_corrected(totals, drawn, level).tolist()
     known = [each for each in spread if math.isfinite(each)]
     low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
-    return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": size}
+    return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": len(kept)}
