@@ -11,7 +11,8 @@ from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.evaluation.win_rate_run import WinRateConfig, proxy_scores
+from alignment.evaluation.responses import ResponseScorer
+from alignment.evaluation.win_rate_run import WinRateConfig
 from alignment.generation import Generation
 from tests.examples import prompt_example
 
@@ -74,6 +75,7 @@ def test_a_judging_encoder_scores_pairs_of_texts(directory):
     answer = Generation([TEXTS[2], TEXTS[2]], [[3], [3]], [[0.0], [0.0]], [True, True])
     prompts = [Prompt(text, {}, f"r{row}") for row, text in enumerate(TEXTS[:2])]
     config = WinRateConfig(models={"a": "x"}, baseline="a", data=DataConfig("rows.jsonl"), output="out", judge="longer")
-    scores = proxy_scores(config, judge, prompts, [("x", answer)])
+    scorer = ResponseScorer(str(directory[0]), config.weights)
+    scorer.add(config, prompts, [(None, answer)])
     expected = judge.score([(text, TEXTS[2]) for text in TEXTS[:2]]).tolist()
-    assert scores == {(row, TEXTS[2]): pytest.approx(expected[row], abs=1e-5) for row in (0, 1)}
+    assert list(scorer.scores.values()) == scorer(prompts, answer.texts) == pytest.approx(expected, abs=1e-5)

@@ -3,7 +3,6 @@
 The model is read, never trained. A page with the accuracy of each layer and a JSON file beside it are written.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
 from alignment.evaluation.winrate import accuracy_gain, win_rate
-from alignment.files import write_json
+from alignment.files import hash_of, write_json
 from alignment.loading import architecture_of, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
 from alignment.models.classifiers import pooled
@@ -107,7 +106,7 @@ def control_classes(types: Sequence[str], shares: np.ndarray) -> np.ndarray:
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368, section 2.
     """
-    draws = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:6], "big") / 2**48 for word in types]
+    draws = [int(hash_of(word)[:12], 16) / 2**48 for word in types]
     return np.minimum(np.searchsorted(shares.cumsum(), draws, side="right"), len(shares) - 1)
 
 
@@ -204,8 +203,9 @@ def write_probe(
     }  # fmt: skip
     write_json(Path(output).with_suffix(".json"), results)
     summary = (
-        f"A linear layer on the frozen states of each layer ({read or 'of labeled words'}), fitted on {len(fit.classes):,} rows "
-        f"of {len(names)} classes and judged on {len(judged.classes):,} others. Layer 0 is the input of the first block."
+        f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} "
+        f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "
+        f"{len(judged.classes):,} others. Layer 0 is the input of the first block."
     )
     sections = [_section(layers, baselines)]
     return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)
@@ -219,10 +219,10 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         "control task": [one["control"]["rate"] for one in layers],
         "most frequent class": [baselines["majority"]] * len(layers),
     }
-    numbers = tuple(range(len(layers)))
-    curves = tuple(Curve(name, numbers, tuple(found), color) for color, (name, found) in enumerate(rates.items()))
-    note = "share of held-out rows"
-    chart = Chart("Accuracy", note, curve_chart(f"Accuracy, {note}", curves, "layer"))
+    curves = tuple(
+        Curve(name, range(len(layers)), tuple(found), color) for color, (name, found) in enumerate(rates.items())
+    )
+    chart = Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))
     table = [
         {
             "layer": str(number),

@@ -5,8 +5,8 @@ A page and a JSON file beside it are written.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,13 @@ class Explained:
         batch = Ragged.build([one.ids for one in documents], masks, segments=[one.segments for one in documents])
         return batch.to(next(self.model.parameters()).device)
 
+    def value_at(self, document: Encoded, vectors: Tensor) -> Tensor:
+        """The number of S copies of a document whose T tokens have these vectors, [S, T, E], whatever their ids, [S]."""
+        with ExitStack() as hooks:
+            for table in token_tables(self.model):
+                hooks.enter_context(table.register_forward_hook(partial(_with_vectors, vectors)))
+            return self.value(self.batch([document] * len(vectors)))
+
     @torch.no_grad()
     def values(self, prompts: Sequence[str | Messages]) -> list[float]:
         """The number of each prompt."""
@@ -109,8 +116,9 @@ def explained_continuation(model: Model, tokenizer: Tokenizer, prompt: str | Mes
     def value(batch: Ragged) -> Tensor:
         return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
 
-    written = tokenizer.decode(response)
-    return Explained(f"log-probability of {written!r}, nats", model, tokenizer, encode, value, len(response))
+    return Explained(
+        f"log-probability of {tokenizer.decode(response)!r}, nats", model, tokenizer, encode, value, len(response)
+    )
 
 
 def explained_score(reward_model: RewardModel, prompt: str | Messages, response: str | None) -> Explained:
@@ -155,7 +163,7 @@ def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, la
 # Attributions
 
 
-def embedding_layers(model: nn.Module) -> list[nn.Module]:
+def token_tables(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
     parts = [part for part in model.modules() if isinstance(part, Model)]
     return list(dict.fromkeys(
@@ -164,19 +172,11 @@ def embedding_layers(model: nn.Module) -> list[nn.Module]:
     ))  # fmt: skip
 
 
-@contextmanager
-def replaced_embeddings(layers: Sequence[nn.Module], vectors: Tensor) -> Iterator[None]:
-    """Within the block the tables give these vectors of S documents of T tokens, [S, T, E], whatever ids are read."""
-
-    def give(layer: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        rows = output.view(len(vectors), -1, output.shape[-1])  # tokens of a soft prompt may stand in front
-        before = rows[:, : rows.shape[1] - vectors.shape[1]]
-        return torch.cat([before, vectors.to(output.dtype)], 1).view_as(output)
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(give))
-        yield
+def _with_vectors(vectors: Tensor, table: nn.Module, ids: object, output: Tensor) -> Tensor:
+    """The output of a token table with other vectors, [S, T, E], in place of the documents' own."""
+    rows = output.view(len(vectors), -1, output.shape[-1])  # tokens of a soft prompt may stand in front
+    before = rows[:, : rows.shape[1] - vectors.shape[1]]
+    return torch.cat([before, vectors.to(output.dtype)], 1).view_as(output)
 
 
 def explain_answer(
@@ -191,7 +191,7 @@ def explain_answer(
         baseline: "zero": vectors of zeros; else a token of the vocabulary, whose vector stands for every token.
         unit: of the parts left out; see `without_each`.
     """
-    document, layers, tokenizer = explained.encode(prompt), embedding_layers(explained.model), explained.tokenizer
+    document, tokenizer, table = explained.encode(prompt), explained.tokenizer, token_tables(explained.model)[0]
     vocabulary, length = tokenizer.get_vocab(), len(document.ids)
     if baseline != ZERO and baseline not in vocabulary:
         raise UserError(
@@ -202,23 +202,20 @@ def explain_answer(
     before_target = length - explained.target
     free = [i < before_target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)]
     with torch.no_grad():
-        inputs = layers[0](ids).float()
-        away = torch.zeros_like(inputs) if baseline == ZERO else layers[0](ids.new_tensor(vocabulary[baseline])).float()
+        inputs = table(ids).float()
+        away = torch.zeros_like(inputs) if baseline == ZERO else table(ids.new_tensor(vocabulary[baseline])).float()
         start = torch.where(torch.tensor(free, device=ids.device)[:, None], away, inputs)
-
-    def value(vectors: Tensor) -> Tensor:
-        with replaced_embeddings(layers, vectors):
-            return explained.value(explained.batch([document] * len(vectors)))
 
     def of_free(values: Tensor) -> list[float | None]:
         return [one if is_free else None for one, is_free in zip(values.tolist(), free, strict=True)]
 
-    found, parts = integrated_gradients(value, inputs, start), without_each(prompt, unit)
+    value_at = partial(explained.value_at, document)
+    found, parts = integrated_gradients(value_at, inputs, start), without_each(prompt, unit)
     left = explained.values([other for _, other in parts if len(parts) > 1])
     return {
         "prompt": prompt, "explained": explained.name, "value": found.value,
         "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,
-        "gradient_x_input": of_free(gradient_times_input(value, inputs)),
+        "gradient_x_input": of_free(gradient_times_input(value_at, inputs)),
         "integrated_gradients": {
             **found._asdict(), "values": of_free(found.values), "baseline": baseline, "change": found.value - found.baseline_value,
         },

@@ -11,11 +11,11 @@ from alignment.evaluation.labels import JSON, Label, LabelSession, name_in
 from alignment.files import write_json, write_json_lines
 from alignment.serving.label_page import LabelServer
 
-PREFERENCES: dict[tuple[int, ...], str] = {
+PREFERENCES: dict[tuple[int, ...], str] = {  # by the ranks of a pair
     (0, 1): "response_1",
     (0, 0): "tie",
     (1, 0): "response_2",
-}  # by the ranks of a pair
+}
 KINDS = {  # question -> type of the result in Label Studio, and the key of its value
     "preference": ("choices", "choices"),
     "rank": ("number", "number"),
@@ -34,8 +34,12 @@ def serve_labels(session: LabelSession, annotator: str | None, port: int) -> Non
     """
     name = None if annotator is None else name_in({"annotator": annotator})
     with LabelServer(port, {"/show": session.show, "/answer": session.answer}, name) as server:
-        print(f"http://127.0.0.1:{server.server_port}/?token={server.token}", file=sys.stderr)
-        print(f"open this address; labels go to {session.path}; Ctrl-C ends", file=sys.stderr, flush=True)
+        print(
+            f"http://127.0.0.1:{server.server_port}/?token={server.token}\n"
+            f"open this address; labels go to {session.path}; Ctrl-C ends",
+            file=sys.stderr,
+            flush=True,
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 

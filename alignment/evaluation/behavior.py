@@ -139,7 +139,7 @@ def run(config: BehaviorConfig) -> Path:
             "Failure rates",
             lead,
             tables=tables,
-            settings={"patterns": config.patterns if config.sampling else {}},
+            settings={"responses": config.patterns if config.sampling else {}},
         ),
         Section("failures", "Worst failures", tables=[failures]),
     ]

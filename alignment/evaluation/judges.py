@@ -4,10 +4,11 @@ Rates and intervals are in winrate.py, people in people_judge.py, language model
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
+from alignment.evaluation.responses import ResponseScorer
 from alignment.evaluation.winrate import (
     LOSS,
     TIE,
@@ -26,13 +28,12 @@ from alignment.evaluation.winrate import (
     Z_95,
     Verdict,
     WinRate,
+    clustered_error,
     merge_orders,
     paired_interval,
     win_rate,
 )
 from alignment.files import hash_of
-from alignment.loading import best_device
-from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.specs import plain_url
 from alignment.training.run.lineage import parent_hashes
 
@@ -45,19 +46,25 @@ ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float]]
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """Verdicts of a judge on two sides."""
+    """Verdicts of a judge on two sides. Figures are rate, low, high (95 %) and n.
 
-    win_rate: WinRate  # of ours, over the items that were judged
-    verdicts: list[Verdict]  # for ours, one per prompt in order, both orders merged; None where the judge failed
-    inconsistent: int  # items whose two orders disagreed; they count half and narrow no interval, see `win_rate`
-    failures: int  # items without a verdict, in no rate
-    # mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias
-    position_bias: float
-    inconsistent_interval: tuple[float, float]  # of the share of inconsistent items, 95 %
-    position_bias_interval: tuple[float, float]  # of the position bias, 95 %; the two orders of an item are a pair
-    both_orders: int  # items that were judged in both orders, the n of `inconsistent`; people see most pairs once
-    shown: int  # n of `position_bias`: items, or verdicts of people
-    length: dict[str, Figures | None]  # how the verdicts go with the lengths, see `length_effect`
+    Attributes:
+        win_rate: of ours, over the items that were judged.
+        inconsistent: `count` and share of items whose two orders disagreed, of those that were judged in both, of people few;
+            they count half and narrow no interval, see `win_rate`.
+        position_bias: mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias.
+        longer_preferred, length_slope: how the verdicts go with the lengths, see `length_effect`.
+        failures: items without a verdict, in no rate.
+        verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
+    """
+
+    win_rate: WinRate
+    inconsistent: Figures
+    position_bias: Figures
+    longer_preferred: Figures | None
+    length_slope: Figures | None
+    failures: int
+    verdicts: list[Verdict]
 
 
 def compare(
@@ -73,42 +80,39 @@ def compare(
 
     `models` are the names of the two sides, for the log of a `LoggedJudge`.
     """
-    names = [] if models is None else [models] * len(prompts) + [(models[1], models[0])] * len(prompts)
+    n, names = len(prompts), [] if models is None else [models] * len(prompts) + [(models[1], models[0])] * len(prompts)
     both = [*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]
     verdicts = list(judge(*both, models=names) if isinstance(judge, LoggedJudge) else judge(*both))
-    if len(verdicts) != 2 * len(prompts):
-        raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
-    merged = merge_orders(verdicts[: len(prompts)], verdicts[len(prompts) :])
+    if len(verdicts) != 2 * n:
+        raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * n} pairs")
+    merged = merge_orders(verdicts[:n], verdicts[n:])
     judged = [verdict for verdict in merged.verdicts if verdict is not None]
-    if not judged or merged.failures > max_failed_share * len(prompts):
+    if not judged or merged.failures > max_failed_share * n:
         raise UserError(
-            f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
+            f"the judge failed on {merged.failures} of {n} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
             + (". ".join(["", *judge.faults()]) if isinstance(judge, LoggedJudge) else "")
         )
-    orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
-    leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
-    inconsistent = coins = merged.inconsistent
-    asked_twice = len(leads)
     if isinstance(judge, PeopleJudge):
-        pairs = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, ours, baseline, strict=True)]
-        votes = [judge.shown_first(pair) for pair in pairs]
-        leads = [2 * verdict - 1 for verdicts, _ in votes for verdict in verdicts]
-        inconsistent, asked_twice = (sum(map(count, (both for _, both in votes))) for count in (any, bool))
-        coins = sum(any(both) and verdict == TIE for (_, both), verdict in zip(votes, merged.verdicts, strict=True))
-    bias = share_of(sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads), len(leads))
-    contradicted = share_of(inconsistent, asked_twice - inconsistent, asked_twice)
+        leads, contradictions = judge.orders(prompts, ours, baseline)
+    else:
+        orders = list(zip(verdicts[:n], verdicts[n:], strict=True))
+        leads = [
+            one + other - 1 for one, other in orders if one is not None and other is not None
+        ]  # of first over second
+        contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
+    count, twice = contradictions.count(True), n - contradictions.count(None)
+    shares = share_of([2 * each - 1 for each in contradictions if each is not None])
+    inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
+    coins = sum(each is True and v == TIE for each, v in zip(contradictions, merged.verdicts, strict=True))
+    clusters = judged_prompts(prompts, merged.verdicts)
     return JudgeResult(
-        win_rate(judged, inconsistent=coins, clusters=judged_prompts(prompts, merged.verdicts)),
-        merged.verdicts,
+        win_rate(judged, inconsistent=coins, clusters=clusters),
         inconsistent,
-        merged.failures,
-        position_bias=bias["rate"],
-        inconsistent_interval=(contradicted["low"], contradicted["high"]),
-        position_bias_interval=(bias["low"], bias["high"]),
-        both_orders=asked_twice,
-        shown=len(leads),
-        length=length_effect(ours, baseline, merged.verdicts),
+        share_of(leads),
+        **length_effect(ours, baseline, merged.verdicts, clusters),
+        failures=merged.failures,
+        verdicts=merged.verdicts,
     )
 
 
@@ -117,20 +121,27 @@ def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> li
     return [hash_of(prompt.prompt) for prompt, verdict in zip(prompts, verdicts, strict=True) if verdict is not None]
 
 
-def share_of(wins: float, losses: float, n: int) -> Figures:
-    """A share, ties counting half, with its 95 % interval; a half and no bounds where nothing was counted."""
+def share_of(leads: Sequence[float]) -> Figures:
+    """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half and no bounds where nothing was counted."""
+    n, wins, losses = len(leads), sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads)
     low, high = paired_interval(wins, losses, n) if n else (0.0, 1.0)
     return {"rate": (1 + (wins - losses) / n) / 2 if n else TIE, "low": low, "high": high, "n": n}
 
 
 def length_effect(
-    ours: Sequence[str], baseline: Sequence[str], verdicts: Sequence[Verdict]
+    ours: Sequence[str],
+    baseline: Sequence[str],
+    verdicts: Sequence[Verdict],
+    clusters: Sequence[Hashable] | None = None,
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
     The slope is the change of the win rate for a response twice as long as the other, by least squares with an intercept,
-    which takes up how much better one side is on the whole; its interval is +- 1.96 standard errors that hold for any
-    variance (HC1). A better response is often a longer one: neither figure alone is a fault. Lengths are in characters.
+    which takes up how much better one side is on the whole; its interval is +- 1.96 cluster-robust standard errors. A better
+    response is often a longer one: neither figure alone is a fault. Lengths are in characters.
+
+    Args:
+        clusters: names of the judged items' clusters, see `clustered_error`.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
@@ -138,14 +149,13 @@ def length_effect(
     """
     judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
-    longer, found = share_of(leads.count(1), leads.count(-1), len(leads)), None
-    ratios, wins = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged]).reshape(-1, 2).T
-    x, y, n = ratios - ratios.mean(), wins - wins.mean(), len(wins)
-    if n > 2 and x.any() and y.any():
-        slope = float(x @ y / (x @ x))
-        error = Z_95 * math.sqrt(n / (n - 2) * float((x**2) @ (y - slope * x) ** 2)) / float(x @ x)
-        found = {"slope": slope, "low": slope - error, "high": slope + error}
-    return {"longer_preferred": longer if leads else None, "length_slope": found}
+    rows, slope = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged]), None
+    x, y = (rows - rows.mean(0)).T
+    if len(rows) > 2 and x.any() and y.any():
+        rate, scale = float(x @ y / (x @ x)), len(rows) / (x @ x)
+        error = Z_95 * clustered_error(scale * x * (y - rate * x), clusters)[0]
+        slope = {"slope": rate, "low": rate - error, "high": rate + error}
+    return {"longer_preferred": share_of(leads) if leads else None, "length_slope": slope}
 
 
 # Judges by scores
@@ -190,27 +200,11 @@ def majority_judge(judges: Sequence[Judge]) -> Judge:
     return judge
 
 
-def gold_totals(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """The hotel data set's gold score of each response."""
+def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
+    """The hotel data set's gold score of each response: four parts and their `total`."""
     from alignment.hotel_world.gold import score
 
-    return [score(str(prompt.prompt), text).total for prompt, text in zip(prompts, responses, strict=True)]
-
-
-def reward_model_score(config: JudgeConfig, source: str) -> ScoreFunction:
-    """Scores of texts by a reward model, loaded at the first of them."""
-
-    @cache
-    def load() -> RewardModel:
-        model = load_reward_model(source, config.weights.dtype, quantize=config.weights.quantize)
-        model.model.to(best_device())
-        return model
-
-    def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        texts = [(prompt.prompt, text) for prompt, text in zip(prompts, responses, strict=True)]
-        return load().score(texts).tolist()
-
-    return score
+    return [score(str(prompt.prompt), text) for prompt, text in zip(prompts, responses, strict=True)]
 
 
 # The judge of a config
@@ -240,14 +234,15 @@ def build_judge(
     if config.judge in ("model", "endpoint"):
         return _language_judge(config, log, directory, hashes)
     if config.judge == "reward_model":
-        found, sources = dict(scorers or {}), config.judging_models
-        scores = {source: found.get(source) or reward_model_score(config, source) for source in sources}
-        members = [score_judge(score, config.tie_margin) for score in scores.values()]
+        sources = config.judging_models
+        known = scorers or {source: ResponseScorer(source, config.weights) for source in sources}
+        members = [score_judge(known[source], config.tie_margin) for source in sources]
         judge = members[0] if len(members) == 1 else majority_judge(members)
-        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
+        known_hashes = hashes or parent_hashes(sources)
+        own = {source: known_hashes[source] for source in sources}
         return _record(f"reward_model {', '.join(sources)}", own, judge, log)
-    judge = longer_judge if config.judge == "longer" else score_judge(gold_totals, config.tie_margin)
-    return _record(str(config.judge), {}, judge, log)
+    gold = score_judge(lambda *items: [each.total for each in gold_scores(*items)], config.tie_margin)
+    return _record(str(config.judge), {}, longer_judge if config.judge == "longer" else gold, log)
 
 
 def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:

@@ -88,9 +88,8 @@ def _problem(row: RawRow) -> str:
     verdict, probability = values.get("verdict"), values.get("probability")
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
     if missing := [key for key in (*TEXTS, "verdict") if key not in values]:
-        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}" + NO_PAIR * (
-            "ranks" in values
-        )
+        advice = NO_PAIR if "ranks" in values else ""
+        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}{advice}"
     elif wrong := [key for key in texts if not isinstance(values[key], str)]:
         problem = f"{', '.join(map(repr, wrong))} must be text"
     elif isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):

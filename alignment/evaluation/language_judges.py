@@ -23,7 +23,10 @@ from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import group_by_length
 from alignment.rewards.judge import RequestFailed, key_problem, post_json
 
-TOKEN_COUNTS = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}  # the protocol's names -> a row's
+TOKEN_COUNTS = {
+    "prompt_tokens": "prompt_tokens",
+    "completion_tokens": "answer_tokens",
+}  # the protocol's names -> a row's
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
 
 # What is asked, and how an answer is read
@@ -83,9 +86,10 @@ def ask_service(
         except RequestFailed as error:
             return JudgeAnswer(None, failure=str(error))
         answer = read(received)
-        tokens = {ours: part_of(received, "usage", name) for name, ours in TOKEN_COUNTS.items()}
+        counts = {ours: part_of(received, "usage", name) for name, ours in TOKEN_COUNTS.items()}
+        tokens = {ours: count for ours, count in counts.items() if isinstance(count, int)}
         more = {"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more}
-        return answer._replace(more={column: value for column, value in more.items() if value is not None})
+        return answer._replace(more=more)
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         stopped = threading.Event()

@@ -111,7 +111,9 @@ class LoggedJudge:
         if missing:
             self._make(missing, len(calls))
         self.used |= {key: self._known[key] for key in keys if key in self._known}
-        rows = [(self._known.get(key, {}), COLUMNS[len(call.responses)][0]) for key, call in zip(keys, calls, strict=True)]
+        rows = [
+            (self._known.get(key, {}), COLUMNS[len(call.responses)][0]) for key, call in zip(keys, calls, strict=True)
+        ]
         return [row.get(column) for row, column in rows]
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
@@ -194,7 +196,9 @@ class LoggedJudge:
             return self.rater.faults()
         usage, found = self.usage(), list[str]()
         if usage["unread"]:
-            example = f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
+            example = (
+                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
+            )
             found.append(f"{example}; their items have no verdict")
         if self.failures:
             found.append(f"calls without an answer: {self._reasons()}; the next start makes them again")

@@ -6,6 +6,7 @@ whose. The texts are part of a verdict's key: it counts for the responses that w
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,6 +21,7 @@ from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import hash_of, write_text
 
 Pair = tuple[str, str, str]  # id of the prompt, text shown first, text shown second
+Votes = dict[str, float]  # person -> verdict for the text shown first
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class PeopleJudge:
 
     Attributes:
         path: file of the rows.
-        votes: person -> pair as it was shown -> verdict for the response shown first.
+        votes: pair as it was shown -> verdicts.
     """
 
     path: Path
-    votes: dict[str, dict[Pair, float]]
+    votes: dict[Pair, Votes]
 
     def __call__(self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        pairs = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
+        pairs = pairs_of(prompts, first, second)
         asked = [pair for pair in pairs if pair[1] != pair[2]]
         if asked and not any(self.of_people(pair) for pair in asked):
             raise UserError(
@@ -45,37 +47,45 @@ class PeopleJudge:
             )
         return [TIE if pair[1] == pair[2] else majority_verdict(list(self.of_people(pair).values())) for pair in pairs]
 
-    def of_people(self, pair: Pair) -> dict[str, float]:
-        """Each person's verdict for the first text of a pair, in whichever order it was shown; a contradiction is a tie."""
-        found = {}
-        for person, votes in self.votes.items():
-            orders = [votes.get(pair), votes.get(_turned(pair))]
-            given = [vote if order == 0 else 1 - vote for order, vote in enumerate(orders) if vote is not None]
-            if given:
-                found[person] = given[0] if given[0] == given[-1] else TIE
-        return found
+    def both_orders(self, pair: Pair) -> tuple[Votes, Votes]:
+        """The verdicts of those who saw a pair like this, and of those who saw it in the other order."""
+        turned = (pair[0], pair[2], pair[1])
+        return self.votes.get(pair, {}), self.votes.get(turned, {}) if turned != pair else {}
 
-    def shown_first(self, pair: Pair) -> tuple[list[float], list[bool]]:
-        """Every verdict on a pair in either order for the text shown first, and of each person who saw both orders whether
-        the two contradict each other."""
-        orders = dict.fromkeys((pair, _turned(pair)))
-        given = [[votes[each] for each in orders if each in votes] for votes in self.votes.values()]
-        return [vote for each in given for vote in each], [sum(each) != 1 for each in given if len(each) > 1]
+    def of_people(self, pair: Pair) -> Votes:
+        """Each person's verdict for the first text of a pair, in whichever order it was shown; a contradiction is a tie."""
+        here, turned = self.both_orders(pair)
+        found = {person: 1 - vote for person, vote in turned.items()}
+        return found | {person: vote if found.get(person, vote) == vote else TIE for person, vote in here.items()}
+
+    def orders(
+        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+    ) -> tuple[list[float], list[bool | None]]:
+        """The lead of the text shown first in each verdict, -1 to 1; and of each pair whether somebody who saw both orders
+        contradicts himself, None where nobody saw both."""
+        leads, contradictions = list[float](), list[bool | None]()
+        for here, turned in map(self.both_orders, pairs_of(prompts, first, second)):
+            leads += [2 * vote - 1 for vote in (*here.values(), *turned.values())]
+            both = [here[person] + turned[person] != 1 for person in here if person in turned]
+            contradictions.append(any(both) if both else None)
+        return leads, contradictions
 
     def summary(self) -> dict[str, Any]:
         """Verdicts of each person, and how far they agree on the pairs that several have judged: for results."""
-        pairs = {min(pair, _turned(pair)) for votes in self.votes.values() for pair in votes}
-        shared = [given for pair in sorted(pairs) if len(given := list(self.of_people(pair).values())) > 1]
+        pairs = sorted({(name, min(a, b), max(a, b)) for name, a, b in self.votes})
+        shared = [given for pair in pairs if len(given := list(self.of_people(pair).values())) > 1]
         couples = [each for given in shared for each in combinations(given, 2)]
-        found: dict[str, Any] = {"verdicts": {name or "unnamed": len(votes) for name, votes in self.votes.items()}}
+        counts = Counter(person or "unnamed" for votes in self.votes.values() for person in votes)
+        found: dict[str, Any] = {"verdicts": dict(counts)}
         if couples:
             found |= {"agreement": agreement(*zip(*couples, strict=True)), "judged_by_several": len(shared)}
             found["alpha"] = krippendorff_alpha(shared, level="ordinal")
         return found
 
 
-def _turned(pair: Pair) -> Pair:
-    return pair[0], pair[2], pair[1]
+def pairs_of(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Pair]:
+    """The names of pairs in people's rows."""
+    return [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
 
 
 def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
@@ -86,13 +96,12 @@ def majority_verdict(verdicts: Sequence[Verdict]) -> Verdict:
 
 def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str]) -> None:
     """Write every pair of different responses once, on a line each, for people or another program to fill in."""
-    lines: dict[str, None] = {}
+    rows = {}
     for prompt, *texts in zip(prompts, ours, baseline, strict=True):
-        if texts[0] != texts[1]:
-            first, second = sorted(texts, key=lambda text: hash_of([prompt.row_id, sorted(texts), text]))
-            row = {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
-            lines[json.dumps(row, ensure_ascii=False)] = None
-    write_text(path, "".join(f"{line}\n" for line in lines))
+        first, second = sorted(texts, key=lambda text: hash_of([prompt.row_id, sorted(texts), text]))
+        shown = {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
+        rows |= {json.dumps(shown, ensure_ascii=False): None} if first != second else {}
+    write_text(path, "".join(f"{row}\n" for row in rows))
 
 
 def file_judge(path: Path) -> PeopleJudge:
@@ -109,12 +118,11 @@ def file_judge(path: Path) -> PeopleJudge:
     rows, places, problems = read_judgments(path), dict[tuple[str, Pair], Judgment](), list[str]()
     for row in rows:
         place = row.judge, (row.id, row.first, row.second)
-        earlier = places.get(place)
-        if earlier is not None and not row.judge and earlier.verdict != row.verdict:
+        earlier = places.get(place, row)
+        if not row.judge and earlier.verdict != row.verdict:
             where = f"{earlier.verdict} in {earlier.location}"
             problems.append(f"{row.location}: id {row.id!r} has verdict {row.verdict}, but {where}")
-        if earlier is None or row.verdict is not None:
-            places[place] = row
+        places[place] = earlier if row.verdict is None else row
     filled = sum(row.verdict is not None for row in places.values())
     if not rows:
         problems.append(f"{path}: no verdicts in this file")
@@ -126,8 +134,8 @@ def file_judge(path: Path) -> PeopleJudge:
     raise_all(problems)
     if filled < len(places):
         print(f"{filled} of {len(places)} verdicts are filled in in {path}", file=sys.stderr)
-    votes: dict[str, dict[Pair, float]] = {}
+    votes: dict[Pair, Votes] = {}
     for (person, pair), row in places.items():
         if row.verdict is not None:
-            votes.setdefault(person, {})[pair] = row.verdict
+            votes.setdefault(pair, {})[person] = row.verdict
     return PeopleJudge(path, votes)

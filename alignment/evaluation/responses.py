@@ -1,39 +1,161 @@
-"""Responses of policies: sampled, scored, and on disk, where a later start reads them again.
+"""The responses of everyone who takes part in a win rate: sampled, read or asked for, scored, and on disk.
 
     responses.jsonl   a row for each prompt: id, prompt, and each contestant's response with its tokens
-    sampling.json     what they were sampled from, and the form that people judge them in
+    sampling.json     what they come from, and the form that people judge them in
 
 People's verdicts are on the texts that they were shown, and another seed, number of threads, machine or type gives others.
-So an evaluation reads what it sampled before as long as prompts, models and settings are the same; by content, wherever
-the directories lie. The verdicts themselves are read in judges.py.
+So a contestant whose model, prompts and settings are those of an earlier start, by content, is read and not sampled again. A
+kill costs the one that was being sampled, of a service the calls under way.
 """
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from alignment.data.config import DataConfig
 from alignment.data.rows.files import json_line_rows
-from alignment.data.rows.records import Prompt
+from alignment.data.rows.records import Messages, Prompt
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.evaluation.inputs import print_tally
-from alignment.files import read_json_object, sha256, write_json, write_text
+from alignment.evaluation.inputs import print_tally, read_records
+from alignment.evaluation.judge_config import BestOfConfig, EndpointConfig, WinRateConfig
+from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.language_judges import ask_service, chat_text, check_key
+from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
+from alignment.files import hash_of, read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.training.run.lineage import differences
 
 RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
 OF_ONE_DRAW = ("seed:", "weights.")  # what a second start for people's verdicts may change: the responses are there
-
 KINDS = ("models", "best_of", "response_files", "endpoints")  # of contestants
 
 Responses = dict[str, Generation]  # contestant -> a response to each prompt
+
+# From every kind of contestant
+
+
+def sample_or_read(
+    config: WinRateConfig, prompts: list[Prompt], hashes: Mapping[str, str | None]
+) -> tuple[list[Prompt], Responses]:
+    """The prompts, under their rows' names when they were sampled, and every contestant's responses."""
+    output, template = Path(config.output), config.chat_template
+    source = {
+        "prompts": hash_of([[prompt.prompt, prompt.tools] for prompt in prompts]),
+        "models": {name: hashes[directory] for name, directory in config.models.items()},
+        "best_of": {
+            name: {**asdict(own), "reward_model": hashes[own.reward_model], "model": hashes[config.models[own.policy]]}
+            for name, own in config.best_of.items()
+        },
+        "response_files": {name: sha256(Path(path)) for name, path in config.response_files.items()},
+        "endpoints": {name: hash_of([own.url, own.model, own.parameters]) for name, own in config.endpoints.items()},
+        "chat_template": sha256(Path(template)) if template and Path(template).is_file() else template,
+        "data.max_length": config.data.max_length,
+        "weights": asdict(config.weights),
+        **{key: getattr(config, key) for key in ("max_new_tokens", "temperature", "top_p", "seed")},
+    }
+    ids, responses = read_responses(output, source, by_people=config.judge == "verdicts")
+    if ids:
+        prompts = [replace(prompt, row_id=name) for prompt, name in zip(prompts, ids, strict=True)]
+    missing = [name for name in config.contestants if name not in responses]
+    # All files and checkpoints are read before anything is sampled: a wrong one is reported early.
+    files = {
+        name: file_responses(config.response_files[name], prompts) for name in missing if name in config.response_files
+    }
+    chosen = {own.reward_model for name, own in config.best_of.items() if name in missing}
+    choosers = {source: ResponseScorer(source, config.weights) for source in chosen}
+    for name in missing:
+        check_key(config.endpoints.get(name))
+    for name in missing:
+        if name in files:
+            responses[name] = files[name]
+        elif name in config.endpoints:
+            responses[name] = endpoint_responses(config, config.endpoints[name], prompts)
+        elif name in config.best_of:
+            own = config.best_of[name]
+            responses[name] = _best_of(config, own, choosers[own.reward_model], prompts)
+        else:
+            responses[name] = _sample(config, name, prompts)
+        write_responses(output, prompts, responses, source)
+    return prompts, {name: responses[name] for name in config.contestants}
+
+
+def _texts(texts: list[str]) -> Generation:
+    """Responses of which only the text is known."""
+    return Generation(texts, [[] for _ in texts], [[] for _ in texts], [True] * len(texts))
+
+
+def file_responses(path: str, prompts: Sequence[Prompt]) -> Generation:
+    """The response to each prompt in a file of demonstrations; of several to one prompt, each is taken once, in order."""
+    found: dict[str, list[str]] = {}
+    for row in read_records(DataConfig(train=path), "demonstrations"):
+        found.setdefault(hash_of(row.prompt), []).append(row.response)
+    missing = [prompt.row_id for prompt in prompts if not found.get(hash_of(prompt.prompt))]
+    if missing:
+        raise UserError(f"{path}: no response to {len(missing)} of {len(prompts)} prompts, such as {missing[0]}")
+    texts = [found[hash_of(prompt.prompt)] for prompt in prompts]
+    return _texts([each.pop(0) if len(each) > 1 else each[0] for each in texts])
+
+
+def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: Sequence[Prompt]) -> Generation:
+    """A service's response to each prompt, each kept in `endpoint_responses.jsonl` as soon as it is there."""
+    settings: dict[str, object] = {"max_tokens": config.max_new_tokens, "temperature": config.temperature}
+    settings |= {"top_p": config.top_p, "seed": config.seed}
+
+    def messages_of(call: Call) -> Messages:
+        prompt = call.prompt.prompt
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    def read(received: object) -> JudgeAnswer:
+        text = chat_text(received)
+        return JudgeAnswer(text, failure="an answer without a text" if text is None else "")
+
+    log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
+    ask, identity = (
+        ask_service(service, messages_of, settings, read),
+        [service.url, service.model, service.parameters, settings],
+    )
+    asked = LoggedJudge(service.model, hash_of(identity), ask, log, max_failed_share=0.0, service=service)
+    return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
+
+
+def _sample(config: WinRateConfig, name: str, prompts: Sequence[Prompt], first_row: int = 0) -> Generation:
+    """One model's responses, drawn as rows `first_row` on."""
+    [found] = sample_responses(
+        config.models[name],
+        prompts,
+        [SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)],
+        max_length=config.data.max_length,
+        weights=config.weights,
+        chat_template=config.chat_template,
+        batch_size=config.batch_size,
+        first_row=first_row,
+        counts_of="prompts" if name == config.baseline and not first_row else "",
+    )
+    return found
+
+
+def _best_of(
+    config: WinRateConfig, own: BestOfConfig, scorer: "ResponseScorer", prompts: Sequence[Prompt]
+) -> Generation:
+    """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
+    n, repeated = own.samples, [prompt for prompt in prompts for _ in range(own.samples)]
+    drawn = _sample(config, own.policy, repeated, first_row=len(prompts))
+    scorer.add(config, repeated, [(config.models[own.policy], drawn)])
+    scores = scorer(repeated, drawn.texts)
+    best = [max(range(i, i + n), key=lambda row: scores[row]) for i in range(0, len(repeated), n)]
+    return Generation(*([column[row] for row in best] for column in vars(drawn).values()))
+
+
+# From a model
 
 
 def sample_responses(
@@ -111,6 +233,49 @@ def score_responses(
     return model.score_ids(documents).tolist()
 
 
+class ResponseScorer:
+    """A reward model's scores of responses, each made once. The model is on the accelerator only while it scores."""
+
+    def __init__(self, source: str, weights: WeightsConfig):
+        self.model = load_reward_model(source, weights.dtype, quantize=weights.quantize)  # early, to report a wrong one
+        self.scores: dict[tuple[str, str], float] = {}  # by `_keys`
+
+    def add(
+        self, config: WinRateConfig, prompts: Sequence[Prompt], sides: Sequence[tuple[str | None, Generation]]
+    ) -> None:
+        """Score the responses of each (policy, responses) to the prompts: the sampled ids where the tokenizers are the same."""
+        found: dict[tuple[str, str], Scored] = {}
+        for policy, own in sides:
+            tokenizer = None if policy is None else load_tokenizer(policy, config.chat_template)
+            shared = tokenizer is not None and self.model.shares_token_ids(tokenizer)
+            rows = zip(_keys(prompts, own.texts), own.texts, own.token_ids, own.ended, strict=True)
+            for i, (key, text, ids, ended) in enumerate(rows):
+                if key not in self.scores:
+                    found.setdefault(key, (i, text, ids if shared else None, ended))
+        self.model.model.to(best_device())
+        scores = score_responses(self.model, prompts, list(found.values()), config.data.max_length)
+        self.model.model.to("cpu")
+        self.scores |= dict(zip(found, scores, strict=True))
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The score of each response, from the text where it has none yet."""
+        keys, texts = _keys(prompts, responses), zip((prompt.prompt for prompt in prompts), responses, strict=True)
+        missing = {key: pair for key, pair in zip(keys, texts, strict=True) if key not in self.scores}
+        if missing:
+            self.model.model.to(best_device())
+            self.scores |= dict(zip(missing, self.model.score(list(missing.values())).tolist(), strict=True))
+        return [self.scores[key] for key in keys]
+
+
+def _keys(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[str, str]]:
+    """Names of prompts with a response to each, equal for equal ones."""
+    pairs = zip(prompts, responses, strict=True)
+    return [(hash_of([prompt.prompt, prompt.tools]), response) for prompt, response in pairs]
+
+
+# On disk
+
+
 def write_responses(
     output: Path, prompts: Sequence[Prompt], responses: Responses, source: Mapping[str, object]
 ) -> None:
@@ -153,19 +318,16 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
             "\n".join([f"{path}: people judge these responses in {form}, and now others would be sampled:", *others])
             + "\nNothing was changed. Take back what has changed, or choose another output directory and another form"
         )
-    shared = [{key: value for key, value in each.items() if key not in KINDS} for each in (earlier, now)]
-    if [line for line in differences(shared[0], shared[1]) if line in others]:
-        print("\n".join([f"{path}: sampled again, for this has changed:", *others]), file=sys.stderr)
+    if of_all := [line for line in others if not line.startswith(KINDS)]:
+        print("\n".join([f"{path}: sampled again, for this has changed:", *of_all]), file=sys.stderr)
         return [], {}
     rows = [row.values for row in json_line_rows(path) if row.values is not None]  # as written: the hash agrees
     before, after = _contestants(earlier), _contestants(source)
-    names = [
-        name for name in (rows[0]["responses"] if rows else ()) if name in after and before.get(name) == after[name]
-    ]
+    names = [name for name in (rows[0]["responses"] if rows else ()) if name in after and before[name] == after[name]]
     kept = f", in spite of {'; '.join(changed)}" if changed and not others else ""
-    news = [f"sampled now: {', '.join(name for name in after if name not in names)}"] if len(names) < len(after) else []
-    print("\n".join([f"{path}: read again, nothing is sampled{kept}"] if not news else
-                    [f"{path}: {', '.join(names) or 'nothing'} read again, {news[0]}"]), file=sys.stderr)  # fmt: skip
+    new = [name for name in after if name not in names]
+    told = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
+    print(f"{path}: read again{kept}{told}", file=sys.stderr)
     columns = ("responses", "token_ids", "log_probs", "ended")
     return [row["id"] for row in rows], {
         name: Generation(*([row[column][name] for row in rows] for column in columns)) for name in names
@@ -174,9 +336,5 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
 
 def _contestants(source: Mapping[str, object]) -> dict[str, list[object]]:
     """Contestant -> its kind, and what its responses come from."""
-    return {
-        name: [kind, value]
-        for kind in KINDS
-        if isinstance(own := source.get(kind), dict)
-        for name, value in own.items()
-    }
+    kinds = [(kind, own) for kind in KINDS if isinstance(own := source.get(kind), dict)]
+    return {name: [kind, value] for kind, own in kinds for name, value in own.items()}

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -12,9 +12,9 @@ import torch
 from alignment.data.rows.records import Comparison, Prompt, Text
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError
-from alignment.evaluation.contestants import Scores, load_judge, proxy_scores, sample_or_read
 from alignment.evaluation.corrected import MIN_LABELS, corrected_by_people
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
+from alignment.evaluation.judge_config import BestOfConfig, WinRateConfig
 from alignment.evaluation.judge_faults import (
     comparison_figures,
     judgment_figures,
@@ -22,12 +22,11 @@ from alignment.evaluation.judge_faults import (
     parent_warnings,
     position_warnings,
 )
-from alignment.evaluation.judges import ScoreFunction, build_judge, compare, score_judge
+from alignment.evaluation.judges import build_judge, compare, gold_scores, score_judge
 from alignment.evaluation.language_loss import add_log_probs, compare_pairs, loss_on_rows, pair_log_probs
 from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
-from alignment.evaluation.responses import Responses, note_form, prompt_tokens
-from alignment.evaluation.win_rate_config import BestOfConfig, WinRateConfig
+from alignment.evaluation.responses import Responses, ResponseScorer, note_form, prompt_tokens, sample_or_read
 from alignment.evaluation.winrate import holm, mean_interval
 from alignment.files import write_json
 from alignment.generation import Generation
@@ -47,7 +46,7 @@ class FormWritten(UserError):
 def run(config: WinRateConfig) -> Path:
     """Judge every contestant's responses against the baseline's, and write `results.json`.
 
-    Three steps, each kept on disk and read again by the next start in the same directory: the responses (contestants.py),
+    Three steps, each kept on disk and read again by the next start in the same directory: the responses (responses.py),
     the judgments (judges.py), the results.
     """
     prompts: list[Prompt] = read_records(config.data, "prompts")
@@ -58,21 +57,20 @@ def run(config: WinRateConfig) -> Path:
     texts = None if config.text is None else read_records(config.text, "text")
     pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
     hashes = check_models(config)
-    scorers = {source: _Scorer() for source in config.scoring_models}
+    # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
+    scorers = {source: ResponseScorer(source, config.weights) for source in config.scoring_models}
     is_new = form is not None and not form.exists()
     judge = None if is_new else build_judge(config, Path(config.output), scorers=scorers, hashes=hashes)
-    # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
-    proxies = {source: load_judge(config, source) for source in config.scoring_models}
 
     prompts, responses = sample_or_read(config, prompts, hashes)
     if judge is None:
         write_form(config, Path(str(form)), prompts, responses)
     sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
-    for source, scorer in scorers.items():
-        scorer.fill(prompts, proxy_scores(config, proxies.pop(source), prompts, sides))
-    proxy = None if config.reward_model is None else scorers[config.reward_model].scores
+    for source in config.scoring_models:
+        scorers[source].add(config, prompts, sides)
+    proxy = None if config.reward_model is None else scorers[config.reward_model]
     models = {
-        name: measure_responses(config, name, responses, prompts, scores=proxy, texts=texts) for name in responses
+        name: measure_responses(config, name, responses, prompts, scorer=proxy, texts=texts) for name in responses
     }
     for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
         models[name]["pairs"] = measured
@@ -98,9 +96,8 @@ def run(config: WinRateConfig) -> Path:
 
 def check_models(config: WinRateConfig) -> dict[str, str | None]:
     """Hash of every model's files by its name in the config; a missing model and a KL that there is not are refused."""
-    choosers = {own.reward_model for own in config.best_of.values()}
-    judges = [config.judge_model] if config.judge_model is not None else []
-    sources = [*config.models.values(), *config.scoring_models, *judges, *choosers]
+    choosers = [own.reward_model for own in config.best_of.values()]
+    sources = [*config.models.values(), *config.scoring_models, *config.judging_models, *choosers]
     for source in sources:
         find_directory(source)
     files = [*config.response_files.values(), *filter(None, [config.labels])]
@@ -126,20 +123,13 @@ def _shares_vocabulary(config: WinRateConfig, name: str) -> bool:
 # 2. Measurements that need no judge
 
 
-def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
-    """The hotel data set's gold score of each response: four parts and their `total`."""
-    from alignment.hotel_world.gold import score
-
-    return [score(str(prompt.prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
-
-
 def measure_responses(
     config: WinRateConfig,
     name: str,
     responses: Responses,
     prompts: list[Prompt],
     *,
-    scores: Scores | None,
+    scorer: ResponseScorer | None,
     texts: Sequence[Text] | None,
 ) -> dict[str, Any]:
     """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
@@ -152,8 +142,8 @@ def measure_responses(
         golds = gold_scores(prompts, generation.texts)
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in GOLD_PARTS}
         result["gold_interval"] = mean_interval([gold.total for gold in golds])
-    if scores is not None:
-        proxies = [scores[i, text] for i, text in enumerate(generation.texts)]
+    if scorer is not None:
+        proxies = scorer(prompts, generation.texts)
         result["proxy"], result["proxy_interval"] = sum(proxies) / count, mean_interval(proxies)
     as_it_is = config.temperature == 1 and config.top_p == 1 and config.measured_from is not None
     if config.policy_of(name) is None:
@@ -198,27 +188,12 @@ def _load(config: WinRateConfig, name: str) -> Any:
 # 3. The judgments
 
 
-@dataclass
-class _Scorer:
-    """Scores by a reward model that are filled in once there are responses."""
-
-    scores: Scores = field(default_factory=dict)
-    index: dict[int, int] = field(default_factory=dict)  # identity of a prompt -> its number
-
-    def fill(self, prompts: Sequence[Prompt], scores: Scores) -> None:
-        """Take over the scores of the responses to these prompts."""
-        self.scores, self.index = scores, {id(prompt): i for i, prompt in enumerate(prompts)}
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        return [self.scores[self.index[id(prompt)], text] for prompt, text in zip(prompts, responses, strict=True)]
-
-
 def judge_responses(
     config: WinRateConfig,
     prompts: list[Prompt],
     responses: Responses,
     judge: LoggedJudge | PeopleJudge,
-    scorers: Mapping[str, ScoreFunction],
+    scorers: Mapping[str, ResponseScorer],
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures of every contestant against the baseline and of the judge's calls, and warnings of the judge's faults."""
     figures: dict[str, dict[str, Any]] = {}
@@ -238,10 +213,8 @@ def judge_responses(
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {source: asdict(compare(prompts, ours, theirs, each).win_rate) for source, each in members.items()}
-            figures[name]["by_judge"] = rates
-            figures[name]["judge_spread"] = max(r["rate"] for r in rates.values()) - min(
-                r["rate"] for r in rates.values()
-            )
+            found = [rate["rate"] for rate in rates.values()]
+            figures[name] |= {"by_judge": rates, "judge_spread": max(found) - min(found)}
     tests = [own["sign_test"] for own in figures.values()]
     for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["holm"] = adjusted

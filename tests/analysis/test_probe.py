@@ -54,9 +54,10 @@ def encoded_text(ids: list[int]) -> EncodedText:
     return EncodedText(ids, [0] * len(ids), [True] * len(ids), (0,))
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "gemma2", "openai-gpt", "bert", "albert", "modernbert", "electra", "t5", "bart"]
-)
+@pytest.mark.parametrize("family", [
+    "llama", "gpt2", "bert", "albert", "t5",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "openai-gpt", "modernbert", "electra", "bart")),
+])  # fmt: skip
 def test_states_are_transformers_ours_and_foreign(family, tmp_path):
     """Of documents of several lengths, each as if it were alone."""
     case = next(iter(read_cases(family).values()))
@@ -180,8 +181,8 @@ def test_control_classes_are_of_the_word_alone_and_have_the_shares():
     found = control_classes([*words, "word7"], np.array([0.7, 0.2, 0.1]))
     assert found[-1] == found[7] and (control_classes(words[::-1], np.array([0.7, 0.2, 0.1])) == found[3999::-1]).all()
     np.testing.assert_allclose(np.bincount(found) / 4001, [0.7, 0.2, 0.1], atol=0.03)
-    # sha256("a") begins ca97 8112 ca1b: 0.7914..., the second class by shares 0.7, 0.2, 0.1
-    assert control_classes(["a"], np.array([0.7, 0.2, 0.1])).tolist() == [1]
+    # SHA-256 of "a" in its quotes begins ac8d 8342 bbb2: 0.6740..., the second class by shares 0.6, 0.3, 0.1
+    assert control_classes(["a"], np.array([0.6, 0.3, 0.1])).tolist() == [1]
 
 
 # The command

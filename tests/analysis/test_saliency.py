@@ -1,6 +1,7 @@
 """Attributions: by hand, complete on random models, captum's; parts left out; the answers of every kind of model; the page."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from alignment import cli
 from alignment.adapters import PromptSpec, attach
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.saliency import (
-    embedding_layers,
     explain_answer,
     explained_class,
     explained_continuation,
     explained_score,
     load_explained,
-    replaced_embeddings,
+    token_tables,
     without_each,
 )
 from alignment.data.text.chat import prompt_ids
@@ -109,28 +109,22 @@ def test_integrated_gradients_are_complete(kind, baseline, checkpoints, tokenize
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_both_are_captums(kind, checkpoints, tokenizer):
     answer = answer_of(kind, checkpoints, tokenizer)
-    document, layers = answer.encode(TEXT), embedding_layers(answer.model)
-    x = layers[0](torch.tensor(document.ids)).detach()
-
-    def value(vectors):
-        with replaced_embeddings(layers, vectors):
-            return answer.value(answer.batch([document] * len(vectors)))
-
+    document, [table] = answer.encode(TEXT), token_tables(answer.model)
+    x, value = table(torch.tensor(document.ids)).detach(), partial(answer.value_at, document)
     assert value(x[None]).item() == pytest.approx(answer.values([TEXT])[0], abs=1e-5)
     theirs = InputXGradient(value).attribute(x[None].clone().requires_grad_())[0].sum(-1)
     assert_close(gradient_times_input(value, x), theirs.detach(), atol=1e-5, rtol=1e-4)
-    start = layers[0](torch.tensor([9] * len(x))).detach()
+    start = table(torch.tensor([9] * len(x))).detach()
     theirs = IntegratedGradients(value).attribute(x[None], start[None], n_steps=64)[0].sum(-1)
     ours = integrated_gradients(value, x, start, tolerance=1e-3).values.float()
     assert_close(ours, theirs.float(), atol=5e-3 * theirs.abs().max().item(), rtol=0)
 
 
-def test_foreign_classes_and_soft_prompts_give_the_same(checkpoints):
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # transformers' GPT-2 adds a vector of the sentence, if it gets any
+def test_foreign_classes_and_soft_prompts_give_the_same(kind, checkpoints):
     """transformers' class of the same weights; and with vectors in front of the text, which are no token of it."""
-    tokenizer, models = (
-        load_tokenizer(checkpoints["llama"]),
-        (load_model(checkpoints["llama"]), load_external(checkpoints["llama"])),
-    )
+    tokenizer = load_tokenizer(checkpoints[kind])
+    models = load_model(checkpoints[kind]), load_external(checkpoints[kind])
     for prompted in (False, True):
         if prompted:
             torch.manual_seed(0)

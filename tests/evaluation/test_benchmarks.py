@@ -125,8 +125,8 @@ def test_continuations_of_one_token_share_one_input_and_longer_ones_their_contex
         lambda self, *a, batch=None, **k: sizes.append(len(batch.tokens)) or forward(self, *a, batch=batch, **k),
     )  # fmt: skip
     context = list(range(5, 45))
-    scorer.token_likelihoods([(context, [token]) for token in range(50, 60)], scorer.sharing)
-    scorer.token_likelihoods([(context, [token, 3, 4]) for token in range(50, 60)], scorer.sharing)
+    scorer.token_likelihoods([(context, [token]) for token in range(50, 60)])
+    scorer.token_likelihoods([(context, [token, 3, 4]) for token in range(50, 60)])
     assert sizes == [40 + 1, 40 + 10 * 2 + 1]  # and the token behind them all
 
 

@@ -171,11 +171,9 @@ def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of
     results = json.loads(evaluation.run(config_of(64, best_of=best_of)).read_text())["models"]
     assert [list(rows) for rows, _ in drawn] == [[0, 1], [0, 1], [2, 3, 4, 5, 6, 7]]
     ids = drawn[-1][1].token_ids
-    documents, scores = scored[0]  # the first of the three responses to each prompt, then the second ones
-    assert [document[-len(ids[row]) :] for document, row in zip(documents, (0, 3, 1, 4, 2, 5), strict=True)] == [
-        ids[row] for row in (0, 3, 1, 4, 2, 5)
-    ]
-    best, means = scores.view(3, 2).max(0).values.mean(), scores.mean()
+    documents, scores = scored[0]  # the three responses to the first prompt, then those to the second
+    assert [document[-len(own) :] for document, own in zip(documents, ids, strict=True)] == ids
+    best, means = scores.view(2, 3).max(1).values.mean(), scores.mean()
     assert results["best of 3"]["proxy"] == pytest.approx(float(best), abs=1e-5) and best > means
     assert results["best of 3"]["kl"] == pytest.approx(math.log(3) - 2 / 3)
     assert results["best of 3"]["win_rate"]["n"] == 2 and results.keys() == {"one", "two", "best of 3"}

@@ -22,10 +22,10 @@ def test_a_judge_that_goes_by_position_alone_decides_nothing():
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(32)]
     result = compare(prompts, ["a"] * 32, ["b"] * 32, lambda prompts, first, second: [1.0] * len(prompts))
     assert (result.win_rate.rate, result.win_rate.low, result.win_rate.high) == (0.5, 0.0, 1.0)
-    assert (result.win_rate.ties, result.inconsistent, result.failures, result.position_bias) == (32, 32, 0, 1.0)
+    assert (result.win_rate.ties, result.inconsistent["count"], result.failures) == (32, 32, 0)
     wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
-    assert result.position_bias_interval == pytest.approx((wilson, 1.0))
-    assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
+    every = {"rate": 1.0, "low": pytest.approx(wilson), "high": 1.0, "n": 32}
+    assert result.position_bias == every and result.inconsistent == {**every, "count": 32}
 
 
 def test_i16_failures_are_counted_and_never_scored_as_losses():
@@ -52,7 +52,7 @@ def test_score_judge_scores_each_distinct_response_once():
 
     result = compare(PROMPTS, OURS, BASELINE, score_judge(score))
     assert len(asked) == len(set(asked)) == 7  # 2 for each prompt but one whose responses are the same
-    assert result.verdicts[2] == 0.5 and result.inconsistent == 0
+    assert result.verdicts[2] == 0.5 and result.inconsistent["count"] == 0
 
 
 def test_score_judge_ties_within_the_margin_and_fails_on_nan():
@@ -75,8 +75,10 @@ def test_verdicts_go_out_as_a_form_in_one_order_and_come_back_from_a_file(tmp_pa
     packed = tmp_path / "verdicts.jsonl.gz"
     packed.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     people, longer = (compare(PROMPTS, OURS, BASELINE, judge) for judge in (file_judge(packed), longer_judge))
-    assert (people.win_rate, people.verdicts, people.length) == (longer.win_rate, longer.verdicts, longer.length)
-    assert (people.shown, people.both_orders, people.inconsistent, people.inconsistent_interval) == (3, 0, 0, (0, 1))
+    alike = ("win_rate", "verdicts", "longer_preferred", "length_slope")
+    assert [getattr(people, name) for name in alike] == [getattr(longer, name) for name in alike]
+    assert people.position_bias["n"] == 3
+    assert people.inconsistent == {"count": 0, "rate": 0.0, "low": 0.0, "high": 1.0, "n": 0}
 
 
 def test_the_order_in_a_form_is_drawn_from_the_texts_and_tells_nobody_whose_they_are(tmp_path):
@@ -143,7 +145,7 @@ def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_
     assert sum(judge.summary()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
     assert judge.summary().get("agreement") == (None if agreement is None else pytest.approx(agreement))
     repeated = votes[0][0] == votes[1][0] and votes[0][1] != votes[1][1]
-    assert (result.inconsistent, result.both_orders) == (repeated, repeated)
+    assert (result.inconsistent["count"], result.inconsistent["n"]) == (repeated, repeated)
 
 
 # --- judges that go by position -------------------------------------------------------------------------------------
@@ -156,16 +158,15 @@ def test_a_preference_for_the_second_place_is_a_bias_too_and_failures_are_no_par
         return [None if p.row_id == "row 0" and a == "a" else 0.0 for p, a in zip(prompts, first, strict=True)]
 
     result = compare(prompts, ["a"] * 20, ["b"] * 20, judge)
-    assert (result.position_bias, result.failures, result.inconsistent) == (0.0, 1, 19)
-    assert result.position_bias_interval[1] < 0.5
+    assert (result.position_bias["rate"], result.failures, result.inconsistent["count"]) == (0.0, 1, 19)
+    assert result.position_bias["high"] < 0.5
     assert "shown second" in position_warnings("it", result)[0]
 
 
 def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():
     result = compare(PROMPTS, OURS, BASELINE, longer_judge)
-    (low, high), most = result.position_bias_interval, result.inconsistent_interval[1]
-    assert low < 0.5 < high
-    assert most == pytest.approx(1 - 1 / (1 + Z_95**2 / 4))  # none of four, by Wilson
+    assert result.position_bias["low"] < 0.5 < result.position_bias["high"]
+    assert result.inconsistent["high"] == pytest.approx(1 - 1 / (1 + Z_95**2 / 4))  # none of four, by Wilson
     assert result.win_rate == win_rate(result.verdicts)  # as without a look at the orders
 
 

@@ -103,7 +103,7 @@ def test_a_planted_fault_of_a_service_is_named_and_a_fair_judge_has_none(mode, t
         assert any(named) if mode == "slow" else named == ([True] if words else [])
         assert len(server.requests) == 2 * count
     if mode == "fair":
-        assert (result.win_rate.wins, result.inconsistent, result.failures) == (N, 0, 0)
+        assert (result.win_rate.wins, result.inconsistent["count"], result.failures) == (N, 0, 0)
         usage = judge.usage()
         assert (usage["calls"], usage["made_now"], usage["prompt_tokens"], usage["answer_tokens"]) == (
             80,
@@ -112,9 +112,9 @@ def test_a_planted_fault_of_a_service_is_named_and_a_fair_judge_has_none(mode, t
             160,
         )
     if mode == "first":
-        assert (result.win_rate.rate, result.inconsistent, result.position_bias) == (0.5, N, 1.0)
+        assert (result.win_rate.rate, result.inconsistent["count"], result.position_bias["rate"]) == (0.5, N, 1.0)
     if mode == "longer":
-        assert result.length["length_slope"]["low"] > 0.1
+        assert result.length_slope["low"] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_length_effect_is_that_of_a_worked_example():
     assert slope["slope"] == pytest.approx(0.35)
     rests = [1 - 0.625 - 0.35 * 0.5, 0 - 0.625 + 0.35 * 1.5, 1 - 0.625 - 0.35 * 1.5, 0.5 - 0.625 + 0.35 * 0.5]
     squares = sum((x - 0.5) ** 2 * rest**2 for x, rest in zip([1, -1, 2, 0], rests, strict=True))
-    assert slope["high"] - slope["slope"] == pytest.approx(1.959964 * (2 * squares) ** 0.5 / 5)
+    assert slope["high"] - slope["slope"] == pytest.approx(1.959964 * (4 / 3 * squares) ** 0.5 / 5)
     assert length_effect(["a"], ["b"], [1.0]) == {"longer_preferred": None, "length_slope": None}
     assert length_effect(["aa"] * 4, ["b"] * 4, [1.0] * 4)["length_slope"] is None
 
@@ -345,7 +345,7 @@ def test_a_rubric_asks_once_about_each_response_and_the_higher_rating_wins(tmp_p
         for _ in range(2):
             judge = judge_of(server, tmp_path, judge_template="rubric", endpoint={"reasons": True})
             result = compare(PROMPTS, OURS, BASELINE, judge, models=("ours", "baseline"))
-            assert result.verdicts == [0.0 if i == 1 else 1.0 for i in range(N)] and result.inconsistent == 0
+            assert result.verdicts == [0.0 if i == 1 else 1.0 for i in range(N)] and result.inconsistent["count"] == 0
         assert len(server.requests) == 2 * N
         assert "First give your reasons" in server.requests[0][0]["messages"][0]["content"]
         assert judge_of(server, tmp_path, judge_template="rubric", tie_margin=3)(
@@ -427,7 +427,7 @@ def test_the_labels_log_probabilities_are_those_of_a_direct_forward(form, templa
 def test_a_model_judges_in_both_orders_and_is_loaded_only_where_something_is_new(model, tmp_path, monkeypatch):
     config = JudgeConfig(judge="model", judge_model=model["chat"])
     result = compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path))
-    assert len(read_judgments(tmp_path / "judgments.jsonl")) == 12 and result.both_orders == 6
+    assert len(read_judgments(tmp_path / "judgments.jsonl")) == 12 and result.inconsistent["n"] == 6
     monkeypatch.setattr("alignment.evaluation.language_judges.load_model", lambda *_, **__: pytest.fail("loaded again"))
     assert compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path)) == result
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from alignment.cli import main
-from alignment.commands.label import label_studio_task, write_comparisons, write_export
+from alignment.commands.label import argilla_record, label_studio_task, write_comparisons, write_export
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
@@ -532,6 +532,14 @@ def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     assert dict(zip(label.responses, label.ratings, strict=True)) == points
     assert dict(zip(label.responses, label.models, strict=True)) == {"one": "m", "two": "n", "three": "o"}
     assert write_comparisons(rows, [label]) == f"{rows}: 1 rows; 0 ties and repeats are left out"
+    task = label_studio_task([label])
+    assert task["data"]["prompt"] == argilla_record([label])["fields"]["prompt"] == MESSAGES
+    ranks = {
+        each["to_name"]: each["value"]["number"]
+        for each in task["annotations"][0]["result"]
+        if each["type"] == "number"
+    }
+    assert [ranks[f"response_{n}"] - 1 for n in (1, 2, 3)] == answer["ranks"]
     with pytest.raises(UserError, match=r"labels.jsonl:1: no 'first', 'second', 'verdict'.*leave such rows out"):
         file_judge(output)
     [ranking], _ = read_rows(rows, "rankings")

@@ -17,7 +17,6 @@ from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
 from alignment.evaluation.winrate import win_rate
 from alignment.generation import SamplingConfig
 from alignment.loading import best_device, find_directory
-from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_model
 from alignment.rewards.answers import gsm8k_answer, is_right
 from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
@@ -45,19 +44,18 @@ class ToxicityConfig(Settings):
 
 def toxicity_classifier(config: ToxicityConfig) -> Classifier:
     """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
-    directory, label = find_directory(config.model), config.label
-    if label is None:
+    if config.label is None:
         reward_model = load_reward_model(config.model, device=best_device())
         return lambda texts: torch.sigmoid(-reward_model.score(texts)).tolist()
-    names = (read_config(directory).get("id2label") or {}).values()
-    if label not in names:
-        raise UserError(f"toxicity.label: {config.model} has no class {label!r}; {suggest(label, names)}")
     from transformers import pipeline  # a second, which --help does not need
 
-    classify: Any = pipeline("text-classification", str(directory), top_k=None, device=best_device())
-    options = {"batch_size": 64, "truncation": True}
+    classify: Any = pipeline("text-classification", str(find_directory(config.model)), top_k=None, device=best_device())
+    names = classify.model.config.id2label.values()
+    if config.label not in names:
+        raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
     return lambda texts: [
-        next(one["score"] for one in scores if one["label"] == label) for scores in classify(list(texts), **options)
+        next(one["score"] for one in scores if one["label"] == config.label)
+        for scores in classify(list(texts), batch_size=64, truncation=True)
     ]
 
 
@@ -93,7 +91,7 @@ def baselines(task: LoadedBenchmark) -> dict[str, BaselineScorer]:
     words = Counter(word for text in texts for word in text.split())
     total = words.total() + len(words) + 1
     by_number = kind == "answers" and task.settings.match == "gsm8k"
-    answers = Counter(str(gsm8k_answer(item.references[0])) if by_number else item.own for item in items)
+    answers = Counter(str(gsm8k_answer(item.own)) if by_number else item.own for item in items)
     [(common, _)] = answers.most_common(1)
     unigram = BaselineScorer(lambda text: sum(math.log((words[word] + 1) / total) for word in text.split()), common)
     majority = BaselineScorer(lambda text: float(text.strip() == common), common)
@@ -135,16 +133,16 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
         log_probs = np.array([next(found) for _ in item.choices])
         norm = log_probs / [max(1, len(choice)) for choice in item.choices]
         best, best_norm = int(log_probs.argmax()), int(norm.argmax())
-        row: Row = {settings.figure: best in item.right, f"{settings.figure}_norm": best_norm in item.right}
-        row |= {"label": item.right[0], "predicted": best}
+        row: Row = {"label": item.right[0], "predicted": best}
+        row |= {settings.figure: best in item.right, f"{settings.figure}_norm": best_norm in item.right}
         if {"mc1", "mc2"} & set(settings.metrics):
             right, shares = np.isin(np.arange(len(log_probs)), item.right), np.exp(log_probs - log_probs.max())
             row["mc1"] = log_probs[item.right[0]] > log_probs[~right].max(initial=-math.inf)
             row["mc2"] = shares[right].sum() / shares.sum()
         if item.bias:
-            stereotyped, unknown, ambiguous = (item.bias[key] for key in ("stereotyped", "unknown", "ambiguous"))
-            biased = math.nan if stereotyped is None else best == stereotyped
-            row |= {"biased": biased, "unknown": best == unknown, "ambiguous": bool(ambiguous)}
+            stereotyped = math.nan if item.bias["stereotyped"] is None else best == item.bias["stereotyped"]
+            row |= {"biased": stereotyped, "unknown": best == item.bias["unknown"]}
+            row["ambiguous"] = bool(item.bias["ambiguous"])
         rows.append(row)
     return rows
 
@@ -171,9 +169,9 @@ def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
             (found[1] for found in reversed([*pattern.finditer(text, timeout=PATTERN_SECONDS)]) if found[1]), ""
         )
         if settings.match == "squad":
-            rows.append(answer_metrics([answer], [item.references]))
+            rows.append(answer_metrics([answer], [item.choices]))
         else:
-            rows.append({settings.figure: is_right(settings.match, answer, item.references)})
+            rows.append({settings.figure: is_right(settings.match, answer, item.choices)})
     return rows
 
 
@@ -244,21 +242,21 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         one, other = (task_figures(settings, rows_at(columns, rows)) for columns in (ours, theirs or ours))
         return one if theirs is None else {name: value - other[name] for name, value in one.items()}
 
-    order = np.argsort(clusters, kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(clusters[order])) + 1)
-    found: Figures = {name: {"value": value, "n": len(order)} for name, value in statistics(order).items()}
+    members = [np.flatnonzero(clusters == number) for number in np.unique(clusters)]
+    found: Figures = {
+        name: {"value": value, "n": len(clusters)} for name, value in statistics(np.concatenate(members)).items()
+    }
     shares = {name for name in found if name in ours and set(np.unique(ours[name])) <= {0.0, 0.5, 1.0}}
-    for name in shares:
-        values = ours[name] if theirs is None else (ours[name] - theirs[name] + 1) / 2
-        share = win_rate(values.tolist(), clusters=clusters.tolist())
-        scale, shift = (1, 0) if theirs is None else (2, 1)
-        found[name] |= {"low": scale * share.low - shift, "high": scale * share.high - shift}
-    generator = np.random.default_rng(0)
-    draws = generator.integers(len(members), size=(RESAMPLES if found.keys() - shares else 0, len(members)))
-    drawn = [statistics(np.concatenate([members[number] for number in draw])) for draw in draws]
-    for name in found.keys() - shares:
-        low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
-        found[name] |= {"low": low, "high": high}
+    draws = np.random.default_rng(0).integers(len(members), size=(RESAMPLES, len(members)))
+    drawn = [statistics(np.concatenate([members[i] for i in draw])) for draw in draws if found.keys() - shares]
+    for name, figure in found.items():
+        if name in shares:
+            values = ours[name] if theirs is None else (ours[name] - theirs[name] + 1) / 2
+            share = win_rate(values.tolist(), clusters=clusters.tolist())
+            low, high = (share.low, share.high) if theirs is None else (2 * share.low - 1, 2 * share.high - 1)
+        else:
+            low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
+        figure |= {"low": low, "high": high}
     return found
 
 

@@ -6,14 +6,15 @@ texts are lm-eval's, so that its figures and these agree.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.text.special_tokens import bos_adder
@@ -22,13 +23,15 @@ from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.model import Model
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.ragged import Ragged, Sharing, fill_groups, group_by_length, runs
+from alignment.ragged import Ragged, Sharing, group_by_length, runs
 
 TOKENS_PER_FORWARD = 16_384
-LOGITS_PER_FORWARD = 2**28  # a gigabyte in float32
+LOGITS_PER_TOKEN = 2**14  # beside each token of a forward: a gigabyte in float32
 
 Request = tuple[str, str]  # context and continuation
-Tokens = tuple[int, ...]
+Input = tuple[
+    tuple[int, ...], int
+]  # tokens of a context and all but the last of its continuation, which has as many as this
 Encoded = tuple[Sequence[int], Sequence[int]]  # tokens of context and continuation
 
 
@@ -82,29 +85,23 @@ class LanguageScorer:
         template, which has an end of its own, the continuation is encoded for itself.
         """
         moved = [(context.rstrip(), context[len(context.rstrip()) :] + tail) for context, tail in requests]
-        contexts = list(dict.fromkeys(context for context, _ in moved if context))
+        contexts = list(dict.fromkeys(context for context, _ in moved))
         ids, found = dict(zip(contexts, self.context_ids(contexts), strict=True)), list[Encoded]()
         if self.chat:
             tails = encode(self.tokenizer, [tail.lstrip() for _, tail in moved], follows=True)
-            found += [(ids[context], tail) for (context, _), tail in zip(moved, tails, strict=True)]
         else:
-            with_bos, first = bos_adder(self.tokenizer), [self.first_token]
-            wholes = encode(self.tokenizer, [context + tail for context, tail in moved], control_tokens=True)
-            found += [
-                (ids[context], with_bos(whole)[len(ids[context]) :])
-                if context
-                else (first, whole[whole[:1] == first :])
-                for (context, _), whole in zip(moved, wholes, strict=True)
-            ]
-        for (context, text), (_, tail) in zip(requests, found, strict=True):
+            wholes = zip(moved, self.context_ids([context + tail for context, tail in moved]), strict=True)
+            tails = [whole[len(ids[context]) :] for (context, _), whole in wholes]
+        for (context, text), (cut, _), tail in zip(requests, moved, tails, strict=True):
             if not 0 < len(tail) <= self.positions:
                 what = f"{len(tail)} tokens, and the model reads 1 to {self.positions}; leave the row out"
                 raise UserError(f"the continuation {text[:40]!r} of {context[-40:]!r} has {what}")
+            found.append((ids[cut] or [self.first_token], tail))
         return found
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Of each continuation after its context, which loses its beginning where both are too long for the model."""
-        return self.token_likelihoods(self.encode_requests(requests), self.sharing)
+        return self.token_likelihoods(self.encode_requests(requests))
 
     def text_log_probs(self, texts: Sequence[str]) -> list[float]:
         """Of whole texts, nats; one that is longer than the model reads is cut into windows.
@@ -124,59 +121,45 @@ class LanguageScorer:
         return totals
 
     @torch.no_grad()
-    def token_likelihoods(self, requests: Sequence[Encoded], share: Sharing = False) -> list[Likelihood]:
+    def token_likelihoods(self, requests: Sequence[Encoded]) -> list[Likelihood]:
         """Likelihoods of continuations of at least one token after contexts of at least one.
 
-        The last token predicts nothing and is not computed, so that continuations of one token share one input.
-
-        Args:
-            share: inputs that begin alike, such as those of one context or behind the same examples, share the computation
-                of their beginning.
+        The last token predicts nothing and is not computed, so that continuations of one token share one input. Inputs that
+        begin alike, such as those of one context or behind the same examples, share the computation of their beginning.
         """
-        of_input = defaultdict[Tokens, list[int]](list)
+        alike, found = defaultdict[Input, list[int]](list), [Likelihood(0.0, False)] * len(requests)
         for number, (context, tail) in enumerate(requests):
-            of_input[tuple([*context, *tail][-self.positions - 1 : -1])].append(number)
-        groups, sizes = group_inputs(sorted(of_input), share is not False), list[int]()
-        for tokens, group in groups:
-            logits = (
-                sum(len(requests[number][1]) for read in group for number in of_input[read])
-                * self.model.spec.vocabulary
-            )
-            sizes.append(max(tokens, TOKENS_PER_FORWARD * logits // LOGITS_PER_FORWARD))
-        found: list[Likelihood] = [Likelihood(0.0, False)] * len(requests)
-        order = sorted(range(len(groups)), key=lambda group: max(map(len, groups[group][1])))
-        for batch in fill_groups(order, sizes, TOKENS_PER_FORWARD):
-            parts = [groups[group][1] for group in batch]
-            numbers = [number for read in chain.from_iterable(parts) for number in of_input[read]]
-            tails = [(read, requests[number][1]) for read in chain.from_iterable(parts) for number in of_input[read]]
-            for number, one in zip(numbers, self._forward(parts, tails, share), strict=True):
-                found[number] = one
+            alike[tuple([*context, *tail][-self.positions - 1 : -1]), len(tail)].append(number)
+        groups = group_inputs(sorted(alike)) if self.sharing else [(len(one[0]), [one]) for one in alike]
+        logits = [sum(size for _, size in group) * self.model.spec.vocabulary for _, group in groups]
+        sizes = [max(group[0], part // LOGITS_PER_TOKEN) for group, part in zip(groups, logits, strict=True)]
+        for batch in group_by_length(sizes, TOKENS_PER_FORWARD):
+            for one, log_probs in self._forward([groups[number][1] for number in batch]):
+                likeliest = log_probs.argmax(1)
+                for number in alike[one]:
+                    labels = torch.tensor(requests[number][1], device=log_probs.device)
+                    total = log_probs.gather(1, labels[:, None]).sum(dtype=torch.float64)
+                    found[number] = Likelihood(float(total), bool((likeliest == labels).all()))
         return found
 
-    def _forward(
-        self, groups: Sequence[Sequence[Tokens]], tails: Sequence[tuple[Tokens, Sequence[int]]], share: Sharing
-    ) -> list[Likelihood]:
-        """Likelihoods of `tails`, each behind an input, which it ends and goes one token beyond."""
-        documents = list(chain.from_iterable(groups))
-        places = {read: place for place, read in enumerate(documents)}
-        together = [[places[read] for read in group] for group in groups]
-        ends = list(accumulate(map(len, documents)))
-        documents.append(documents[0][:1])  # so that the index behind the last input is that of a token
-        batch = Ragged.build_shared(documents, [[False] * len(read) for read in documents], together, share=share)
-        sizes = [len(tail) for _, tail in tails]
-        before = runs([ends[places[read]] - len(tail) for read, tail in tails], sizes)
-        rows = torch.repeat_interleave(torch.arange(len(tails)), torch.tensor(sizes))
+    def _forward(self, groups: Sequence[Sequence[Input]]) -> Iterator[tuple[Input, Tensor]]:
+        """Each input with the log-probabilities of all tokens at the places of its continuation, [m, V]."""
+        inputs = list(chain.from_iterable(groups))
+        places = {one: place for place, one in enumerate(inputs)}
+        together = [[places[one] for one in group] for group in groups]
+        documents = [
+            *(tokens for tokens, _ in inputs),
+            (0,),
+        ]  # so that the index behind the last input is that of a token
+        batch = Ragged.build_shared(documents, [[False] * len(one) for one in documents], together, share=self.sharing)
+        ends, sizes = accumulate(len(tokens) for tokens, _ in inputs), [size for _, size in inputs]
+        before = runs([end - size for end, size in zip(ends, sizes, strict=True)], sizes)
         if (shared := batch.shared) is not None:
             before = shared.documents[before]
             batch = replace(batch, shared=replace(shared, before=before))
-        labels = torch.tensor([token for _, tail in tails for token in tail])
-        batch = replace(batch, target_index=before + 1, target_rows=rows, labels=labels)
-        device = next(self.model.parameters()).device
-        logits = self.model(batch=batch.to(device), return_logits=True).logits.float()
-        chosen = logits.gather(1, labels.to(device)[:, None]).squeeze(1)
-        values = torch.stack([chosen - logits.logsumexp(1), (chosen < logits.amax(1)).float()]).double().cpu()
-        sums = torch.zeros(2, len(tails), dtype=torch.float64).index_add_(1, rows, values)
-        return [Likelihood(total, missed == 0) for total, missed in zip(*sums.tolist(), strict=True)]
+        batch = replace(batch, target_index=before + 1).to(next(self.model.parameters()).device)
+        log_probs = self.model(batch=batch, return_logits=True).logits.float().log_softmax(1)
+        return zip(inputs, log_probs.split(sizes), strict=True)
 
     @property
     def is_encoder(self) -> bool:
@@ -194,19 +177,17 @@ class LanguageScorer:
         special, cells = set(self.tokenizer.all_special_ids), list[tuple[int, list[int], int]]()
         for number, pair in enumerate(pairs):
             texts = self.tokenizer(list(pair), verbose=False)["input_ids"]
-            for first, second, size in SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks():
-                for side, ids, start in ((0, texts[0], first), (1, texts[1], second)):
-                    columns = range(start, start + size)
-                    cells += [(2 * number + side, ids, column) for column in columns if ids[column] not in special]
+            blocks = SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks()
+            for side, ids in enumerate(texts):
+                shared = chain.from_iterable(range(block[side], block[side] + block.size) for block in blocks)
+                cells += [(2 * number + side, ids, column) for column in shared if ids[column] not in special]
         totals, device = torch.zeros(2 * len(pairs), dtype=torch.float64), next(self.model.parameters()).device
         for group in group_by_length([len(ids) for _, ids, _ in cells], TOKENS_PER_FORWARD):
             rows, texts, columns = zip(*(cells[number] for number in group), strict=True)
             batch = Ragged.build(texts)
             index = batch.firsts + torch.tensor(columns)
-            labels, tokens = batch.tokens[index], batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
-            batch = replace(
-                batch, tokens=tokens, target_index=index, target_rows=torch.arange(len(rows)), labels=labels
-            )
+            tokens = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
+            batch = replace(batch, tokens=tokens, target_index=index, labels=batch.tokens[index])
             totals.index_add_(0, torch.tensor(rows), self.model(batch=batch.to(device)).log_probs.double().cpu())
         return totals.tolist()
 
@@ -222,23 +203,20 @@ class LanguageScorer:
         return decode_responses(self.model, ids, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
 
 
-def group_inputs(inputs: Sequence[Tokens], share: bool) -> list[tuple[int, list[Tokens]]]:
-    """Sorted inputs in groups that begin alike, or each alone; with the tokens of each group, its beginning counted once.
+def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:
+    """Sorted inputs in groups that begin alike; with the tokens of each group, its beginning counted once.
 
     An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with it than
     without, and the group takes no more than half a forward.
     """
-    groups, common = list[tuple[int, list[Tokens]]](), 0
-    for read in inputs:
-        size, group = groups[-1] if groups and share else (0, list[Tokens]([()]))
-        parts = enumerate(zip(group[-1], read, strict=False))
-        same = next((i for i, (one, other) in parts if one != other), min(len(group[-1]), len(read)))
-        same = min(same, common) if len(group) > 1 else same
+    groups, common = list[tuple[int, list[Input]]](), 0
+    for one in inputs:
+        size, group = groups[-1] if groups else (0, [((), 0)])
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(group[0][0], one[0], strict=False)))
         saved = (len(group) - 1) * common
-        if 3 * same >= len(read) and len(group) * same > saved and size < TOKENS_PER_FORWARD // 2:
-            size, common = size + saved + len(read) - len(group) * same, same
-            groups[-1] = size, group
-            group.append(read)
+        if 3 * same >= len(one[0]) and len(group) * same > saved and size < TOKENS_PER_FORWARD // 2:
+            groups[-1] = size + saved + len(one[0]) - len(group) * same, [*group, one]
+            common = same
         else:
-            groups.append((len(read), [read]))
+            groups.append((len(one[0]), [one]))
     return groups

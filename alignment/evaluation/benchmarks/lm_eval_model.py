@@ -1,12 +1,12 @@
 """Our models behind lm-eval's interface, so that its tasks run on them; imported only where `lm_eval` names tasks.
 
-Responses with equal settings are decoded side by side. lm-eval renders dialogues itself, by `apply_chat_template`.
+Responses one after the other with equal settings are decoded side by side. lm-eval renders dialogues itself, by `apply_chat_template`.
 """
 
 import importlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Protocol
 
 from alignment.errors import UserError
@@ -46,21 +46,15 @@ class LMEvalModel(LM):
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """A response to each context, cut before the first stop text."""
-        found, alike = [""] * len(requests), defaultdict[str, list[int]](list)
-        for number, request in enumerate(requests):
-            alike[str(request.args[1])].append(number)
-        for numbers in alike.values():
-            settings = requests[numbers[0]].args[1]
+        found = list[str]()
+        for settings, group in groupby(requests, key=lambda request: request.args[1]):
             temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-            size, top_p = settings.get("max_gen_toks", NEW_TOKENS), settings.get("top_p", 1.0)
-            until = settings.get("until") or []
-            texts = self.scorer.responses(
-                [requests[number].args[0] for number in numbers],
-                SamplingConfig(size, temperature, top_p=top_p),
+            size, until = settings.get("max_gen_toks", NEW_TOKENS), settings.get("until") or []
+            found += self.scorer.responses(
+                [request.args[0] for request in group],
+                SamplingConfig(size, temperature, top_p=settings.get("top_p", 1.0)),
                 [until] if isinstance(until, str) else until,
             )
-            for number, text in zip(numbers, texts, strict=True):
-                found[number] = text
         return found
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
@@ -69,28 +63,30 @@ class LMEvalModel(LM):
         return self.scorer.tokenizer.apply_chat_template(list(chat_history), **options)
 
 
-def task_index(tasks: Sequence[str], include_path: str | None) -> object:
-    """lm-eval's index of its tasks, and of those in a folder; UserError where one of `tasks` is not among them."""
+def task_runner(
+    tasks: Sequence[str], include_path: str | None, *, max_rows: int | None, shots: int | None
+) -> Callable[[LanguageScorer], dict[str, dict[str, object]]]:
+    """A function that gives lm-eval's own results of its tasks for a model: task -> metric -> value.
+
+    Args:
+        include_path: folder of further tasks.
+
+    Raises:
+        UserError: one of the tasks is not there.
+    """
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise UserError(
             f"lm_eval: there is no task {', '.join(unknown)}; `lm-eval ls tasks` lists them, or set include_path"
         )
-    return manager
-
-
-def run_tasks(
-    scorer: LanguageScorer, tasks: Sequence[str], index: object, *, max_rows: int | None, shots: int | None
-) -> dict[str, dict[str, object]]:
-    """lm-eval's own results of its tasks: task -> metric -> value."""
-    found = importlib.import_module("lm_eval").simple_evaluate(
+    evaluate = importlib.import_module("lm_eval").simple_evaluate
+    return lambda scorer: evaluate(
         model=LMEvalModel(scorer),
         tasks=list(tasks),
-        task_manager=index,
+        task_manager=manager,
         limit=max_rows,
         num_fewshot=shots,
         apply_chat_template=scorer.chat,
         log_samples=False,
         bootstrap_iters=0,
-    )
-    return found["results"]
+    )["results"]

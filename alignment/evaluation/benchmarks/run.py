@@ -1,15 +1,14 @@
 """`alignment evaluate benchmarks`: tasks over local rows, and lm-eval's, on several models side by side."""
 
-import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from statistics import fmean
 
 import numpy as np
 
-from alignment.errors import UserError, install_advice, raise_all
+from alignment.errors import install_advice, raise_all
 from alignment.evaluation.benchmarks.figures import (
     Columns,
     Figures,
@@ -70,9 +69,11 @@ class BenchmarksConfig(Settings):
     )  # fmt: skip
 
     def missing(self) -> Iterator[tuple[str, str]]:
-        """The folder of rows, where tasks need it and it is not there."""
+        """The folder of rows where tasks need it, and the extra where lm-eval's tasks do."""
         if self.tasks and not Path(self.data).is_dir():
             yield "data", f"{self.data}: no such folder; set ALIGNMENT_DATA, or name the folder of the tasks' rows"
+        if self.lm_eval and not find_spec("lm_eval"):
+            yield "lm_eval", f"lm_eval: {', '.join(self.lm_eval)}: lm-eval is not installed; {install_advice('bench')}"
 
 
 def run(config: BenchmarksConfig) -> Path:
@@ -81,46 +82,40 @@ def run(config: BenchmarksConfig) -> Path:
     Tasks, rows and models are checked before a model is loaded.
     """
     raise_all(why for _, why in config.missing())
-    tasks = [
-        read_task(name, Path(config.data), max_rows=config.max_rows, shots=config.few_shot) for name in config.tasks
-    ]
+    data, max_rows, shots = Path(config.data), config.max_rows, config.few_shot
+    tasks = [read_task(name, data, max_rows=max_rows, shots=shots) for name in config.tasks]
     refuse_models(config, tasks)
-    index = _lm_eval(config).task_index(config.lm_eval, config.include_path) if config.lm_eval else None
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
+    run_tasks = None
+    if config.lm_eval:
+        from alignment.evaluation.benchmarks.lm_eval_model import task_runner  # of the extra
+
+        run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=max_rows, shots=shots)
     measured, foreign = [dict[str, Columns]() for _ in tasks], dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
         for task, columns in zip(tasks, measured, strict=True):
             columns[name] = measure(task, scorer, classify)
-        if index is not None:
-            shots, limit = config.few_shot, config.max_rows
-            foreign[name] = _lm_eval(config).run_tasks(scorer, config.lm_eval, index, max_rows=limit, shots=shots)
-    results = {
-        task.name: task_results(task, columns, config.baseline) for task, columns in zip(tasks, measured, strict=True)
-    }
+        if run_tasks is not None:
+            foreign[name] = run_tasks(scorer)
+    pairs = zip(tasks, measured, strict=True)
+    results = {task.name: task_results(task, columns, config.baseline) for task, columns in pairs}
     write_json(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
     return Path(config.output) / "results.json"
 
 
 def refuse_models(config: BenchmarksConfig, tasks: Sequence[LoadedBenchmark]) -> None:
-    """Refuse models that are not there or cannot do a task, and what an extra or a classifier is missing for."""
+    """Refuse models that are not there or cannot do a task, and tasks that a classifier is missing for."""
     kinds = {source: architecture_of(source) for source in config.models.values()}
     others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
-    raise_all(
+    problems = [
         f"models: {source} is an {kind}, and {others[0] if kind == 'encoder' and others else 'a benchmark'} needs a decoder"
         for source, kind in kinds.items()
         if kind == "encoder-decoder" or (kind == "encoder" and others)
-    )
-    toxic = [task.name for task in tasks if task.settings.kind == "toxicity"]
-    if toxic and config.toxicity is None:
-        raise UserError(f"tasks: {toxic[0]} needs a classifier of toxic texts; set toxicity.model")
-
-
-def _lm_eval(config: BenchmarksConfig) -> ModuleType:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"lm_eval: {', '.join(config.lm_eval)}: lm-eval is not installed; {install_advice('bench')}")
-    return importlib.import_module("alignment.evaluation.benchmarks.lm_eval_model")
+    ]
+    toxic = [task.name for task in tasks if task.settings.kind == "toxicity" and config.toxicity is None]
+    raise_all(problems + [f"tasks: {name} needs a classifier of toxic texts; set toxicity.model" for name in toxic])
 
 
 def task_results(
@@ -142,7 +137,7 @@ def task_results(
             for value in np.unique(values).tolist()
             for own in (values == value,)
         }
-    chance = [len(item.right) / len(item.choices) for item in task.items if item.right]
+    chosen = settings.kind in ("multiple_choice", "pairs")
     return {
         "kind": settings.kind,
         "figure": settings.figure,
@@ -153,7 +148,7 @@ def task_results(
         "baselines": {
             name: figures_of(settings, clusters, measure(task, scorer)) for name, scorer in baselines(task).items()
         },
-        "chance": float(np.mean(chance)) if chance else 0.5 if settings.kind == "pairs" else None,
+        "chance": fmean(len(item.right) / len(item.choices) for item in task.items) if chosen else None,
         "subsets": subsets,
         "against": against,
         "differences": {

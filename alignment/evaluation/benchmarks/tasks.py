@@ -7,11 +7,10 @@ model is loaded. Models score them in likelihood.py.
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, groupby, islice
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -111,17 +110,15 @@ class Benchmark(Settings):
 class Item:
     """A row as models read it."""
 
-    name: str  # FILE:LINE
     description: str
     prompt: str  # in a `LoadedBenchmark` behind description and examples
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # of last_word and answers the accepted answers
     right: tuple[int, ...]  # indices of choices, the best first
-    references: tuple[str, ...]  # accepted answers
     bias: dict[str, object]  # as in `Benchmark`, its values
     subsets: tuple[str, ...]
     cluster: str
     alike: str
-    own: str  # right choice, or first accepted answer
+    own: str  # the best right choice
     solution: str
 
 
@@ -160,7 +157,7 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
 def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
     """The rows of some files; each fault is named once, with the first row that has it."""
     items, faults = list[Item](), defaultdict[str, list[str]](list)
-    for location, row in _rows([data / source for source in sources], settings.document_start, faults):
+    for location, row in _rows([data / source for source in sources], settings.document_start):
         try:
             columns = {**row, "row": row}
             for key, text in settings.columns.items():
@@ -177,22 +174,18 @@ def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) 
     return items
 
 
-def _rows(
-    paths: Sequence[Path], starts: str | None, faults: dict[str, list[str]]
-) -> Iterator[tuple[str, dict[str, object]]]:
-    """Location and columns of each row; paragraphs of one document are put together."""
+def _rows(paths: Sequence[Path], starts: str | None) -> list[tuple[str, dict[str, object]]]:
+    """Location and columns of each row; paragraphs up to the next one that matches `starts` are put together."""
+    begins, found = compile_pattern(starts or ""), list[tuple[str, dict[str, object]]]()
     for path in paths:
         rows = list(read_raw(str(path.resolve())))
-        for row in (row for row in rows if row.values is None):
-            faults[row.reason].append(row.location)
-        if starts is None:
-            yield from ((row.location, row.values) for row in rows if row.values is not None)
-            continue
-        begins, texts = compile_pattern(starts), [str((row.values or {}).get("text")) for row in rows]
-        numbers = accumulate(begins.search(text) is not None for text in texts)
-        for _, group in groupby(zip(numbers, rows, texts, strict=True), key=itemgetter(0)):
-            _, (first, *_), paragraphs = zip(*group, strict=True)
-            yield first.location, {"text": BETWEEN.join(paragraphs)}
+        raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
+        for number, (location, columns) in enumerate((row.location, dict(row.values or {})) for row in rows):
+            if number == 0 or starts is None or begins.search(str(columns.get("text"))):
+                found.append((location, columns))
+            else:
+                found[-1][1]["text"] = f"{found[-1][1]['text']}{BETWEEN}{columns.get('text')}"
+    return found
 
 
 @cache
@@ -221,27 +214,22 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
     found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
     if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
         raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
-    texts, right, references = tuple(map(str, found)), tuple[int, ...](), tuple[str, ...]()
-    given = answer if isinstance(answer, (list, tuple)) else [answer]
-    if kind == "pairs":
-        right = (0,)
-    elif kind == "multiple_choice":
-        right = tuple(one for one in given if type(one) is int and 0 <= one < len(texts))
-        if not right or len(right) < len(given):
-            raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
-    elif kind in ("last_word", "answers"):
-        references = tuple(map(str, given))
-        texts = references[:1]
-        if why := reference_problem("exact" if settings.match == "squad" else settings.match, references):
+    texts, given = tuple(map(str, found)), tuple(answer) if isinstance(answer, (list, tuple)) else (answer,)
+    if kind in ("last_word", "answers"):
+        texts = tuple(map(str, given))
+        if why := reference_problem("exact" if settings.match == "squad" else settings.match, texts):
             raise ValueError(f"answer: {why}")
-    own = texts[right[0]] if right else "".join(references[:1])
+    right = tuple(one for one in given if type(one) is int and 0 <= one < len(texts))
+    if kind != "multiple_choice":
+        right = (0,) if texts else ()
+    elif not right or len(right) < len(given):
+        raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
+    own = texts[right[0]] if right else ""
     return Item(
-        location,
         text("description", settings.description),
         text("prompt", settings.prompt),
         texts,
         right,
-        references,
         bias={key: value(f"bias.{key}", one) for key, one in settings.bias.items()},
         subsets=tuple(str(value("subsets", one)) for one in settings.subsets),
         cluster=location if settings.cluster is None else f"cluster {value('cluster', settings.cluster)}",
@@ -253,11 +241,10 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
 
 def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[Item], count: int) -> list[Item]:
     """The judged rows with the description, and solved examples that are other rows, before their prompts."""
-    alike, filled, short = defaultdict[str, list[Item]](list), list[Item](), 0
-    for example in pool:
-        alike[example.alike].append(example)
+    filled, short = list[Item](), 0
     for item in judged:
-        shown = list(islice((one for one in alike[item.alike] if one.prompt != item.prompt), count))
+        others = (one for one in pool if one.alike == item.alike and one.prompt != item.prompt)
+        shown = list(islice(others, count))
         short += len(shown) < count
         solved = [example.prompt + settings.delimiter + example.solution for example in shown]
         filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
