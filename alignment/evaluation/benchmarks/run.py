@@ -63,6 +63,7 @@ class BenchmarksConfig(Settings):
     RULES = (
         Rule("models", lambda c: not c.models, "must name at least one model"),
         Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
+        Rule("tasks", lambda c: len({Path(task).stem for task in c.tasks}) < len(c.tasks), "has a name twice"),
         Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
              "{self.baseline!r} is not among the models"),
     )  # fmt: skip

@@ -242,8 +242,7 @@ def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[I
     """The judged rows with the description, and solved examples that are other rows, before their prompts."""
     filled, short = list[Item](), 0
     for item in judged:
-        others = (one for one in pool if one.alike == item.alike and one.prompt != item.prompt)
-        shown = list(islice(others, count))
+        shown = list(islice((one for one in pool if one.alike == item.alike and one.prompt != item.prompt), count))
         short += len(shown) < count
         solved = [example.prompt + settings.delimiter + example.solution for example in shown]
         filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
