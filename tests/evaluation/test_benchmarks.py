@@ -51,8 +51,6 @@ def make_task(tmp_path):
 class Planted:
     """Gives every continuation the log-probability in a table, and the same responses to everyone."""
 
-    is_encoder = False
-
     def __init__(self, table=None, answers=()):
         self.table, self.answers, self.asked = table or {}, list(answers), []
 
@@ -284,7 +282,7 @@ def test_answers_are_extracted_and_compared(make_task):
 
 def test_toxicity_worked_by_hand(make_task):
     """Largest of three continuations: 0.9 and 0.4, so 0.65 in the mean; one of two prompts has one of at least a half."""
-    settings = {"kind": "toxicity", "source": "rows.jsonl", "prompt": "{{ q }}", "samples": 3, "temperature": 1.0}
+    settings = {"kind": "toxicity", "source": "rows.jsonl", "prompt": "{{ q }}", "samples": 3, "sampling": {}}
     task, planted = make_task([{"q": "a"}, {"q": "b"}], settings), Planted(answers=list("abcdef"))
     scores = {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4, "e": 0.2, "f": 0.3}
     columns = measure(task, planted, lambda texts: [scores[text] for text in texts])
@@ -391,7 +389,7 @@ ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
         ([ROW], {"promt": "x"}, "promt: unknown key; did you mean 'prompt'"),
         ([ROW], {"kind": "pairs", "few_shot": 2}, "few_shot: has no effect with kind=pairs"),
         ([ROW], {"answer": "none"}, "answer: is missing"),
-        ([ROW], {"kind": "toxicity"}, "temperature: must be above 0"),
+        ([ROW], {"kind": "toxicity"}, "sampling: temperature must be above 0"),
         ([ROW], {"extract": "("}, "extract: pattern"),
         ([ROW], {"bias": {"unknown": "1"}}, "bias: needs stereotyped, unknown and ambiguous"),
         ([ROW], {"source": "other.jsonl"}, "other.jsonl: no such file"),
@@ -442,7 +440,7 @@ def test_lm_eval_is_optional(monkeypatch, checkpoints, tmp_path):
 
 def test_a_task_s_classifier_and_an_encoder_are_checked(tmp_path, checkpoints):
     (tmp_path / "rows.jsonl").write_text('{"q": "a"}\n')
-    (tmp_path / "task.yaml").write_text("kind: toxicity\nsource: rows.jsonl\nprompt: '{{ q }}'\ntemperature: 1.0\n")
+    (tmp_path / "task.yaml").write_text("kind: toxicity\nsource: rows.jsonl\nprompt: '{{ q }}'\nsampling: {}\n")
     settings = {"models": {"base": checkpoints["llama"]}, "tasks": [str(tmp_path / "task.yaml")], "data": str(tmp_path)}
     with pytest.raises(UserError, match=r"needs a classifier of toxic texts; set toxicity\.model"):
         benchmarks.run(BenchmarksConfig(**settings, output=str(tmp_path)))
@@ -468,16 +466,10 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
     assert "tiny_rolling: the first prompt" in (printed := capsys.readouterr().out) and "byte_perplexity" in printed
 
 
-def test_toxicity_of_a_reward_model_and_of_a_classifier(stage, tmp_path):
+def test_toxicity_of_a_classifier(tmp_path):
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-    from alignment.reward_model import load_reward_model
-
-    reward_model, texts = str(stage("reward") / "model"), ["The bar serves tea.", "Hello"]
-    expected = torch.sigmoid(-load_reward_model(reward_model).score(texts))
-    assert toxicity_classifier(ToxicityConfig(reward_model))(texts) == pytest.approx(expected.tolist())
-    with pytest.raises(UserError, match="has no class 'toxic'"):
-        toxicity_classifier(ToxicityConfig(reward_model, "toxic"))
+    texts = ["The bar serves tea.", "Hello"]
     (tmp_path / "vocab.txt").write_text(
         "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "bar", "serves", "tea"])
     )
@@ -490,6 +482,8 @@ def test_toxicity_of_a_reward_model_and_of_a_classifier(stage, tmp_path):
     inputs = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
     found = toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))(texts)
     assert found == pytest.approx(peer(**inputs).logits.softmax(-1)[:, 1].tolist(), abs=1e-5)
+    with pytest.raises(UserError, match="has no class 'toxi'; did you mean 'toxic'"):
+        toxicity_classifier(ToxicityConfig(str(tmp_path), "toxi"))
 
 
 @pytest.mark.slow

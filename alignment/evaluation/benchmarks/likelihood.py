@@ -94,8 +94,10 @@ class LanguageScorer:
             tails = [whole[len(ids[context]) :] for (context, _), whole in wholes]
         for (context, text), (cut, _), tail in zip(requests, moved, tails, strict=True):
             if not 0 < len(tail) <= self.positions:
-                what = f"{len(tail)} tokens, and the model reads 1 to {self.positions}; leave the row out"
-                raise UserError(f"the continuation {text[:40]!r} of {context[-40:]!r} has {what}")
+                raise UserError(
+                    f"the continuation {text[:40]!r} of {context[-40:]!r} has {len(tail)} tokens, and the model reads 1 to "
+                    f"{self.positions}; leave the row out"
+                )
             found.append((ids[cut] or [self.first_token], tail))
         return found
 
@@ -186,8 +188,8 @@ class LanguageScorer:
             rows, texts, columns = zip(*(cells[number] for number in group), strict=True)
             batch = Ragged.build(texts)
             index = batch.firsts + torch.tensor(columns)
-            tokens = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
-            batch = replace(batch, tokens=tokens, target_index=index, labels=batch.tokens[index])
+            masked = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
+            batch = replace(batch, tokens=masked, target_index=index, labels=batch.tokens[index])
             totals.index_add_(0, torch.tensor(rows), self.model(batch=batch.to(device)).log_probs.double().cpu())
         return totals.tolist()
 

@@ -37,8 +37,7 @@ class LMEvalModel(LM):
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether greedy decoding gives it."""
-        found = self.scorer.likelihoods([(request.args[0], request.args[1]) for request in requests])
-        return [(one.log_prob, one.greedy) for one in found]
+        return [*self.scorer.likelihoods([(request.args[0], request.args[1]) for request in requests])]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-probability of each whole text."""

@@ -1,8 +1,8 @@
 """`alignment evaluate benchmarks`: tasks over local rows, and lm-eval's, on several models side by side."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +16,6 @@ from alignment.evaluation.benchmarks.figures import (
     baselines,
     figures_of,
     measure,
-    rows_at,
     toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
@@ -64,6 +63,7 @@ class BenchmarksConfig(Settings):
     RULES = (
         Rule("models", lambda c: not c.models, "must name at least one model"),
         Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
+        Rule("tasks", lambda c: len({Path(task).stem for task in c.tasks}) < len(c.tasks), "has a name twice"),
         Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
              "{self.baseline!r} is not among the models"),
     )  # fmt: skip
@@ -72,7 +72,7 @@ class BenchmarksConfig(Settings):
         """The folder of rows where tasks need it, and the extra where lm-eval's tasks do."""
         if self.tasks and not Path(self.data).is_dir():
             yield "data", f"{self.data}: no such folder; set ALIGNMENT_DATA, or name the folder of the tasks' rows"
-        if self.lm_eval and not find_spec("lm_eval"):
+        if self.lm_eval and not importlib.util.find_spec("lm_eval"):
             yield "lm_eval", f"lm_eval: {', '.join(self.lm_eval)}: lm-eval is not installed; {install_advice('bench')}"
 
 
@@ -91,16 +91,15 @@ def run(config: BenchmarksConfig) -> Path:
         from alignment.evaluation.benchmarks.lm_eval_model import task_runner  # of the extra
 
         run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=max_rows, shots=shots)
-    measured, foreign = [dict[str, Columns]() for _ in tasks], dict[str, object]()
+    measured, foreign = {task.name: dict[str, Columns]() for task in tasks}, dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
-        for task, columns in zip(tasks, measured, strict=True):
-            columns[name] = measure(task, scorer, classify)
+        for task in tasks:
+            measured[task.name][name] = measure(task, scorer, classify)
         if run_tasks is not None:
             foreign[name] = run_tasks(scorer)
-    pairs = zip(tasks, measured, strict=True)
-    results = {task.name: task_results(task, columns, config.baseline) for task, columns in pairs}
+    results = {task.name: task_results(task, measured[task.name], config.baseline) for task in tasks}
     write_json(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
     return Path(config.output) / "results.json"
 
@@ -133,7 +132,7 @@ def task_results(
     for number, expression in enumerate(settings.subsets):
         values = np.array([item.subsets[number] for item in task.items])
         subsets[expression] = {
-            value: {name: figures_of(settings, clusters[own], rows_at(one, own)) for name, one in measured.items()}
+            value: {name: figures_of(settings, clusters[own], one[own]) for name, one in measured.items()}
             for value in np.unique(values).tolist()
             for own in (values == value,)
         }

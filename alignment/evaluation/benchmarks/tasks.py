@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Interval
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
@@ -22,9 +21,10 @@ from alignment.config.load import build, packaged_folder
 from alignment.config.yaml_source import read_yaml
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError, raise_all, suggest
+from alignment.generation import SamplingConfig
 from alignment.rewards.answers import reference_problem
 from alignment.rewards.specs import AnswerMatch
-from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
+from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
 
 ENVIRONMENT = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
@@ -60,7 +60,8 @@ class Benchmark(Settings):
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
         document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
-        max_new_tokens, stop, temperature, top_p: of generated texts.
+        sampling: of generated texts; 64 of the likeliest tokens.
+        stop: texts that end a generated one.
         samples: continuations of a prompt, for `toxicity`.
     """
 
@@ -84,10 +85,8 @@ class Benchmark(Settings):
     match: AnswerMatch | Literal["squad"] = "exact"
     extract: str | None = None
     document_start: str | None = None
-    max_new_tokens: PositiveInt = 64
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     stop: list[str] = field(default_factory=list)
-    temperature: NonNegativeFloat = 0.0
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     samples: PositiveInt = 25
 
     RULES = (
@@ -99,8 +98,8 @@ class Benchmark(Settings):
         Rule("few_shot", lambda c: c.few_shot and c.kind in ("pairs", "rolling", "toxicity"),
              "has no effect with kind={self.kind}; leave it out"),
         Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
-        Rule("temperature", lambda c: c.kind == "toxicity" and c.temperature == 0,
-             "must be above 0: all continuations of a prompt would be the same"),
+        Rule("sampling", lambda c: c.kind == "toxicity" and c.sampling.temperature == 0,
+             "temperature must be above 0: all continuations of a prompt would be the same"),
         Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),
         Rule("document_start", lambda c: c.document_start and refusal(compile_pattern, c.document_start)),
     )  # fmt: skip
@@ -243,8 +242,7 @@ def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[I
     """The judged rows with the description, and solved examples that are other rows, before their prompts."""
     filled, short = list[Item](), 0
     for item in judged:
-        others = (one for one in pool if one.alike == item.alike and one.prompt != item.prompt)
-        shown = list(islice(others, count))
+        shown = list(islice((one for one in pool if one.alike == item.alike and one.prompt != item.prompt), count))
         short += len(shown) < count
         solved = [example.prompt + settings.delimiter + example.solution for example in shown]
         filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
