@@ -283,4 +283,6 @@ def _language_judge(
         calls = [Call(prompt, (text,)) for prompt, text in zip(prompts, responses, strict=True)]
         return [math.nan if rating is None else float(rating) for rating in rater.values(calls)]
 
-    return replace(_record(name, {name: identity}, score_judge(score, config.tie_margin), log), rater=rater)
+    return replace(
+        _record(name, {name: identity}, score_judge(score, config.tie_margin), log), service=service, rater=rater
+    )

@@ -67,19 +67,22 @@ class Question:
 
 def ask_service(
     service: EndpointConfig,
-    messages_of: Callable[[Call], Messages],
+    message_of: Callable[[Call], str | Messages],
     settings: Mapping[str, object],
     read: Callable[[object], JudgeAnswer],
 ) -> Ask:
     """Calls of a chat model behind a URL, `service.requests` at the same time.
 
     Args:
+        message_of: call -> the user's message, or a dialogue.
         settings: parameters of the request, in whose place those of the config count.
         read: decoded JSON of an answer -> the answer.
     """
 
     def one(call: Call) -> JudgeAnswer:
-        given = {"model": service.model, "messages": messages_of(call), **settings, **service.parameters}
+        said = message_of(call)
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        given = {"model": service.model, "messages": messages, **settings, **service.parameters}
         body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
         try:
             received = post_json(service, body.encode())
@@ -123,7 +126,7 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
     settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
     if service.logprobs:
         settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
-    return ask_service(service, lambda call: [{"role": "user", "content": question.text(call)}], settings, read)
+    return ask_service(service, question.text, settings, read)
 
 
 def check_key(service: EndpointConfig | None) -> None:

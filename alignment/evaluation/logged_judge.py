@@ -7,7 +7,7 @@ status 500 after the retries) is not written, and the next start makes it again.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -135,7 +135,7 @@ class LoggedJudge:
         self.made += len(calls)
         if len(self.failures) > allowed:
             raise UserError(
-                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {self._reasons()}; at most "
+                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(self.failures)}; at most "
                 f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
@@ -158,16 +158,15 @@ class LoggedJudge:
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + TEMPLATE_TOKENS * len(calls)
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
-        if self.service is not None:
-            seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
-            minutes = len(calls) * seconds / self.service.requests / 60
-            text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
-            cost = self.service.cost(tokens, self.service.max_tokens * len(calls))
-            text += "" if cost is None else f", a cost of at most about {cost:.2f}"
-        return text
-
-    def _reasons(self) -> str:
-        return ", ".join(f"{reason} ({count} times)" for reason, count in Counter(self.failures).items())
+        if self.service is None:
+            return text
+        seconds, cost = (
+            self.usage().get("median_seconds", SECONDS_PER_CALL),
+            self.service.cost(tokens, self.service.max_tokens * len(calls)),
+        )
+        minutes = len(calls) * seconds / self.service.requests / 60
+        text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
+        return text if cost is None else f"{text}, a cost of at most about {cost:.2f}"
 
     def usage(self) -> dict[str, Any]:
         """The calls behind the verdicts, and how many this start has made; their failures, tokens, time and cost: for results."""
@@ -192,18 +191,17 @@ class LoggedJudge:
 
     def faults(self) -> list[str]:
         """In words: answers that cannot be read, calls without one, slow answers."""
-        if self.rater is not None:
-            return self.rater.faults()
-        usage, found = self.usage(), list[str]()
-        if usage["unread"]:
-            example = (
-                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
-            )
-            found.append(f"{example}; their items have no verdict")
-        if self.failures:
-            found.append(f"calls without an answer: {self._reasons()}; the next start makes them again")
-        seconds, limit = usage.get("median_seconds", 0.0), self.service.timeout_seconds if self.service else 0.0
-        if seconds > SLOW * limit:
-            slow = f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s"
-            found.append(f"{slow}; raise endpoint.timeout_seconds or lower endpoint.requests")
-        return [f"{self.name}: {each}" for each in found]
+        usage, limit = self.usage(), self.service.timeout_seconds if self.service else 0.0
+        seconds, example = usage.get("median_seconds", 0.0), repr(usage.get("unread_example"))
+        told = [
+            (usage["unread"], f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {example}; their items "
+                              "have no verdict"),
+            (usage["unanswered"], f"calls without an answer: {_counts(usage['unanswered'])}; the next start makes them again"),
+            (seconds > SLOW * limit, f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s; raise "
+                                     "endpoint.timeout_seconds or lower endpoint.requests"),
+        ]  # fmt: skip
+        return [f"{self.name}: {text}" for holds, text in told if holds]
+
+
+def _counts(reasons: Iterable[str]) -> str:
+    return ", ".join(f"{reason} ({count} times)" for reason, count in Counter(reasons).items())

@@ -58,7 +58,9 @@ def run(config: WinRateConfig) -> Path:
     pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
     hashes = check_models(config)
     # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
-    scorers = {source: ResponseScorer(source, config.weights) for source in config.scoring_models}
+    scorers = {
+        source: ResponseScorer(source, config.weights, config.data.max_length) for source in config.scoring_models
+    }
     is_new = form is not None and not form.exists()
     judge = None if is_new else build_judge(config, Path(config.output), scorers=scorers, hashes=hashes)
 
@@ -67,7 +69,7 @@ def run(config: WinRateConfig) -> Path:
         write_form(config, Path(str(form)), prompts, responses)
     sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
     for source in config.scoring_models:
-        scorers[source].add(config, prompts, sides)
+        scorers[source].add(prompts, sides, config.chat_template)
     proxy = None if config.reward_model is None else scorers[config.reward_model]
     models = {
         name: measure_responses(config, name, responses, prompts, scorer=proxy, texts=texts) for name in responses
