@@ -84,8 +84,8 @@ def _problem(row: RawRow) -> str:
         return row.problem
     verdict, probability = values.get("verdict"), values.get("probability")
     missing = [key for key in (*TEXTS, "verdict") if key not in values]
-    no_text = [key for key in (*TEXTS, *NAMES) if not isinstance(values.get(key), str)]
-    no_text = [key for key in no_text if key in TEXTS or values.get(key) is not None]
+    texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
+    no_text = [key for key in texts if not isinstance(values.get(key), str)]
     number = isinstance(probability, (int, float)) and 0 <= probability <= 1
     checks = {
         f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}": bool(missing),

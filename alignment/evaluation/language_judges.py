@@ -27,6 +27,7 @@ TOKEN_COUNTS = {
     "prompt_tokens": "prompt_tokens",
     "completion_tokens": "answer_tokens",
 }  # the protocol's names -> a row's
+WAY_OUT = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
 
 # What is asked, and how an answer is read
@@ -183,8 +184,7 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         labels = [response_ids(tokenizer, name if chat else f" {name}", ended=False) for name in names]
         lengths = [len(head) + sum(map(len, labels)) for head in heads]
         rows = [(call.prompt.row_id, length) for call, length in zip(calls, lengths, strict=True)]
-        way_out = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
-        check_lengths(scorer.model, rows, way_out)
+        check_lengths(scorer.model, rows, WAY_OUT)
         for group in group_by_length(lengths, TOKENS_PER_FORWARD):
             requests = [(heads[i], label) for i in group for label in labels]
             found = [each.log_prob for each in scorer.token_likelihoods(requests, scorer.sharing)]

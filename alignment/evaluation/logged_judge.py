@@ -7,7 +7,7 @@ status 500 after the retries) is not written, and the next start makes it again.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -111,10 +111,8 @@ class LoggedJudge:
         if missing:
             self._make(missing, len(calls))
         self.used |= {key: self._known[key] for key in keys if key in self._known}
-        rows = [
-            (self._known.get(key, {}), COLUMNS[len(call.responses)][0]) for key, call in zip(keys, calls, strict=True)
-        ]
-        return [row.get(column) for row, column in rows]
+        columns = [COLUMNS[len(call.responses)][0] for call in calls]
+        return [self._known.get(key, {}).get(column) for key, column in zip(keys, columns, strict=True)]
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
         """Make the calls by their keys, of `count` that were looked up."""
@@ -135,7 +133,7 @@ class LoggedJudge:
         self.made += len(calls)
         if len(self.failures) > allowed:
             raise UserError(
-                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(self.failures)}; at most "
+                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(Counter(self.failures))}; at most "
                 f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
@@ -146,9 +144,9 @@ class LoggedJudge:
         own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **texts, "judge": self.name, **models}
         return {**own, "key": key, **more}
 
-    def _keep(self, row: Mapping[str, Any]) -> None:
+    def _keep(self, row: Mapping[str, object]) -> None:
         """Take over an answer, and append its row to the log unless it stands there."""
-        self._known[row["key"]] = row
+        self._known[str(row["key"])] = row
         if (content := hash_of(row)) not in self._written:
             self._written.add(content)
             self.log.append(row)
@@ -160,10 +158,8 @@ class LoggedJudge:
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
         if self.service is None:
             return text
-        seconds, cost = (
-            self.usage().get("median_seconds", SECONDS_PER_CALL),
-            self.service.cost(tokens, self.service.max_tokens * len(calls)),
-        )
+        seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
+        cost = self.service.cost(tokens, self.service.max_tokens * len(calls))
         minutes = len(calls) * seconds / self.service.requests / 60
         text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
         return text if cost is None else f"{text}, a cost of at most about {cost:.2f}"
@@ -203,5 +199,5 @@ class LoggedJudge:
         return [f"{self.name}: {text}" for holds, text in told if holds]
 
 
-def _counts(reasons: Iterable[str]) -> str:
-    return ", ".join(f"{reason} ({count} times)" for reason, count in Counter(reasons).items())
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} ({count} times)" for reason, count in reasons.items())

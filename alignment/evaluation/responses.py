@@ -115,11 +115,9 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
         return JudgeAnswer(text, failure="an answer without a text" if text is None else "")
 
     log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
-    ask, identity = (
-        ask_service(service, lambda call: call.prompt.prompt, settings, read),
-        [service.url, service.model, service.parameters, settings],
-    )
-    asked = LoggedJudge(service.model, hash_of(identity), ask, log, max_failed_share=0.0, service=service)
+    ask = ask_service(service, lambda call: call.prompt.prompt, settings, read)
+    identity = hash_of([service.url, service.model, service.parameters, settings])
+    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=service)
     return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
 
 
@@ -234,7 +232,8 @@ class ResponseScorer:
 
     def __init__(self, source: str, weights: WeightsConfig, max_length: int = sys.maxsize):
         """Load the model, on the CPU, and early, to report a wrong one; `max_length` is that of prompts in tokens."""
-        self.model, self.max_length = load_reward_model(source, weights.dtype, quantize=weights.quantize), max_length
+        self.model = load_reward_model(source, weights.dtype, quantize=weights.quantize)
+        self.max_length = max_length
         self.scores: dict[tuple[str, str], float] = {}  # by prompt and response
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
