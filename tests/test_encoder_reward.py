@@ -12,8 +12,8 @@ from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
 from alignment.evaluation.responses import ResponseScorer
-from alignment.evaluation.win_rate_run import WinRateConfig
 from alignment.generation import Generation
+from alignment.models.weights_config import WeightsConfig
 from tests.examples import prompt_example
 
 TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]
@@ -74,8 +74,7 @@ def test_a_judging_encoder_scores_pairs_of_texts(directory):
     judge = load_reward_model(str(directory[0]))
     answer = Generation([TEXTS[2], TEXTS[2]], [[3], [3]], [[0.0], [0.0]], [True, True])
     prompts = [Prompt(text, {}, f"r{row}") for row, text in enumerate(TEXTS[:2])]
-    config = WinRateConfig(models={"a": "x"}, baseline="a", data=DataConfig("rows.jsonl"), output="out", judge="longer")
-    scorer = ResponseScorer(str(directory[0]), config.weights)
-    scorer.add(config, prompts, [(None, answer)])
+    scorer = ResponseScorer(str(directory[0]), WeightsConfig())
+    scorer.add(prompts, [(None, answer)])
     expected = judge.score([(text, TEXTS[2]) for text in TEXTS[:2]]).tolist()
     assert list(scorer.scores.values()) == scorer(prompts, answer.texts) == pytest.approx(expected, abs=1e-5)

@@ -80,7 +80,8 @@ def compare(
 
     `models` are the names of the two sides, for the log of a `LoggedJudge`.
     """
-    n, names = len(prompts), [] if models is None else [models] * len(prompts) + [(models[1], models[0])] * len(prompts)
+    n = len(prompts)
+    names = [] if models is None else [models] * n + [(models[1], models[0])] * n
     both = [*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]
     verdicts = list(judge(*both, models=names) if isinstance(judge, LoggedJudge) else judge(*both))
     if len(verdicts) != 2 * n:
@@ -97,9 +98,7 @@ def compare(
         leads, contradictions = judge.orders(prompts, ours, baseline)
     else:
         orders = list(zip(verdicts[:n], verdicts[n:], strict=True))
-        leads = [
-            one + other - 1 for one, other in orders if one is not None and other is not None
-        ]  # of first over second
+        leads = [one + other - 1 for one, other in orders if one is not None and other is not None]
         contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
     count, twice = contradictions.count(True), n - contradictions.count(None)
     shares = share_of([2 * each - 1 for each in contradictions if each is not None])
@@ -149,7 +148,7 @@ def length_effect(
     """
     judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
-    rows, slope = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged]), None
+    slope, rows = None, np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged])
     x, y = (rows - rows.mean(0)).T
     if len(rows) > 2 and x.any() and y.any():
         rate, scale = float(x @ y / (x @ x)), len(rows) / (x @ x)
@@ -238,8 +237,7 @@ def build_judge(
         known = scorers or {source: ResponseScorer(source, config.weights) for source in sources}
         members = [score_judge(known[source], config.tie_margin) for source in sources]
         judge = members[0] if len(members) == 1 else majority_judge(members)
-        known_hashes = hashes or parent_hashes(sources)
-        own = {source: known_hashes[source] for source in sources}
+        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
         return _record(f"reward_model {', '.join(sources)}", own, judge, log)
     gold = score_judge(lambda *items: [each.total for each in gold_scores(*items)], config.tie_margin)
     return _record(str(config.judge), {}, longer_judge if config.judge == "longer" else gold, log)
@@ -283,4 +281,6 @@ def _language_judge(
         calls = [Call(prompt, (text,)) for prompt, text in zip(prompts, responses, strict=True)]
         return [math.nan if rating is None else float(rating) for rating in rater.values(calls)]
 
-    return replace(_record(name, {name: identity}, score_judge(score, config.tie_margin), log), rater=rater)
+    return replace(
+        _record(name, {name: identity}, score_judge(score, config.tie_margin), log), service=service, rater=rater
+    )

@@ -27,6 +27,7 @@ NO_PAIR = (
     "; a label of one or of more than two responses is no verdict on a pair: leave such rows out, or let people judge the "
     "form of `evaluate winrate`, which holds pairs alone"
 )
+VERDICTS = (WIN, TIE, LOSS, None)
 NAMES = ("judge", "first_model", "second_model")  # which a row may lack
 
 
@@ -82,21 +83,24 @@ def read_judgments(path: Path) -> list[Judgment]:
 
 def _problem(row: RawRow) -> str:
     """The reason why a row is no judgment, with file:line; empty where it is one."""
-    values, problem = row.values, ""
+    values = row.values
     if values is None:
         return row.problem
     verdict, probability = values.get("verdict"), values.get("probability")
+    missing = [key for key in (*TEXTS, "verdict") if key not in values]
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
-    if missing := [key for key in (*TEXTS, "verdict") if key not in values]:
-        advice = NO_PAIR if "ranks" in values else ""
-        problem = f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}{advice}"
-    elif wrong := [key for key in texts if not isinstance(values[key], str)]:
-        problem = f"{', '.join(map(repr, wrong))} must be text"
-    elif isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
-        problem = f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
-    elif probability is not None and not (isinstance(probability, (int, float)) and 0 <= probability <= 1):
-        problem = f"'probability' must be a number between 0 and 1 or null, found {probability!r}"
-    return problem and f"{row.location}: {problem}"
+    no_text = [key for key in texts if not isinstance(values.get(key), str)]
+    number = isinstance(probability, (int, float)) and 0 <= probability <= 1
+    advice = NO_PAIR if "ranks" in values else ""
+    checks = {
+        f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}{advice}": bool(missing),
+        f"{', '.join(map(repr, no_text))} must be text": bool(no_text),
+        f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}": isinstance(verdict, bool) or verdict not in VERDICTS,
+        f"'probability' must be a number between 0 and 1 or null, found {probability!r}": not (
+            probability is None or number
+        ),
+    }
+    return next((f"{row.location}: {problem}" for problem, holds in checks.items() if holds), "")
 
 
 def _judgment(row: dict[str, object], location: str) -> Judgment:

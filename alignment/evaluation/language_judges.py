@@ -27,6 +27,7 @@ TOKEN_COUNTS = {
     "prompt_tokens": "prompt_tokens",
     "completion_tokens": "answer_tokens",
 }  # the protocol's names -> a row's
+WAY_OUT = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
 
 # What is asked, and how an answer is read
@@ -67,19 +68,22 @@ class Question:
 
 def ask_service(
     service: EndpointConfig,
-    messages_of: Callable[[Call], Messages],
+    message_of: Callable[[Call], str | Messages],
     settings: Mapping[str, object],
     read: Callable[[object], JudgeAnswer],
 ) -> Ask:
     """Calls of a chat model behind a URL, `service.requests` at the same time.
 
     Args:
+        message_of: call -> the user's message, or a dialogue.
         settings: parameters of the request, in whose place those of the config count.
         read: decoded JSON of an answer -> the answer.
     """
 
     def one(call: Call) -> JudgeAnswer:
-        given = {"model": service.model, "messages": messages_of(call), **settings, **service.parameters}
+        said = message_of(call)
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        given = {"model": service.model, "messages": messages, **settings, **service.parameters}
         body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
         try:
             received = post_json(service, body.encode())
@@ -123,7 +127,7 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
     settings: dict[str, object] = {"temperature": 0, "max_tokens": service.max_tokens}
     if service.logprobs:
         settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
-    return ask_service(service, lambda call: [{"role": "user", "content": question.text(call)}], settings, read)
+    return ask_service(service, question.text, settings, read)
 
 
 def check_key(service: EndpointConfig | None) -> None:
@@ -180,8 +184,7 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         labels = [response_ids(tokenizer, name if chat else f" {name}", ended=False) for name in names]
         lengths = [len(head) + sum(map(len, labels)) for head in heads]
         rows = [(call.prompt.row_id, length) for call, length in zip(calls, lengths, strict=True)]
-        way_out = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
-        check_lengths(scorer.model, rows, way_out)
+        check_lengths(scorer.model, rows, WAY_OUT)
         for group in group_by_length(lengths, TOKENS_PER_FORWARD):
             requests = [(heads[i], label) for i in group for label in labels]
             found = [each.log_prob for each in scorer.token_likelihoods(requests, scorer.sharing)]

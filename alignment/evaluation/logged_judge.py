@@ -111,10 +111,8 @@ class LoggedJudge:
         if missing:
             self._make(missing, len(calls))
         self.used |= {key: self._known[key] for key in keys if key in self._known}
-        rows = [
-            (self._known.get(key, {}), COLUMNS[len(call.responses)][0]) for key, call in zip(keys, calls, strict=True)
-        ]
-        return [row.get(column) for row, column in rows]
+        columns = [COLUMNS[len(call.responses)][0] for call in calls]
+        return [self._known.get(key, {}).get(column) for key, column in zip(keys, columns, strict=True)]
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
         """Make the calls by their keys, of `count` that were looked up."""
@@ -135,7 +133,7 @@ class LoggedJudge:
         self.made += len(calls)
         if len(self.failures) > allowed:
             raise UserError(
-                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {self._reasons()}; at most "
+                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(Counter(self.failures))}; at most "
                 f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
@@ -146,9 +144,9 @@ class LoggedJudge:
         own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **texts, "judge": self.name, **models}
         return {**own, "key": key, **more}
 
-    def _keep(self, row: Mapping[str, Any]) -> None:
+    def _keep(self, row: Mapping[str, object]) -> None:
         """Take over an answer, and append its row to the log unless it stands there."""
-        self._known[row["key"]] = row
+        self._known[str(row["key"])] = row
         if (content := hash_of(row)) not in self._written:
             self._written.add(content)
             self.log.append(row)
@@ -158,16 +156,13 @@ class LoggedJudge:
         size = sum(len(text) for call in calls for text in (str(call.prompt.prompt), *call.responses))
         tokens = size // 4 + TEMPLATE_TOKENS * len(calls)
         text = f"{self.name}: {len(calls)} calls to make ({count - len(calls)} need none), about {tokens:,} tokens"
-        if self.service is not None:
-            seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
-            minutes = len(calls) * seconds / self.service.requests / 60
-            text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
-            cost = self.service.cost(tokens, self.service.max_tokens * len(calls))
-            text += "" if cost is None else f", a cost of at most about {cost:.2f}"
-        return text
-
-    def _reasons(self) -> str:
-        return ", ".join(f"{reason} ({count} times)" for reason, count in Counter(self.failures).items())
+        if self.service is None:
+            return text
+        seconds = self.usage().get("median_seconds", SECONDS_PER_CALL)
+        cost = self.service.cost(tokens, self.service.max_tokens * len(calls))
+        minutes = len(calls) * seconds / self.service.requests / 60
+        text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
+        return text if cost is None else f"{text}, a cost of at most about {cost:.2f}"
 
     def usage(self) -> dict[str, Any]:
         """The calls behind the verdicts, and how many this start has made; their failures, tokens, time and cost: for results."""
@@ -192,18 +187,17 @@ class LoggedJudge:
 
     def faults(self) -> list[str]:
         """In words: answers that cannot be read, calls without one, slow answers."""
-        if self.rater is not None:
-            return self.rater.faults()
-        usage, found = self.usage(), list[str]()
-        if usage["unread"]:
-            example = (
-                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {usage['unread_example']!r}"
-            )
-            found.append(f"{example}; their items have no verdict")
-        if self.failures:
-            found.append(f"calls without an answer: {self._reasons()}; the next start makes them again")
-        seconds, limit = usage.get("median_seconds", 0.0), self.service.timeout_seconds if self.service else 0.0
-        if seconds > SLOW * limit:
-            slow = f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s"
-            found.append(f"{slow}; raise endpoint.timeout_seconds or lower endpoint.requests")
-        return [f"{self.name}: {each}" for each in found]
+        usage, limit = self.usage(), self.service.timeout_seconds if self.service else 0.0
+        seconds, example = usage.get("median_seconds", 0.0), repr(usage.get("unread_example"))
+        told = [
+            (usage["unread"], f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {example}; their items "
+                              "have no verdict"),
+            (usage["unanswered"], f"calls without an answer: {_counts(usage['unanswered'])}; the next start makes them again"),
+            (seconds > SLOW * limit, f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s; raise "
+                                     "endpoint.timeout_seconds or lower endpoint.requests"),
+        ]  # fmt: skip
+        return [f"{self.name}: {text}" for holds, text in told if holds]
+
+
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} ({count} times)" for reason, count in reasons.items())

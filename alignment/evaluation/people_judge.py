@@ -124,11 +124,9 @@ def file_judge(path: Path) -> PeopleJudge:
             problems.append(f"{row.location}: id {row.id!r} has verdict {row.verdict}, but {where}")
         places[place] = earlier if row.verdict is None else row
     filled = sum(row.verdict is not None for row in places.values())
-    if not rows:
-        problems.append(f"{path}: no verdicts in this file")
-    elif not filled:
+    if not filled:
         problems.append(
-            f"0 of {len(places)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
+            f"{filled} of {len(places)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
             "each row's `verdict`, and run this again"
         )
     raise_all(problems)

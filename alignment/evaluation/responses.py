@@ -16,7 +16,7 @@ from pathlib import Path
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.files import json_line_rows
-from alignment.data.rows.records import Messages, Prompt
+from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def sample_or_read(
         name: file_responses(config.response_files[name], prompts) for name in missing if name in config.response_files
     }
     chosen = {own.reward_model for name, own in config.best_of.items() if name in missing}
-    choosers = {source: ResponseScorer(source, config.weights) for source in chosen}
+    choosers = {source: ResponseScorer(source, config.weights, config.data.max_length) for source in chosen}
     for name in missing:
         check_key(config.endpoints.get(name))
     for name in missing:
@@ -88,9 +88,9 @@ def sample_or_read(
     return prompts, {name: responses[name] for name in config.contestants}
 
 
-def _texts(texts: list[str]) -> Generation:
+def _texts(texts: Sequence[str]) -> Generation:
     """Responses of which only the text is known."""
-    return Generation(texts, [[] for _ in texts], [[] for _ in texts], [True] * len(texts))
+    return Generation(list(texts), [[] for _ in texts], [[] for _ in texts], [True] * len(texts))
 
 
 def file_responses(path: str, prompts: Sequence[Prompt]) -> Generation:
@@ -110,20 +110,14 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
     settings: dict[str, object] = {"max_tokens": config.max_new_tokens, "temperature": config.temperature}
     settings |= {"top_p": config.top_p, "seed": config.seed}
 
-    def messages_of(call: Call) -> Messages:
-        prompt = call.prompt.prompt
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
     def read(received: object) -> JudgeAnswer:
         text = chat_text(received)
         return JudgeAnswer(text, failure="an answer without a text" if text is None else "")
 
     log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
-    ask, identity = (
-        ask_service(service, messages_of, settings, read),
-        [service.url, service.model, service.parameters, settings],
-    )
-    asked = LoggedJudge(service.model, hash_of(identity), ask, log, max_failed_share=0.0, service=service)
+    ask = ask_service(service, lambda call: call.prompt.prompt, settings, read)
+    identity = hash_of([service.url, service.model, service.parameters, settings])
+    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=service)
     return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
 
 
@@ -149,7 +143,7 @@ def _best_of(
     """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
     n, repeated = own.samples, [prompt for prompt in prompts for _ in range(own.samples)]
     drawn = _sample(config, own.policy, repeated, first_row=len(prompts))
-    scorer.add(config, repeated, [(config.models[own.policy], drawn)])
+    scorer.add(repeated, [(config.models[own.policy], drawn)], config.chat_template)
     scores = scorer(repeated, drawn.texts)
     best = [max(range(i, i + n), key=lambda row: scores[row]) for i in range(0, len(repeated), n)]
     return Generation(*([column[row] for row in best] for column in vars(drawn).values()))
@@ -236,41 +230,40 @@ def score_responses(
 class ResponseScorer:
     """A reward model's scores of responses, each made once. The model is on the accelerator only while it scores."""
 
-    def __init__(self, source: str, weights: WeightsConfig):
-        self.model = load_reward_model(source, weights.dtype, quantize=weights.quantize)  # early, to report a wrong one
-        self.scores: dict[tuple[str, str], float] = {}  # by `_keys`
+    def __init__(self, source: str, weights: WeightsConfig, max_length: int = sys.maxsize):
+        """Load the model, on the CPU, and early, to report a wrong one; `max_length` is that of prompts in tokens."""
+        self.model = load_reward_model(source, weights.dtype, quantize=weights.quantize)
+        self.max_length = max_length
+        self.scores: dict[tuple[str, str], float] = {}  # by prompt and response
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The score of each response, from the text where it has none yet."""
+        self.add(prompts, [(None, _texts(responses))])
+        return [self.scores[key] for key in self._keys(prompts, responses)]
 
     def add(
-        self, config: WinRateConfig, prompts: Sequence[Prompt], sides: Sequence[tuple[str | None, Generation]]
+        self,
+        prompts: Sequence[Prompt],
+        sides: Sequence[tuple[str | None, Generation]],
+        chat_template: str | None = None,
     ) -> None:
         """Score the responses of each (policy, responses) to the prompts: the sampled ids where the tokenizers are the same."""
         found: dict[tuple[str, str], Scored] = {}
         for policy, own in sides:
-            tokenizer = None if policy is None else load_tokenizer(policy, config.chat_template)
-            shared = tokenizer is not None and self.model.shares_token_ids(tokenizer)
-            rows = zip(_keys(prompts, own.texts), own.texts, own.token_ids, own.ended, strict=True)
+            shared = policy is not None and self.model.shares_token_ids(load_tokenizer(policy, chat_template))
+            rows = zip(self._keys(prompts, own.texts), own.texts, own.token_ids, own.ended, strict=True)
             for i, (key, text, ids, ended) in enumerate(rows):
                 if key not in self.scores:
                     found.setdefault(key, (i, text, ids if shared else None, ended))
-        self.model.model.to(best_device())
-        scores = score_responses(self.model, prompts, list(found.values()), config.data.max_length)
-        self.model.model.to("cpu")
-        self.scores |= dict(zip(found, scores, strict=True))
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        """The score of each response, from the text where it has none yet."""
-        keys, texts = _keys(prompts, responses), zip((prompt.prompt for prompt in prompts), responses, strict=True)
-        missing = {key: pair for key, pair in zip(keys, texts, strict=True) if key not in self.scores}
-        if missing:
+        if found:
             self.model.model.to(best_device())
-            self.scores |= dict(zip(missing, self.model.score(list(missing.values())).tolist(), strict=True))
-        return [self.scores[key] for key in keys]
+            scores = score_responses(self.model, prompts, list(found.values()), self.max_length)
+            self.model.model.to("cpu")
+            self.scores |= dict(zip(found, scores, strict=True))
 
-
-def _keys(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[str, str]]:
-    """Names of prompts with a response to each, equal for equal ones."""
-    pairs = zip(prompts, responses, strict=True)
-    return [(hash_of([prompt.prompt, prompt.tools]), response) for prompt, response in pairs]
+    def _keys(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[str, str]]:
+        names = [hash_of([prompt.prompt, prompt.tools]) for prompt in prompts]
+        return list(zip(names, responses, strict=True))
 
 
 # On disk

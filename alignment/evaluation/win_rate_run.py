@@ -51,14 +51,19 @@ def run(config: WinRateConfig) -> Path:
     """
     prompts: list[Prompt] = read_records(config.data, "prompts")
     if config.judge == "gold":
-        advice = "; take judge=reward_model with reward_model=DIR, or judge=verdicts with verdicts=FILE"
-        check_hotel_prompts(prompts, "judge=gold", advice)
+        check_hotel_prompts(
+            prompts,
+            "judge=gold",
+            "; take judge=reward_model with reward_model=DIR, or judge=verdicts with verdicts=FILE",
+        )
     form = Path(config.verdicts) if config.judge == "verdicts" and config.verdicts else None
     texts = None if config.text is None else read_records(config.text, "text")
     pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
     hashes = check_models(config)
     # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
-    scorers = {source: ResponseScorer(source, config.weights) for source in config.scoring_models}
+    scorers = {
+        source: ResponseScorer(source, config.weights, config.data.max_length) for source in config.scoring_models
+    }
     is_new = form is not None and not form.exists()
     judge = None if is_new else build_judge(config, Path(config.output), scorers=scorers, hashes=hashes)
 
@@ -67,7 +72,7 @@ def run(config: WinRateConfig) -> Path:
         write_form(config, Path(str(form)), prompts, responses)
     sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
     for source in config.scoring_models:
-        scorers[source].add(config, prompts, sides)
+        scorers[source].add(prompts, sides, config.chat_template)
     proxy = None if config.reward_model is None else scorers[config.reward_model]
     models = {
         name: measure_responses(config, name, responses, prompts, scorer=proxy, texts=texts) for name in responses
@@ -200,19 +205,19 @@ def judge_responses(
     warnings: list[str] = []
     for name in [name for name in responses if name != config.baseline]:
         ours, theirs = responses[name].texts, responses[config.baseline].texts
-        limit = config.max_failed_share
-        compared = compare(prompts, ours, theirs, judge, max_failed_share=limit, models=(name, config.baseline))
-        figures[name] = judgment_figures(compared) | comparison_figures(prompts, ours, theirs, compared)
+        pairs, models = (prompts, ours, theirs), (name, config.baseline)
+        compared = compare(*pairs, judge, max_failed_share=config.max_failed_share, models=models)
+        figures[name] = judgment_figures(compared) | comparison_figures(*pairs, compared)
         if config.labels is not None:
-            found = corrected_by_people(Path(config.labels), prompts, ours, theirs, compared.verdicts)
-            figures[name]["by_people"] = found
+            corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
+            figures[name]["by_people"] = corrected
             few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses: no corrected rate"
-            warnings += [] if found else [few]
+            warnings += [] if corrected else [few]
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
-            rates = {source: asdict(compare(prompts, ours, theirs, each).win_rate) for source, each in members.items()}
+            rates = {source: asdict(compare(*pairs, each).win_rate) for source, each in members.items()}
             found = [rate["rate"] for rate in rates.values()]
             figures[name] |= {"by_judge": rates, "judge_spread": max(found) - min(found)}
     tests = [own["sign_test"] for own in figures.values()]

@@ -195,7 +195,7 @@ def test_broken_rows_are_all_named_with_file_and_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot read"), (b"", "no verdicts"), (b"\n{\xff", r":2: .*not UTF-8")]
+    ("content", "message"), [(None, "cannot read"), (b"", "0 of 0 verdicts"), (b"\n{\xff", r":2: .*not UTF-8")]
 )
 def test_files_that_hold_no_verdicts_are_refused(tmp_path, content, message):
     path = tmp_path / "verdicts.jsonl"

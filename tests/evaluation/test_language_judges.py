@@ -71,7 +71,7 @@ def coin(body, count):
 
 
 def slow(body, count):
-    time.sleep(0.6)
+    time.sleep(0.45)
     return fair(body, count)
 
 
@@ -89,7 +89,7 @@ PLANTED = {
         "8 of 80 answers cannot be read",
         {},
     ),
-    "slow": (slow, r"the judge is slow, [01]\.\d s", {"timeout_seconds": 1.1, "requests": 4}),
+    "slow": (slow, r"the judge is slow, 0\.\d s", {"timeout_seconds": 0.85, "requests": 4}),
 }
 
 
@@ -163,6 +163,8 @@ def test_the_length_effect_is_that_of_a_worked_example():
     rests = [1 - 0.625 - 0.35 * 0.5, 0 - 0.625 + 0.35 * 1.5, 1 - 0.625 - 0.35 * 1.5, 0.5 - 0.625 + 0.35 * 0.5]
     squares = sum((x - 0.5) ** 2 * rest**2 for x, rest in zip([1, -1, 2, 0], rests, strict=True))
     assert slope["high"] - slope["slope"] == pytest.approx(1.959964 * (4 / 3 * squares) ** 0.5 / 5)
+    twice = length_effect(["a", "", "aaa", "q"] * 2, ["", "b", "", "r"] * 2, [1.0, 0.0, 1.0, 0.5] * 2, [0, 1, 2, 3] * 2)
+    assert twice["length_slope"] == pytest.approx(slope)  # rows that say the same again narrow nothing
     assert length_effect(["a"], ["b"], [1.0]) == {"longer_preferred": None, "length_slope": None}
     assert length_effect(["aa"] * 4, ["b"] * 4, [1.0] * 4)["length_slope"] is None
 
