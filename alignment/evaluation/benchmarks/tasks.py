@@ -63,7 +63,8 @@ class Benchmark(Settings):
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
         document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
-        sampling: of generated texts; 64 of the likeliest tokens.
+        sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1 unless it
+            says another.
         stop: texts that end a generated one.
         samples: continuations of a prompt, for `toxicity`.
     """
