@@ -92,7 +92,8 @@ def write_tasks(name: str, rows: int, folder: Path) -> LoadedBenchmark:
     kind, delimiter = task.settings.kind, task.settings.delimiter if task.settings.prompt else ""
     written, several = [], any(len(item.right) > 1 for item in task.items)
     for item in task.items:
-        label = item.own if not item.right else list(item.right) if several else item.right[0]
+        index = list(item.right) if several else item.right[0] if item.right else None
+        label = index if kind in ("multiple_choice", "pairs") else item.own
         prompt = item.prompt.strip() if kind == "rolling" else item.prompt
         written.append({"prompt": prompt, "choices": list(item.choices), "label": label})
     path = measuring.write_rows(folder / f"{name}.jsonl", written)
@@ -114,7 +115,7 @@ def write_tasks(name: str, rows: int, folder: Path) -> LoadedBenchmark:
     if kind == "answers":
         settings = task.settings
         theirs["generation_kwargs"] = {"until": settings.stop, "max_gen_toks": 64, "do_sample": False}
-        ours |= {"stop": settings.stop, "max_new_tokens": 64, "match": settings.match}
+        ours |= {"stop": settings.stop, "match": settings.match}
     (folder / "lm_eval").mkdir(exist_ok=True)
     (folder / "lm_eval" / f"{name}.yaml").write_text(json.dumps(theirs))
     (folder / f"{name}.yaml").write_text(json.dumps(ours))

@@ -109,7 +109,7 @@ def test_penalty_and_mix_are_all_that_differs(tmp_path):
     assert all(differences(config, base) <= {"kl_coef"} for config in betas)
     mix = {"pretrain", "pretrain_coef", "pretrain_batch_size"}
     assert all(differences(config, base) <= mix and config.kl_coef == base.kl_coef for config in gammas)
-    assert configs["probe"].models == configs["evaluation"].models
+    assert configs["probe"].models == configs["benchmarks"].models == configs["evaluation"].models
     assert len({config.kl_coef for config in betas}) == len(betas) >= 3
     assert len({config.pretrain_coef for config in gammas}) == len(gammas) >= 3
 
@@ -121,6 +121,8 @@ def test_every_stage_of_the_alignment_tax_runs(tmp_path):
     run_recipe("alignment_tax", tmp_path, [*WORLD, *small, "probe_rows.rows=200", "probe_rows.heldout=40"])
     probe = read_results(tmp_path / "probe")
     assert len(probe["models"]) == 9 and probe["held_out_rows"] == 40 and len(probe["labels"]) == 10
+    tasks = read_results(tmp_path / "benchmarks")["tasks"]
+    assert tasks.keys() == {"other_text", "last_word"} and len(tasks["other_text"]["differences"]) == 8
     study = read_results(tmp_path / "study")
     rates = [probe["models"][point["name"]]["accuracy"]["rate"] for point in study["series"]["gamma"]]
     assert [point["probe accuracy"] for point in study["series"]["gamma"]] == rates

@@ -27,6 +27,9 @@ from alignment.rewards.specs import AnswerMatch
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, compile_pattern, refusal
 
 ENVIRONMENT = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+Compiler = Callable[[str], Callable[[Mapping[str, object]], object]]
+TEMPLATE: Compiler = cache(lambda text: ENVIRONMENT.from_string(text).render)
+EXPRESSION: Compiler = cache(partial(ENVIRONMENT.compile_expression, undefined_to_none=False))
 BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
 
 
@@ -60,7 +63,8 @@ class Benchmark(Settings):
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
         document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
-        sampling: of generated texts; 64 of the likeliest tokens.
+        sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1 unless it
+            says another.
         stop: texts that end a generated one.
         samples: continuations of a prompt, for `toxicity`.
     """
@@ -187,17 +191,10 @@ def _rows(paths: Sequence[Path], starts: str | None) -> list[tuple[str, dict[str
     return found
 
 
-@cache
-def _compiled(text: str, is_template: bool) -> Callable[[Mapping[str, object]], object]:
-    if is_template:
-        return ENVIRONMENT.from_string(text).render
-    return ENVIRONMENT.compile_expression(text, undefined_to_none=False)
-
-
-def _value(columns: Mapping[str, object], key: str, text: str, *, is_template: bool = False) -> object:
+def _value(columns: Mapping[str, object], key: str, text: str, compiled: Compiler = EXPRESSION) -> object:
     """The value of an expression, or the text of a template; ValueError names the key and the columns."""
     try:
-        found = _compiled(text, is_template)(columns)
+        found = compiled(text)(columns)
         return str(found) if isinstance(found, StrictUndefined) else found  # str() says what is not there
     except Exception as error:  # of a template, which may raise anything
         raise ValueError(f"{key}: {text!r}: {error}; the row has {', '.join(columns)}") from error
@@ -208,7 +205,7 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
     kind, choices, answer = settings.kind, settings.choices, value("answer", settings.answer)
 
     def text(key: str, template: str) -> str:
-        return str(value(key, template, is_template=True))
+        return str(value(key, template, TEMPLATE))
 
     found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
     if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
