@@ -43,12 +43,12 @@ def comparison_figures(
         except UserError as error:  # such as responses of one length, or too few of them
             why = str(error)
     known, ties = rate.n - contradictory, max(rate.ties - contradictory, 0)
-    independent = known * (rate.effective or rate.n) / rate.n
+    share = (rate.effective or rate.n) / rate.n  # of independent items
     return {
         "length_controlled": equal and asdict(equal),
         "length_controlled_why_not": why,
         "sign_test": {"p": sign_test(rate.wins, rate.losses)},
-        "detectable_difference": detectable_difference(independent, ties=ties / known) if known > ties else None,
+        "detectable_difference": detectable_difference(share * known, ties=ties / known) if known > ties else None,
     }
 
 
@@ -59,7 +59,8 @@ def position_warnings(name: str, result: JudgeResult) -> list[str]:
     if not first["low"] <= TIE <= first["high"]:
         place = "first" if first["rate"] > TIE else "second"
         shares = f"{first['rate']:.1%} [{first['low']:.1%}, {first['high']:.1%}] where 50% is no bias"
-        text = f"prefers the response shown {place}, whichever it is: the first in {shares}; {both}"
+        text = f"prefers the response shown {place}, whichever it is: the first in {shares}"
+        text += f", and {both}" if contradictory["n"] else ""
     elif contradictory["n"] and contradictory["low"] > COIN:
         text = f"answers like a toss of a coin, which contradicts itself on half of the items: {both}"
     else:
