@@ -38,13 +38,13 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "long": 0,
     "doubled": 0,
     "formulas": 0,
-    "words": 10,
+    "words": 7,
     "clauses": 0,
     "loose": 6,
     "small": 2,
-    "files": 242,
-    "lines": 46315,
-    "statements": 23738,
+    "files": 273,
+    "lines": 52270,
+    "statements": 26672,
 }
 FILES_LOADED = {"sft": 43, "reward": 48, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 

@@ -37,7 +37,7 @@ class PeopleJudge:
     votes: dict[Pair, Votes]
 
     def __call__(self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        pairs = pairs_of(prompts, first, second)
+        pairs = shown_pairs(prompts, first, second)
         asked = [pair for pair in pairs if pair[1] != pair[2]]
         if asked and not any(self.of_people(pair) for pair in asked):
             raise UserError(
@@ -64,7 +64,7 @@ class PeopleJudge:
         """The lead of the text shown first in each verdict, -1 to 1; and of each pair whether somebody who saw both orders
         contradicts himself, None where nobody saw both."""
         leads, contradictions = list[float](), list[bool | None]()
-        for here, turned in map(self.both_orders, pairs_of(prompts, first, second)):
+        for here, turned in map(self.both_orders, shown_pairs(prompts, first, second)):
             leads += [2 * vote - 1 for vote in (*here.values(), *turned.values())]
             both = [here[person] + turned[person] != 1 for person in here if person in turned]
             contradictions.append(any(both) if both else None)
@@ -83,7 +83,7 @@ class PeopleJudge:
         return found
 
 
-def pairs_of(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Pair]:
+def shown_pairs(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Pair]:
     """The names of pairs in people's rows."""
     return [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
 

@@ -21,6 +21,7 @@ from alignment.data.text.special_tokens import bos_adder
 from alignment.data.tokenizers.tokenizer import Tokenizer, encode
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
+from alignment.losses import token_log_probs
 from alignment.models.model import Model
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.ragged import Ragged, Sharing, group_by_length, runs
@@ -136,23 +137,21 @@ class LanguageScorer:
         logits = [sum(size for _, size in group) * self.model.spec.vocabulary for _, group in groups]
         sizes = [max(group[0], part // LOGITS_PER_TOKEN) for group, part in zip(groups, logits, strict=True)]
         for batch in group_by_length(sizes, TOKENS_PER_FORWARD):
-            for one, log_probs in self._forward([groups[number][1] for number in batch]):
-                likeliest = log_probs.argmax(1)
+            for one, scores in self._forward([groups[number][1] for number in batch]):
+                likeliest = scores.argmax(1)
                 for number in alike[one]:
-                    labels = torch.tensor(requests[number][1], device=log_probs.device)
-                    total = log_probs.gather(1, labels[:, None]).sum(dtype=torch.float64)
+                    labels = torch.tensor(requests[number][1], device=scores.device)
+                    total = token_log_probs(scores, labels).sum(dtype=torch.float64)
                     found[number] = Likelihood(float(total), bool((likeliest == labels).all()))
         return found
 
     def _forward(self, groups: Sequence[Sequence[Input]]) -> Iterator[tuple[Input, Tensor]]:
-        """Each input with the log-probabilities of all tokens at the places of its continuation, [m, V]."""
+        """Each input with the logits of all tokens at the places of its continuation, [m, V]."""
         inputs = list(chain.from_iterable(groups))
         places = {one: place for place, one in enumerate(inputs)}
         together = [[places[one] for one in group] for group in groups]
-        documents = [
-            *(tokens for tokens, _ in inputs),
-            (0,),
-        ]  # so that the index behind the last input is that of a token
+        # one more token, so that the index behind the last input is that of a token
+        documents = [*(tokens for tokens, _ in inputs), (0,)]
         batch = Ragged.build_shared(documents, [[False] * len(one) for one in documents], together, share=self.sharing)
         ends, sizes = accumulate(len(tokens) for tokens, _ in inputs), [size for _, size in inputs]
         before = runs([end - size for end, size in zip(ends, sizes, strict=True)], sizes)
@@ -160,8 +159,7 @@ class LanguageScorer:
             before = shared.documents[before]
             batch = replace(batch, shared=replace(shared, before=before))
         batch = replace(batch, target_index=before + 1).to(next(self.model.parameters()).device)
-        log_probs = self.model(batch=batch, return_logits=True).logits.float().log_softmax(1)
-        return zip(inputs, log_probs.split(sizes), strict=True)
+        return zip(inputs, self.model(batch=batch, return_logits=True).logits.split(sizes), strict=True)
 
     @property
     def is_encoder(self) -> bool:
