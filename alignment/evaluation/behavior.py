@@ -218,13 +218,13 @@ def given_labels(config: BehaviorConfig) -> list[str]:
         return [*config.patterns, "none"]
     if not config.classifier:
         return [str(label) for label in config.answers.values()]
-    names = read_config(find_directory(config.classifier)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    names = class_names(config.classifier)
     wrong = [
-        f"labels: {key} is none of {config.classifier}; {suggest(key, names.values())}"
-        for key in config.labels.keys() - names.values()
+        f"labels: {key} is none of {config.classifier}; {suggest(key, names)}"
+        for key in config.labels.keys() - set(names)
     ]
     raise_all(wrong if len(names) > 1 else [f"{config.classifier}: a model of one score; give it as reward_model"])
-    return [str(config.labels.get(names[key], names[key])) for key in sorted(names, key=int)]
+    return [str(config.labels.get(name, name)) for name in names]
 
 
 def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label | None = None) -> list[Prediction]:
@@ -253,7 +253,7 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
     names, own = given_labels(config), config.weights
     source = config.classifier or config.reward_model or str(config.policy)
     if config.classifier:
-        logits = classify(config, source, texts)
+        logits = classify(source, texts, max_length=config.max_length, dtype=config.weights.dtype)
     elif config.reward_model:
         logits = load_reward_model(source, own.dtype, best_device(), quantize=own.quantize).score(texts)
     else:
@@ -269,15 +269,21 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
     return [Prediction(None, {"score": score}) for score in logits.tolist()]
 
 
-def classify(config: BehaviorConfig, source: str, texts: Sequence[Text]) -> torch.Tensor:
-    """A classifier's logits for texts, or pairs of texts, [n, C]; both orders of a pair are added."""
+def class_names(source: str) -> list[str]:
+    """Names of a classifier's classes, in order."""
+    names = read_config(find_directory(source)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    return [names[key] for key in sorted(names, key=int)]
+
+
+def classify(source: str, texts: Sequence[Text], *, max_length: int = 512, dtype: str = "auto") -> torch.Tensor:
+    """A classifier's logits for texts, or pairs of texts, [n, C]; both orders of a pair are added, longer texts cut."""
     trained = (read_config(find_directory(source)).get("task_specific_params") or {}).get("finetune", {})
-    form = TaskFormat(**{"max_length": config.max_length, **trained, "task": "classification"})  # of one text or of two
+    form = TaskFormat(**{"max_length": max_length, **trained, "task": "classification"})  # of one text or of two
     rows = [LabeledRow((text, None) if isinstance(text, str) else text, (), repr(text)) for text in texts]
     examples, tally = encode_rows(rows, form, load_tokenizer(source))
-    print_tally("tests", tally)
+    print_tally("texts", tally)
     raise_all([f"{source}: its tokenizer makes no token of some texts"] if len(examples) < len(texts) else [])
-    model = load_pretrained(find_directory(source), "sequence", torch_dtype(config.weights.dtype), best_device())
+    model = load_pretrained(find_directory(source), "sequence", torch_dtype(dtype), best_device())
     logits = score_encoded(model, [Encoded(text.ids, text.segments) for row in examples for text in row.encoded])
     return logits.unflatten(0, (len(texts), -1)).sum(1)
 

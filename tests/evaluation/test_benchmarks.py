@@ -128,7 +128,7 @@ def test_continuations_of_one_token_share_one_input_and_longer_ones_their_contex
     assert sizes == [40 + 1, 40 + 10 * 2 + 1]  # and the token behind them all
 
 
-def test_long_contexts_lose_their_beginning_and_long_texts_are_cut_into_windows(scorer, peer):
+def test_long_contexts_lose_their_beginning_and_long_texts_are_cut_into_windows(scorer, peer, capsys):
     size = scorer.positions  # 320
     ids = torch.randint(5, 300, (2 * size + 40,), generator=torch.Generator().manual_seed(0)).tolist()
     [found] = scorer.token_likelihoods([(ids[:-2], ids[-2:])])
@@ -142,6 +142,9 @@ def test_long_contexts_lose_their_beginning_and_long_texts_are_cut_into_windows(
         expected += direct(peer, window, len(window) - (end - start))[0]
         start = end
     assert scorer.text_log_probs([text])[0] == pytest.approx(expected, rel=1e-6)
+    assert not capsys.readouterr().err
+    scorer.likelihoods([(text, " cat"), ("the", " cat")])
+    assert "1 of 2 texts have more tokens than the 320 that fit, and lose their beginning" in capsys.readouterr().err
 
 
 @torch.no_grad()

@@ -5,17 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from alignment.data.task_metrics import answer_metrics, class_metrics
 from alignment.errors import UserError, suggest
+from alignment.evaluation.behavior import class_names, classify
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
 from alignment.evaluation.winrate import win_rate
 from alignment.generation import SamplingConfig
-from alignment.loading import best_device, find_directory
 from alignment.rewards.answers import gsm8k_answer, is_right
 from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
 
@@ -42,16 +41,10 @@ class ToxicityConfig(Settings):
 
 def toxicity_classifier(config: ToxicityConfig) -> Classifier:
     """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
-    from transformers import pipeline  # a second, which --help does not need
-
-    classify: Any = pipeline("text-classification", str(find_directory(config.model)), top_k=None, device=best_device())
-    names = classify.model.config.id2label.values()
+    names = class_names(config.model)
     if config.label not in names:
         raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
-    return lambda texts: [
-        next(one["score"] for one in scores if one["label"] == config.label)
-        for scores in classify(list(texts), batch_size=64, truncation=True)
-    ]
+    return lambda texts: classify(config.model, texts).softmax(-1)[:, names.index(config.label)].tolist()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ context before longer ones. The rules for the boundary between context and conti
 texts are lm-eval's, so that its figures and these agree.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,8 @@ TOKENS_PER_FORWARD = 16_384
 LOGITS_PER_TOKEN = 2**14  # beside each token of a forward: a gigabyte in float32
 
 Request = tuple[str, str]  # context and continuation
-Input = tuple[
-    tuple[int, ...], int
-]  # tokens of a context and all but the last of its continuation, which has as many as this
+# tokens of a context and all but the last of its continuation, and how many the continuation has
+Input = tuple[tuple[int, ...], int]
 Encoded = tuple[Sequence[int], Sequence[int]]  # tokens of context and continuation
 
 
@@ -104,7 +104,17 @@ class LanguageScorer:
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Of each continuation after its context, which loses its beginning where both are too long for the model."""
-        return self.token_likelihoods(self.encode_requests(requests))
+        encoded = self.encode_requests(requests)
+        self._tell_cut([len(context) + len(tail) - 1 for context, tail in encoded], self.positions)
+        return self.token_likelihoods(encoded)
+
+    def _tell_cut(self, lengths: Sequence[int], room: int) -> None:
+        """Print how many texts lose their beginning."""
+        if cut := sum(length > room for length in lengths):
+            print(
+                f"{cut} of {len(lengths)} texts have more tokens than the {room} that fit, and lose their beginning",
+                file=sys.stderr,
+            )
 
     def text_log_probs(self, texts: Sequence[str]) -> list[float]:
         """Of whole texts, nats; one that is longer than the model reads is cut into windows.
@@ -198,7 +208,9 @@ class LanguageScorer:
             raise UserError(
                 f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in {self.positions} positions"
             )
-        ids = [tokens[-room:] for tokens in self.context_ids(prompts)]
+        ids = self.context_ids(prompts)
+        self._tell_cut(list(map(len, ids)), room)
+        ids = [tokens[-room:] for tokens in ids]
         ends = sorted(stop_token_ids(self.tokenizer))
         return decode_responses(self.model, ids, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
 
