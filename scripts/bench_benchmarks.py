@@ -32,6 +32,7 @@ from lm_eval.tasks import TaskManager
 
 from alignment.commands.import_llama2c import ImportConfig, run_import
 from alignment.config.load import data_folder
+from alignment.errors import UserError
 from alignment.evaluation.benchmarks.figures import measure, task_figures
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
@@ -166,6 +167,11 @@ def compare(
             figures["theirs"] = {key.split(",")[0]: value for key, value in found["results"][f"local_{name}"].items()}
             return peer.seconds
 
+        try:
+            ours()
+        except UserError as error:  # an answer is longer than the model can read; lm-eval would cut its beginning off
+            print(json.dumps({"bench": "benchmarks", "model": model, "task": name, "refused": str(error)}), flush=True)
+            continue
         calls = {"ours": ours} | {label: (lambda peer=peer: theirs(peer)) for label, peer in peers.items()}
         taken = {
             label: statistics.median(each)
