@@ -8,7 +8,7 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
-from alignment.evaluation.report.page import PAIR_PARTS, ReportData, write_report
+from alignment.evaluation.report.page import PAIR_PARTS, write_report
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 from alignment.settings import Settings
 
@@ -51,8 +51,9 @@ def run(config: ReportConfig) -> Path:
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
     table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
-    data = ReportData(
-        title=config.title,
+    path = write_report(
+        Path(config.output) / "report.html",
+        config.title,
         summary=config.summary,
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
         tables=[table, budgets],
@@ -61,7 +62,6 @@ def run(config: ReportConfig) -> Path:
         samples=results.get("samples", []),
         lineage=lineage,
     )
-    path = write_report(Path(config.output) / "report.html", data)
     print_results(results)
     print_table(budgets)
     print(f"report: {path}")
