@@ -197,11 +197,10 @@ def write_probe(
     fit, judged = (read_probe_rows(loaded, part, read) for part in parts)
     names = list(parts[0].names.values())
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
-    results = {
+    write_json(Path(output).with_suffix(".json"), {
         "model": str(model), "words": words, "pooling": read, "ridge": ridge, "labels": names,
         "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
-    }  # fmt: skip
-    write_json(Path(output).with_suffix(".json"), results)
+    })  # fmt: skip
     summary = (
         f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} "
         f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "
@@ -235,11 +234,14 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         }
         for number, one in enumerate(layers)
     ]
-    lead = (
+    return Section(
+        "layers",
+        "Layers",
         "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with the "
         "shares of the true classes. A probe that learns it as well as the true one shows that words can be told apart, "
         f"and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most frequent class "
         f"of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy less that on the "
-        "control task. Intervals are of 95 %; words of one text count as a cluster."
+        "control task. Intervals are of 95 %; words of one text count as a cluster.",
+        [chart],
+        [table],
     )
-    return Section("layers", "Layers", lead, [chart], [table])

@@ -120,23 +120,29 @@ def run(config: RewardEvalConfig) -> Path:
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output, (sources, tally) = Path(config.output), read_preferences(config.data)
-    prompts = None if config.best_of_n is None else _read_prompts(config.best_of_n)
+    prompts = _read_prompts(config.best_of_n) if config.best_of_n else []
     model = _load(config, config.weights.dtype)
     rows, counts = encode_preferences(sources, model, config.data.max_length)
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
     lengths = [(row.record.row_id, len(ids)) for row in rows for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
-    groups = score_preferences(rows, model)
+    groups, weights = score_preferences(rows, model), list(model.model.parameters())
     card: Figures = {
         "reward_model": config.reward_model,
-        "model": _described(model),
+        "model": {
+            "architecture": "encoder" if model.is_encoder else "decoder",
+            "parameters": sum(weight.numel() for weight in weights),
+            "dtype": str(weights[0].dtype).removeprefix("torch."),  # the embedding's
+            "loss": model.loss,
+            "normalized": model.calibration.fitted,
+        },
         "left_out": [*tally.lines(), *counts.lines()],
         **_figures(config, groups, model.calibration.gain),
-        "best_of_n": {} if prompts is None else _sampled_curve(config, model, prompts),
+        "best_of_n": _sampled_curve(config.best_of_n, config.weights, model, prompts) if config.best_of_n else {},
     }
     texts, pairs = sample_texts_evenly(rows, config.robustness_rows, model.is_encoder)
     scores = scores_in_other_forms(model, texts) if texts else {}
-    del model  # before it is loaded in other types
+    del model, weights  # before it is loaded in other types
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
     write_json(output / "card.json", card)
     write_reward_page(output / "card.html", card)
@@ -153,18 +159,6 @@ def _load(config: RewardEvalConfig, dtype: str) -> RewardModel:
             "alignment.load_reward_model(DIR).score_steps gives its scores"
         )
     return replace(model, tokenizer=with_chat_template(model.tokenizer, config.chat_template))
-
-
-def _described(model: RewardModel) -> Figures:
-    """The card's entries on the model itself; its type is that of its first weights, the embedding."""
-    parameters = list(model.model.parameters())
-    return {
-        "architecture": "encoder" if model.is_encoder else "decoder",
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "loss": model.loss,
-        "normalized": model.calibration.fitted,
-    }
 
 
 # Rows
@@ -193,9 +187,10 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
         left = rows_left(data.max_rows, count, source)
         if left is not None and left <= 0:
             break
-        options = {"on_bad_row": data.on_bad_row, "as_messages": data.as_messages}
         try:
-            rows, counts = read_rows(source, _kind(source), max_rows=left, **options)
+            rows, counts = read_rows(
+                source, _kind(source), max_rows=left, on_bad_row=data.on_bad_row, as_messages=data.as_messages
+            )
         except UserError as error:
             problems.append(str(error))
             continue
@@ -286,9 +281,8 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
 
 def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: float) -> Figures:
     """Accuracy, reliability (of scores before normalization by `gain`, as in training) and length, of all rows and of each source."""
-    by_source: dict[str, list[ScoredGroup]] = {}
-    for group in groups:
-        by_source.setdefault(group.source, []).append(group)
+    names = dict.fromkeys(group.source for group in groups)
+    by_source = {name: [group for group in groups if group.source == name] for name in names}
     parts = {"all": groups, **(by_source if len(by_source) > 1 else {})}
     pairs = {name: pairs_of(part) for name, part in parts.items()}
     return {
@@ -314,10 +308,8 @@ def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
     return prompts
 
 
-def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[Prompt]) -> Figures:
+def _sampled_curve(own: BestOfNConfig, weights: WeightsConfig, model: RewardModel, prompts: list[Prompt]) -> Figures:
     """The curve on a policy's samples."""
-    own, weights = config.best_of_n, config.weights
-    assert own is not None
     n, max_length = own.samples, own.prompts.max_length
     [found] = sample_responses(
         own.policy,
@@ -339,8 +331,8 @@ def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[P
         gold = score_responses(judge, prompts, responses, max_length)
     picked, true = ([values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold))
     curve = best_of_n_curve(picked, true, powers_of_two(n), seed=own.seed)
-    judged = {"policy": own.policy, "judge": own.judge_model or "gold"}
-    return {**judged, "ended_share": sum(found.ended) / len(responses), "curve": curve}
+    ended_share = sum(found.ended) / len(responses)
+    return {"policy": own.policy, "judge": own.judge_model or "gold", "ended_share": ended_share, "curve": curve}
 
 
 # Robustness
