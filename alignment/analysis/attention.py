@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from alignment.models.model import evaluation_mode
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq
-
-if TYPE_CHECKING:
-    from transformers.utils.generic import ModelOutput
 
 
 class EncoderDecoderMaps(NamedTuple):
@@ -69,8 +66,7 @@ def encoder_decoder_attention_maps(
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
         )
-        names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
-        return EncoderDecoderMaps(*(_given(output, name) for name in names))
+        return EncoderDecoderMaps(*(_given(output, f"{name}_attentions") for name in ("encoder", "decoder", "cross")))
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
     with evaluation_mode(model), recorded(model.encoder) as (read, _), recorded(model.decoder) as (written, on_source):
         model.states(pair)
@@ -157,7 +153,7 @@ def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContex
     return caught[0].unflatten(-1, values.shape[1:])
 
 
-def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
+def _output_of(model: ExternalModel, **inputs: Tensor) -> object:
     """The output of transformers' own class, weights included: its plain implementation is the one that keeps them."""
     inner = model.inner
     usual = inner.config._attn_implementation
@@ -170,7 +166,7 @@ def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
         inner.set_attn_implementation(usual)
 
 
-def _given(output: "ModelOutput", name: str) -> list[Tensor]:
+def _given(output: object, name: str) -> list[Tensor]:
     layers = [layer for layer in getattr(output, name, None) or () if layer is not None]
     if not layers:
         raise UserError(f"{type(output).__name__}: transformers' class for this model gives no attention weights")

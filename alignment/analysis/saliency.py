@@ -196,8 +196,9 @@ def explain_answer(
         )
     check_lengths(explained.model, [("the text", length)], "shorten it")
     ids = explained.batch([document]).tokens
-    before_target = length - explained.target
-    free = [i < before_target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)]
+    free = [
+        i < length - explained.target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)
+    ]
     with torch.no_grad():
         inputs = table(ids).float()
         away = torch.zeros_like(inputs) if baseline == ZERO else table(ids.new_tensor(vocabulary[baseline])).float()

@@ -61,9 +61,10 @@ def length_controlled_win_rate(
     from scipy.sparse import csr_array
     from scipy.special import expit, logit
 
-    given = {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths}
-    given |= {} if difficulty is None else {"difficulty": difficulty}
-    columns = _read_columns(given)
+    optional = {} if difficulty is None else {"difficulty": difficulty}
+    columns = _read_columns(
+        {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths, **optional}
+    )
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
     n, spread = len(outcomes), float(longer.std(ddof=1))
     if spread == 0:
@@ -91,15 +92,11 @@ def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]
     """The columns as arrays; refused are unequal lengths, numbers that are none, other preferences, and too few rows."""
     columns = {name: np.asarray(values, float) for name, values in given.items()}
     n = len(columns["preferences"])
-    problems = [
-        f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n
-    ]
-    problems += [
-        f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()
-    ]
-    if (np.abs(columns["preferences"] - 0.5) > 0.5).any():
-        problems.append("preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is")
-    if n < FEWEST_ROWS:
-        problems.append(f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}")
-    raise_all(problems)
+    share, few = "preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is", n < FEWEST_ROWS
+    raise_all([
+        *(f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n),
+        *(f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()),
+        *([share] if (np.abs(columns["preferences"] - 0.5) > 0.5).any() else []),
+        *([f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}"] if few else []),
+    ])  # fmt: skip
     return columns

@@ -153,10 +153,11 @@ def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
         answer = next(
             (found[1] for found in reversed([*pattern.finditer(text, timeout=PATTERN_SECONDS)]) if found[1]), ""
         )
-        if settings.match == "squad":
-            rows.append(answer_metrics([answer], [item.choices]))
-        else:
-            rows.append({settings.figure: is_right(settings.match, answer, item.choices)})
+        rows.append(
+            answer_metrics([answer], [item.choices])
+            if settings.match == "squad"
+            else {settings.figure: is_right(settings.match, answer, item.choices)}
+        )
     return rows
 
 

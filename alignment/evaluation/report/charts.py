@@ -45,6 +45,8 @@ STYLE: Any = {
     "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
     "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
 }  # fmt: skip
+# of a bar's value: beside the chart, where neither a line nor a label is
+BESIDE: Any = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
 
 
 class Curve(NamedTuple):
@@ -123,7 +125,10 @@ def bar_chart(
                 low, high = bar.interval
                 axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
                 axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
-            _write_value(axes, bar.value, y, percent=percent)
+            text = (
+                f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
+            )
+            axes.annotate(text, (1, y), **BESIDE, va="center", fontsize=9.5, color=INK, annotation_clip=False)
         axes.set_yticks(heights, labels, color=INK, fontsize=10)
         axes.set(xlim=limits, ylim=(-0.55, len(bars) - 0.45))
         axes.grid(False, axis="y")
@@ -148,13 +153,6 @@ def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[
         if rate is not None
     ]
     return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=0.5))
-
-
-def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
-    """Write a bar's value beside the chart, where neither a line nor a label is."""
-    text = f"{value:.1%}".replace("%", " %") if percent else f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
-    beside: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-    axes.annotate(text, **beside, va="center", fontsize=9.5, color=INK, annotation_clip=False)
 
 
 def empty_figure(height: float) -> tuple[Figure, Axes]:

@@ -269,17 +269,20 @@ def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Char
 
 
 def _lineage(records: Sequence[StageRecord]) -> Section:
-    rows = [
-        {
-            "stage": record.name,
-            "made from": ", ".join(record.parents),
-            "hash": record.hash[:12],
-            "time": format_duration(record.seconds),
-        }
-        for record in records
-    ]
-    settings = {record.name: dict(flatten_settings(record.settings)) for record in records}
-    return Section("lineage", "Lineage", tables=[rows], settings=settings)
+    return Section(
+        "lineage",
+        "Lineage",
+        tables=[[
+            {
+                "stage": record.name,
+                "made from": ", ".join(record.parents),
+                "hash": record.hash[:12],
+                "time": format_duration(record.seconds),
+            }
+            for record in records
+        ]],
+        settings={record.name: dict(flatten_settings(record.settings)) for record in records},
+    )  # fmt: skip
 
 
 def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -296,7 +299,6 @@ def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterat
 
 def write_run_report(directory: Path) -> Path:
     """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
-    directory = Path(directory)
     record = read_stage_record(directory)
     log = read_log_rows(directory / "metrics.jsonl")
     samples = [
