@@ -87,7 +87,7 @@ def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
             return x, context
         if isinstance(attention, CrossAttention):
             assert context.cross_attend is not None
-            return x, replace(context, cross_attend=_recording_cross(context.cross_attend, cross_maps))
+            return x, replace(context, cross_attend=partial(_record_cross, context.cross_attend, cross_maps))
         return x, replace(context, attend=_recording(context.attend, own_maps))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
@@ -108,22 +108,20 @@ def _recording(attend: AttentionFn, maps: list[Tensor]) -> AttentionFn:
     return attend_and_record
 
 
-def _recording_cross(attend: CrossAttentionFn, maps: list[Tensor]) -> CrossAttentionFn:
-    """`attend` on an encoder's states that also leaves its weights in `maps`."""
+def _record_cross(
+    attend: CrossAttentionFn, maps: list[Tensor], query: Tensor, project_key_value: ProjectKeyValue, dropout: float
+) -> Tensor:
+    """`attend` on an encoder's states; its weights are left in `maps`."""
+    projected: list[tuple[Tensor, Tensor]] = []
 
-    def attend_and_record(query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
-        projected: list[tuple[Tensor, Tensor]] = []
+    def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
+        projected.append(project_key_value(states))
+        return projected[-1]
 
-        def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
-            projected.append(project_key_value(states))
-            return projected[-1]
-
-        mixed = attend(query, project_and_keep, dropout)
-        [(key, value)] = projected
-        maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
-        return mixed
-
-    return attend_and_record
+    mixed = attend(query, project_and_keep, dropout)
+    [(key, value)] = projected
+    maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
+    return mixed
 
 
 def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -160,8 +158,12 @@ def _output_of(model: ExternalModel, **inputs: Tensor) -> object:
     inner.set_attn_implementation("eager")
     try:
         with evaluation_mode(model):
-            on_device = {name: x.to(inner.device) for name, x in inputs.items()}
-            return inner(**on_device, output_attentions=True, use_cache=False, return_dict=True)
+            return inner(
+                **{name: x.to(inner.device) for name, x in inputs.items()},
+                output_attentions=True,
+                use_cache=False,
+                return_dict=True,
+            )
     finally:
         inner.set_attn_implementation(usual)
 

@@ -86,11 +86,10 @@ def write_attention(
         sizes = [max(13, min(26, 900 // len(maps.columns))) for maps in kinds]
         found.append([(maps, head_maps(maps, layers), size) for maps, size in zip(kinds, sizes, strict=True)])
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render_page(
         Path(output),
         TEMPLATES / "attention.html.jinja",
-        script_hash=script_hash,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=str(model),
         texts=list(zip(texts, found, strict=True)),
         script=script,

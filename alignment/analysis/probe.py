@@ -206,8 +206,13 @@ def write_probe(
         f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "
         f"{len(judged.classes):,} others. Layer 0 is the input of the first block."
     )
-    sections = [_section(layers, baselines)]
-    return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)
+    return render_page(
+        Path(output),
+        kind="linear probes",
+        title=str(model),
+        summary=summary,
+        sections=[_section(layers, baselines)],
+    )
 
 
 def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> Section:
@@ -221,7 +226,6 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
     curves = tuple(
         Curve(name, range(len(layers)), tuple(found), color) for color, (name, found) in enumerate(rates.items())
     )
-    chart = Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))
     table = [
         {
             "layer": str(number),
@@ -242,6 +246,6 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         f"and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most frequent class "
         f"of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy less that on the "
         "control task. Intervals are of 95 %; words of one text count as a cluster.",
-        [chart],
+        [Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))],
         [table],
     )

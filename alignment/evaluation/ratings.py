@@ -105,8 +105,7 @@ def bradley_terry_ratings(
         raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
     n, size, effects = len(battles), len(models), dict(covariates or {})
     _check_rows(n, effects | ({} if clusters is None else {"clusters": clusters}))
-    signs = np.repeat([1.0, -1.0], n)
-    design = csr_array((signs, (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
+    design = csr_array((np.repeat([1.0, -1.0], n), (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
         refuse_collinear(design, list(effects))

@@ -19,7 +19,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
-from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally
+from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally, replies_of
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
 from alignment.errors import UserError, raise_all
@@ -146,8 +146,10 @@ def run(config: RewardEvalConfig) -> Path:
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
     write_json(output / "card.json", card)
     write_reward_page(output / "card.html", card)
-    results = {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"}
-    write_json(output / "results.json", results)
+    write_json(
+        output / "results.json",
+        {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"},
+    )
     return output / "results.json"
 
 
@@ -170,12 +172,6 @@ class EncodedRow(NamedTuple):
     record: Preference
     source: str
     example: Example
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The responses as they were read, of a comparison the chosen one first."""
-        record = self.record
-        return record.responses if isinstance(record, Ranking) else (record.chosen, record.rejected)
 
 
 def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
@@ -204,8 +200,8 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
 def _kind(source: SourceConfig) -> Kind:
     """The kind of a source's rows: comparisons where they have chosen and rejected, else rankings."""
     raw = list(read_raw(source.source, str(source.split)))
-    row_format = choose_row_format(source.source, raw, "comparisons", source.columns or {})
-    return "comparisons" if row_format.columns == ("chosen", "rejected") else "rankings"
+    columns = choose_row_format(source.source, raw, "comparisons", source.columns or {}).columns
+    return "comparisons" if columns == ("chosen", "rejected") else "rankings"
 
 
 def encode_preferences(
@@ -223,9 +219,9 @@ def encode_preferences(
             found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
         examples = {example.row_id: example for example in found}
         rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
-        whole = [row for row in rows if len(row.example.documents) == len(row.texts)]
+        whole = [row for row in rows if len(row.example.documents) == len(replies_of(row.record))]
         for row in rows:
-            if len(row.example.documents) < len(row.texts):
+            if len(row.example.documents) < len(replies_of(row.record)):
                 counts.drop(EQUAL_IN_RANKING, row.record.row_id)
         counts.kept = len(whole)
         encoded, tally = encoded + whole, tally.merged_with(counts)
@@ -248,7 +244,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
         ScoredGroup(
             source=row.source,
             prompt=prompt_key(row.record),
-            scores=[next(scores) for _ in row.texts],
+            scores=[next(scores) for _ in replies_of(row.record)],
             ranks=row.example.values["ranks"],
             lengths=[sum(mask) or len(mask) for mask in row.example.masks],
         )
@@ -261,7 +257,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
 
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
     """The figures of results.json, over all ordered pairs; lengths are in characters."""
-    texts = [[len(text) for text in row.texts] for row in rows]
+    texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
     sides = [
         (first, second)
@@ -401,5 +397,10 @@ def _robustness(
             except UserError as error:  # canaries that this type is too coarse for
                 notes[dtype] = str(error)
     base = scores.pop("batched")
-    forms = {name: score_changes(base, other, pairs) for name, other in scores.items()}
-    return {"texts": len(texts), "pairs": len(pairs), "held_in": held_in, "forms": forms, "not_compared": notes}
+    return {
+        "texts": len(texts),
+        "pairs": len(pairs),
+        "held_in": held_in,
+        "forms": {name: score_changes(base, other, pairs) for name, other in scores.items()},
+        "not_compared": notes,
+    }

@@ -62,8 +62,10 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
     found = win_rate(verdicts.tolist(), clusters=prompts.tolist())
     clustered = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
     name = "Tango's score interval, pairs independent" if found.clusters == found.n else clustered
-    counts = {"n": found.n, "wins": found.wins, "losses": found.losses, "ties": found.ties, "prompts": found.clusters}
-    return {"rate": found.rate, "low": found.low, "high": found.high, **counts, "interval": name}
+    return {
+        "rate": found.rate, "low": found.low, "high": found.high, "n": found.n, "wins": found.wins,
+        "losses": found.losses, "ties": found.ties, "prompts": found.clusters, "interval": name,
+    }  # fmt: skip
 
 
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:

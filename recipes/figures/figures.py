@@ -17,7 +17,7 @@ from markupsafe import Markup
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, legend
+from alignment.evaluation.report.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
 from alignment.evaluation.report.html import Chart, Section, format_cell, render_page
 from alignment.evaluation.winrate import mean_interval
 from alignment.files import read_json_object, write_json
@@ -374,7 +374,7 @@ def estimate_chart(
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
         if line_at is not None:
             axes.axhline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-        return legend([Curve(one.label, one.x, one.y, one.color) for one in estimates]) + inline_svg(figure, label)
+        return label_list([Curve(one.label, one.x, one.y, one.color) for one in estimates]) + inline_svg(figure, label)
 
 
 def size_curve(results: Mapping[str, Any], panel: str, method: str, config: FiguresConfig, color: int) -> Estimates:

@@ -141,8 +141,10 @@ def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) ->
 def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
     texts = [item.prompt for item in task.items]
-    rows = zip(texts, scorer.text_log_probs(texts), strict=True)
-    return [{"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())} for text, one in rows]
+    return [
+        {"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())}
+        for text, one in zip(texts, scorer.text_log_probs(texts), strict=True)
+    ]
 
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:

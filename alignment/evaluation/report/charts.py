@@ -87,7 +87,7 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.02, y=0.08)
-        return legend(curves) + inline_svg(figure, label)
+        return label_list(curves) + inline_svg(figure, label)
 
 
 def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, *, noisy: bool = False) -> Markup:
@@ -107,7 +107,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.margins(0.06)
-        return legend(curves) + inline_svg(figure, label)
+        return label_list(curves) + inline_svg(figure, label)
 
 
 def bar_chart(
@@ -122,9 +122,8 @@ def bar_chart(
         for y, bar in zip(heights, bars, strict=True):
             axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
             if bar.interval:
-                low, high = bar.interval
-                axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
-                axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
+                axes.plot(bar.interval, [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+                axes.plot(bar.interval, [y, y], color=INK, linestyle="", marker="|", markersize=7)
             text = (
                 f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
             )
@@ -177,7 +176,7 @@ def _thin(values: np.ndarray) -> np.ndarray:
     return np.append(means, values[-1])
 
 
-def legend(curves: Sequence[Curve]) -> Markup:
+def label_list(curves: Sequence[Curve]) -> Markup:
     """Colors and labels as a list above the chart, which breaks its lines where the window does."""
     items = (Markup('<li class="series-{}">{}</li>').format(curve.color % len(SERIES), curve.label) for curve in curves)
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")

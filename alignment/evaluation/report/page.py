@@ -20,6 +20,7 @@ from alignment.evaluation.report.html import Chart, Row, Section, format_duratio
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
@@ -109,7 +110,6 @@ def write_report(
 
     Args:
         verdicts: sentences that say who won.
-        results: of `evaluate winrate`, as in results.json.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
     """
@@ -146,7 +146,7 @@ def write_report(
     return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _judgment_table(results: Mapping[str, Any]) -> list[Row]:
+def _judgment_table(results: Results) -> list[Row]:
     return [
         {
             "policy": name,
@@ -177,11 +177,14 @@ def slope_cell(slope: Mapping[str, float] | None) -> str | None:
     )
 
 
-def win_rate_charts(results: Mapping[str, Any], colors: Colors) -> list[Chart]:
+def win_rate_charts(results: Results, colors: Colors) -> list[Chart]:
     """One chart of all policies against the baseline."""
     rates = {name: model["win_rate"] for name, model in results.get("models", {}).items() if "win_rate" in model}
-    title = f"Win rate against {results['baseline']}" if rates else ""
-    return [rate_chart(title, f"judge: {results['judge']}", rates, colors)] if rates else []
+    return (
+        [rate_chart(f"Win rate against {results['baseline']}", f"judge: {results['judge']}", rates, colors)]
+        if rates
+        else []
+    )
 
 
 def part_charts(
@@ -197,8 +200,13 @@ def part_charts(
     for part, (title, note) in parts.items() if scores else ():
         bars = [Bar(name, own[part], None, colors[name]) for name, own in scores.items() if part in own]
         scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
-        svg = bar_chart(f"{label}{title}", bars, limits=padded_limits(scaled))
-        charts.append(Chart(title.partition(",")[0].capitalize(), note, svg))
+        charts.append(
+            Chart(
+                title.partition(",")[0].capitalize(),
+                note,
+                bar_chart(f"{label}{title}", bars, limits=padded_limits(scaled)),
+            )
+        )
     return charts
 
 
@@ -301,24 +309,23 @@ def write_run_report(directory: Path) -> Path:
     """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
     record = read_stage_record(directory)
     log = read_log_rows(directory / "metrics.jsonl")
-    samples = [
-        {
-            "prompt": row["prompt"],
-            "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
-        }
-        for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
-    ]
     return write_report(
         directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
         tables=[source_table(directory, log)],
         stages={record.name: log},
-        samples=samples,
+        samples=[
+            {
+                "prompt": row["prompt"],
+                "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
+            }
+            for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
+        ],
         lineage=[record],
     )
 
 
-def source_table(directory: Path, log: list[dict[str, Any]]) -> list[dict[str, object]]:
+def source_table(directory: Path, log: Log) -> list[dict[str, object]]:
     """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
     path, table = directory / "sources.json", []
     latest = {key: value for line in log for key, value in line.items()}

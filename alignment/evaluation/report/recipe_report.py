@@ -156,5 +156,4 @@ def _record(name: str, folder: Path) -> StageRecord:
     """Lineage of one stage under its name in the recipe."""
     record, times = read_stage_record(folder), folder.parent / "stages.json"
     seconds = json.loads(times.read_text()).get(folder.name, {}).get("seconds") if times.is_file() else None
-    parents = [str(Path(parent).parent.name) for parent in record.parents]
-    return replace(record, name=name, parents=parents, seconds=seconds)
+    return replace(record, name=name, parents=[Path(parent).parent.name for parent in record.parents], seconds=seconds)
