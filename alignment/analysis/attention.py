@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from alignment.models.model import evaluation_mode
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq
-
-if TYPE_CHECKING:
-    from transformers.utils.generic import ModelOutput
 
 
 class EncoderDecoderMaps(NamedTuple):
@@ -69,8 +66,7 @@ def encoder_decoder_attention_maps(
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
         )
-        names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
-        return EncoderDecoderMaps(*(_given(output, name) for name in names))
+        return EncoderDecoderMaps(*(_given(output, f"{name}_attentions") for name in ("encoder", "decoder", "cross")))
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
     with evaluation_mode(model), recorded(model.encoder) as (read, _), recorded(model.decoder) as (written, on_source):
         model.states(pair)
@@ -91,7 +87,7 @@ def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
             return x, context
         if isinstance(attention, CrossAttention):
             assert context.cross_attend is not None
-            return x, replace(context, cross_attend=_recording_cross(context.cross_attend, cross_maps))
+            return x, replace(context, cross_attend=partial(_record_cross, context.cross_attend, cross_maps))
         return x, replace(context, attend=_recording(context.attend, own_maps))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
@@ -112,22 +108,20 @@ def _recording(attend: AttentionFn, maps: list[Tensor]) -> AttentionFn:
     return attend_and_record
 
 
-def _recording_cross(attend: CrossAttentionFn, maps: list[Tensor]) -> CrossAttentionFn:
-    """`attend` on an encoder's states that also leaves its weights in `maps`."""
+def _record_cross(
+    attend: CrossAttentionFn, maps: list[Tensor], query: Tensor, project_key_value: ProjectKeyValue, dropout: float
+) -> Tensor:
+    """`attend` on an encoder's states; its weights are left in `maps`."""
+    projected: list[tuple[Tensor, Tensor]] = []
 
-    def attend_and_record(query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
-        projected: list[tuple[Tensor, Tensor]] = []
+    def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
+        projected.append(project_key_value(states))
+        return projected[-1]
 
-        def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
-            projected.append(project_key_value(states))
-            return projected[-1]
-
-        mixed = attend(query, project_and_keep, dropout)
-        [(key, value)] = projected
-        maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
-        return mixed
-
-    return attend_and_record
+    mixed = attend(query, project_and_keep, dropout)
+    [(key, value)] = projected
+    maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
+    return mixed
 
 
 def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -157,20 +151,24 @@ def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContex
     return caught[0].unflatten(-1, values.shape[1:])
 
 
-def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
+def _output_of(model: ExternalModel, **inputs: Tensor) -> object:
     """The output of transformers' own class, weights included: its plain implementation is the one that keeps them."""
     inner = model.inner
     usual = inner.config._attn_implementation
     inner.set_attn_implementation("eager")
     try:
         with evaluation_mode(model):
-            on_device = {name: x.to(inner.device) for name, x in inputs.items()}
-            return inner(**on_device, output_attentions=True, use_cache=False, return_dict=True)
+            return inner(
+                **{name: x.to(inner.device) for name, x in inputs.items()},
+                output_attentions=True,
+                use_cache=False,
+                return_dict=True,
+            )
     finally:
         inner.set_attn_implementation(usual)
 
 
-def _given(output: "ModelOutput", name: str) -> list[Tensor]:
+def _given(output: object, name: str) -> list[Tensor]:
     layers = [layer for layer in getattr(output, name, None) or () if layer is not None]
     if not layers:
         raise UserError(f"{type(output).__name__}: transformers' class for this model gives no attention weights")

@@ -82,11 +82,18 @@ def write_attention(
                 Maps("Decoder: self-attention", written, written, maps.decoder),
                 Maps("Decoder on encoder: cross-attention", written, read, maps.cross),
             ]
-        found.append([(maps, head_maps(maps, layers), _cell_size(maps)) for maps in kinds])
+        # pixels of one weight when enlarged: fewer in long documents, never too few for a token's letters
+        sizes = [max(13, min(26, 900 // len(maps.columns))) for maps in kinds]
+        found.append([(maps, head_maps(maps, layers), size) for maps, size in zip(kinds, sizes, strict=True)])
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    content = {"title": str(model), "texts": list(zip(texts, found, strict=True)), "script": script}
-    return render_page(Path(output), TEMPLATES / "attention.html.jinja", script_hash=script_hash, **content)
+    return render_page(
+        Path(output),
+        TEMPLATES / "attention.html.jinja",
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=str(model),
+        texts=list(zip(texts, found, strict=True)),
+        script=script,
+    )
 
 
 def load_any(source: str) -> Any:
@@ -155,21 +162,17 @@ def head_maps(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, o
             f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(maps.layers) - 1} "
             f"({maps.title.lower()}), {len(maps.layers)} in all"
         )
-    drawn = []
-    for layer in wanted:
-        heads = []
-        for head, weights in enumerate(maps.layers[layer]):
-            file = io.BytesIO()
-            Image.fromarray(pixels(weights).cpu().numpy()).save(file, "PNG")
-            address = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-            heads.append({"layer": layer, "head": head, "address": address})
-        drawn.append(heads)
-    return drawn
+    return [
+        [{"layer": layer, "head": head, "address": picture(one)} for head, one in enumerate(maps.layers[layer])]
+        for layer in wanted
+    ]
 
 
-def _cell_size(maps: Maps) -> int:
-    """Pixels of one weight in the enlarged picture: smaller in long documents, never too small for a token's letters."""
-    return max(13, min(26, 900 // max(len(maps.columns), 1)))
+def picture(weights: Tensor) -> str:
+    """An address that holds the picture of a head's weights [T, S]."""
+    file = io.BytesIO()
+    Image.fromarray(pixels(weights).cpu().numpy()).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def pixels(weights: Tensor) -> Tensor:

@@ -197,18 +197,22 @@ def write_probe(
     fit, judged = (read_probe_rows(loaded, part, read) for part in parts)
     names = list(parts[0].names.values())
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
-    results = {
+    write_json(Path(output).with_suffix(".json"), {
         "model": str(model), "words": words, "pooling": read, "ridge": ridge, "labels": names,
         "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
-    }  # fmt: skip
-    write_json(Path(output).with_suffix(".json"), results)
+    })  # fmt: skip
     summary = (
         f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} "
         f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "
         f"{len(judged.classes):,} others. Layer 0 is the input of the first block."
     )
-    sections = [_section(layers, baselines)]
-    return render_page(Path(output), kind="linear probes", title=str(model), summary=summary, sections=sections)
+    return render_page(
+        Path(output),
+        kind="linear probes",
+        title=str(model),
+        summary=summary,
+        sections=[_section(layers, baselines)],
+    )
 
 
 def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> Section:
@@ -222,7 +226,6 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
     curves = tuple(
         Curve(name, range(len(layers)), tuple(found), color) for color, (name, found) in enumerate(rates.items())
     )
-    chart = Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))
     table = [
         {
             "layer": str(number),
@@ -235,11 +238,14 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         }
         for number, one in enumerate(layers)
     ]
-    lead = (
+    return Section(
+        "layers",
+        "Layers",
         "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with the "
         "shares of the true classes. A probe that learns it as well as the true one shows that words can be told apart, "
         f"and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most frequent class "
         f"of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy less that on the "
-        "control task. Intervals are of 95 %; words of one text count as a cluster."
+        "control task. Intervals are of 95 %; words of one text count as a cluster.",
+        [Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))],
+        [table],
     )
-    return Section("layers", "Layers", lead, [chart], [table])

@@ -80,20 +80,17 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     text) or a class (None: the most probable one).
     """
     checkpoint, device = Checkpoint(source), best_device()
-    kind, is_score, is_class = architecture_of(checkpoint), member_count(checkpoint.directory) > 1, False
-    if checkpoint.is_adapter:
-        is_score = is_scalar_adapter(checkpoint.directory)
-    elif not is_score:
-        config = read_config(checkpoint.directory)
-        if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
-            is_score = len(config.get("id2label") or (0, 1)) == 1
-            is_class = not is_score
-    if kind == "encoder-decoder" or not (is_score or is_class or kind == "decoder"):
+    kind, is_single = architecture_of(checkpoint), member_count(checkpoint.directory) == 1
+    config = read_config(checkpoint.directory) if is_single and not checkpoint.is_adapter else {}
+    is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    has_score = is_classifier and len(config.get("id2label") or (0, 1)) == 1
+    is_score = is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else has_score or not is_single
+    if kind == "encoder-decoder" or not (is_score or is_classifier or kind == "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
     if is_score:
         return partial(explained_score, load_reward_model(source, device=device))
     tokenizer = load_tokenizer(checkpoint)
-    if is_class:
+    if is_classifier:
         return partial(explained_class, load_pretrained(checkpoint.directory, "sequence", device=device), tokenizer)
     return partial(explained_continuation, load_model(checkpoint, device=device), tokenizer)
 
@@ -199,8 +196,9 @@ def explain_answer(
         )
     check_lengths(explained.model, [("the text", length)], "shorten it")
     ids = explained.batch([document]).tokens
-    before_target = length - explained.target
-    free = [i < before_target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)]
+    free = [
+        i < length - explained.target and token not in tokenizer.all_special_ids for i, token in enumerate(document.ids)
+    ]
     with torch.no_grad():
         inputs = table(ids).float()
         away = torch.zeros_like(inputs) if baseline == ZERO else table(ids.new_tensor(vocabulary[baseline])).float()

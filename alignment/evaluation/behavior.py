@@ -131,21 +131,19 @@ def run(config: BehaviorConfig) -> Path:
         "examples": failures,
     }
     write_json(output / "results.json", results)
-    lead = "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better."
-    tables = [[*capabilities.values()], [*tests.values()]]
     sections = [
         Section(
             "rates",
             "Failure rates",
-            lead,
-            tables=tables,
+            "Share of cases that fail; the 95 % interval is about other cases of the same tests. Lower is better.",
+            tables=[[*capabilities.values()], [*tests.values()]],
             settings={"responses": config.patterns if config.sampling else {}},
         ),
         Section("failures", "Worst failures", tables=[failures]),
     ]
     summary = f"{len(cases)} cases, {len(texts)} texts, {len(tests)} tests."
     render_page(output / "behavior.html", kind="behavior", title=results["model"], summary=summary, sections=sections)
-    print_table(tables[1])
+    print_table([*tests.values()])
     return output / "results.json"
 
 
@@ -298,6 +296,7 @@ def label_responses(config: BehaviorConfig, responses: Sequence[str]) -> list[Pr
             label = next(labels, "none")
             found.append(Prediction(label, {label: 1.0}, text))
     except TimeoutError as error:
-        why = f"takes more than {PATTERN_SECONDS:g} seconds on a response; nest no repetitions, as in (a*)*"
-        raise UserError(f"patterns: one {why}") from error
+        raise UserError(
+            f"patterns: one takes more than {PATTERN_SECONDS:g} seconds on a response; nest no repetitions, as in (a*)*"
+        ) from error
     return found

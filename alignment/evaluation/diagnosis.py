@@ -5,7 +5,7 @@ Each threshold stands with its reason where it is used; those that PPO's alarms 
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +27,14 @@ class Times(NamedTuple):
     least: float = 0.0
 
 
-class Advice(NamedTuple):
-    """A setting to try: its key, its value, and why."""
+@dataclass(frozen=True)
+class Advice:
+    """A setting to try: its key, its value, and why; of a run also the value that it had."""
 
     key: str
     value: object
     why: str
+    now: object = None
 
 
 class Symptom(NamedTuple):
@@ -51,16 +53,6 @@ class Symptom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A setting to try: its key, the value that the run had, the one to try, and why."""
-
-    key: str
-    now: object
-    value: object
-    why: str
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """A symptom that was found, its evidence and cause, the steps that show it, and settings to try."""
 
@@ -68,7 +60,7 @@ class Diagnosis:
     evidence: str
     cause: str
     steps: tuple[int, int]
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[Advice, ...] = ()
 
 
 def diagnose(run: RunLog) -> list[Diagnosis]:
@@ -83,10 +75,7 @@ def diagnose(run: RunLog) -> list[Diagnosis]:
                 seen |= logged
         if seen and not set(symptom.unless) & found.keys():
             evidence = "; ".join(f"{name} {each.describe()}" for name, each in seen.items())
-            steps = (
-                min(each.changing_steps[0] for each in seen.values()),
-                max(each.changing_steps[1] for each in seen.values()),
-            )
+            steps = min(each.changing_step for each in seen.values()), max(each.steps[-1] for each in seen.values())
             settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
     return list(found.values())
@@ -104,22 +93,25 @@ def _overflow(run: RunLog) -> Iterator[Diagnosis]:
     if steps:
         names = sorted(name for name, each in run.broken.items() if each[0] == steps[0])
         evidence = f"{', '.join(names)} from step {steps[0]} on; {len(steps)} values in all"
-        cause = (
-            "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it."
+        yield Diagnosis(
+            "not finite",
+            evidence,
+            "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it.",
+            (steps[0], steps[-1]),
+            settings_to_try(run, OVERFLOW_ADVICE),
         )
-        yield Diagnosis("not finite", evidence, cause, (steps[0], steps[-1]), settings_to_try(run, OVERFLOW_ADVICE))
 
 
-def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...]:
+def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Advice, ...]:
     """The settings whose key the run's config has and whose value differs from the run's."""
     found = []
-    for key, value, why in advice:
-        now = run.setting(key)
+    for each in advice:
+        value, now = each.value, run.setting(each.key)
         if isinstance(value, Times):
-            number = max(float(f"{run.number(key, 0) * value.factor:.3g}"), value.least)
+            number = max(float(f"{run.number(each.key, 0) * value.factor:.3g}"), value.least)
             value = int(number) if isinstance(now, int) else number
-        if run.has(key) and now != value:
-            found.append(Setting(key, now, value, why))
+        if run.has(each.key) and now != value:
+            found.append(replace(each, value=value, now=now))
     return tuple(found)
 
 

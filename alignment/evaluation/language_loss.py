@@ -105,11 +105,13 @@ def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
     zeros = torch.zeros(len(pairs), dtype=torch.float64)
-    columns = [
-        add_log_probs(model, [p.documents[side] for p in pairs], [p.masks[side] for p in pairs], zeros.clone())
-        for side in (0, 1)
-    ]
-    return torch.stack(columns, 1)
+    return torch.stack(
+        [
+            add_log_probs(model, [p.documents[side] for p in pairs], [p.masks[side] for p in pairs], zeros.clone())
+            for side in (0, 1)
+        ],
+        1,
+    )
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:

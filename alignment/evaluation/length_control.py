@@ -61,9 +61,10 @@ def length_controlled_win_rate(
     from scipy.sparse import csr_array
     from scipy.special import expit, logit
 
-    given = {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths}
-    given |= {} if difficulty is None else {"difficulty": difficulty}
-    columns = _read_columns(given)
+    optional = {} if difficulty is None else {"difficulty": difficulty}
+    columns = _read_columns(
+        {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths, **optional}
+    )
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
     n, spread = len(outcomes), float(longer.std(ddof=1))
     if spread == 0:
@@ -73,7 +74,6 @@ def length_controlled_win_rate(
     features = {"length": np.tanh(longer / spread)} | {key: columns[key] for key in columns if key == "difficulty"}
     design = np.column_stack([np.ones(n), *features.values()])
     refuse_collinear(csr_array(design), list(features))
-
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
     fit = fit_outcomes(csr_array(design), outcomes, np.diag(beliefs[:, 1] ** -2), center=beliefs[:, 0])
     equal, coefficients = design * (np.arange(design.shape[1]) != 1), fit.coefficients[:-1]
@@ -91,15 +91,11 @@ def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]
     """The columns as arrays; refused are unequal lengths, numbers that are none, other preferences, and too few rows."""
     columns = {name: np.asarray(values, float) for name, values in given.items()}
     n = len(columns["preferences"])
-    problems = [
-        f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n
-    ]
-    problems += [
-        f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()
-    ]
-    if (np.abs(columns["preferences"] - 0.5) > 0.5).any():
-        problems.append("preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is")
-    if n < FEWEST_ROWS:
-        problems.append(f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}")
-    raise_all(problems)
+    outside = (np.abs(columns["preferences"] - 0.5) > 0.5).any()
+    raise_all([
+        *(f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n),
+        *(f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()),
+        *(["preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is"] if outside else []),
+        *([f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}"] if n < FEWEST_ROWS else []),
+    ])  # fmt: skip
     return columns

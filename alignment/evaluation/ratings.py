@@ -5,7 +5,8 @@ Both are in points: 400 points more are odds of 10 to 1, and the mean of the mod
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,11 +34,11 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Ratings(Mapping[str, float]):
+class Ratings(UserDict[str, float]):
     """`{model: rating}`, the best model first, and intervals.
 
     Attributes:
-        ratings: points of each model.
+        data: points of each model.
         intervals: 95 % interval of each, of its distance from the mean of the models.
         battles: number of battles of each.
         covariance: of the ratings in this order, [K, K].
@@ -45,21 +46,12 @@ class Ratings(Mapping[str, float]):
         tie: tie parameter: Davidson's nu, Rao and Kupper's theta; None where a tie is half a win.
     """
 
-    ratings: dict[str, float]
+    data: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     battles: dict[str, int]
     covariance: np.ndarray
     effects: dict[str, Estimate] = field(default_factory=dict)
     tie: Estimate | None = None
-
-    def __getitem__(self, model: str) -> float:
-        return self.ratings[model]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.ratings)
-
-    def __len__(self) -> int:
-        return len(self.ratings)
 
     @property
     def strengths(self) -> dict[str, float]:
@@ -113,8 +105,7 @@ def bradley_terry_ratings(
         raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
     n, size, effects = len(battles), len(models), dict(covariates or {})
     _check_rows(n, effects | ({} if clusters is None else {"clusters": clusters}))
-    signs = np.repeat([1.0, -1.0], n)
-    design = csr_array((signs, (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
+    design = csr_array((np.repeat([1.0, -1.0], n), (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
         refuse_collinear(design, list(effects))
@@ -216,9 +207,8 @@ def _read_battles(rows: Sequence[Battle], *, hard: bool = False) -> tuple[list[s
         if outcome is None or not 0 <= outcome <= 1 or (hard and outcome not in (WIN, TIE, LOSS)):
             problems.append(f"row {i}: outcome is {outcome!r}; it is 1, 0.5 or 0 for the first model")
     raise_all(problems)
-    numbers: dict[str, int] = {}
-    sides = np.array([[numbers.setdefault(model, len(numbers)) for model in row[:2]] for row in rows])
-    return list(numbers), sides, np.array([row[2] for row in rows], float)
+    names = [model for first, second, _ in rows for model in (first, second)]
+    return list(dict.fromkeys(names)), cluster_numbers(names).reshape(-1, 2), np.array([row[2] for row in rows], float)
 
 
 def _check_rows(n: int, columns: Mapping[str, Sequence[Hashable]]) -> None:

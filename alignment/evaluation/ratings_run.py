@@ -132,12 +132,17 @@ def rating_figures(ratings: Ratings) -> dict[str, Any]:
     """
     differences = ratings.differences()
     worse = Counter(row.second for row in differences if row.p_holm < 0.05)
-    figures = {
-        model: {"rank": 1 + worse[model], "rating": rating, "low": low, "high": high, "battles": ratings.battles[model]}
-        for (model, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
-    }
     return {
-        "models": figures,
+        "models": {
+            model: {
+                "rank": 1 + worse[model],
+                "rating": rating,
+                "low": low,
+                "high": high,
+                "battles": ratings.battles[model],
+            }
+            for (model, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
+        },
         "effects": {name: effect._asdict() for name, effect in ratings.effects.items()},
         "tie": None if ratings.tie is None else ratings.tie._asdict(),
         "differences": [row._asdict() for row in differences],
@@ -151,11 +156,19 @@ def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object
         for (name, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
     ]
     edge = 1.05 * max(abs(bound) for bar in bars for bound in bar.interval or ())
-    note = "points above the mean of the models, with 95 % intervals; 400 points are odds of 10 to 1"
-    chart = Chart("Ratings", note, bar_chart("Ratings", bars, limits=(-edge, edge)))
-    lead = "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm."
+    chart = Chart(
+        "Ratings",
+        "points above the mean of the models, with 95 % intervals; 400 points are odds of 10 to 1",
+        bar_chart("Ratings", bars, limits=(-edge, edge)),
+    )
     sections = [
-        Section("ratings", "Ratings", lead, charts=[chart], tables=tables[:1]),
+        Section(
+            "ratings",
+            "Ratings",
+            "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm.",
+            charts=[chart],
+            tables=tables[:1],
+        ),
         Section("differences", "Differences", "First minus second, in points.", tables=tables[1:]),
     ]
     summary = f"{len(ratings)} models, {sum(ratings.battles.values()) // 2} battles."

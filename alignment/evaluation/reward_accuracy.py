@@ -19,7 +19,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
-from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally
+from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally, replies_of
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
 from alignment.errors import UserError, raise_all
@@ -120,28 +120,36 @@ def run(config: RewardEvalConfig) -> Path:
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output, (sources, tally) = Path(config.output), read_preferences(config.data)
-    prompts = None if config.best_of_n is None else _read_prompts(config.best_of_n)
+    prompts = _read_prompts(config.best_of_n) if config.best_of_n else []
     model = _load(config, config.weights.dtype)
     rows, counts = encode_preferences(sources, model, config.data.max_length)
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
     lengths = [(row.record.row_id, len(ids)) for row in rows for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
-    groups = score_preferences(rows, model)
+    groups, weights = score_preferences(rows, model), list(model.model.parameters())
     card: Figures = {
         "reward_model": config.reward_model,
-        "model": _described(model),
+        "model": {
+            "architecture": "encoder" if model.is_encoder else "decoder",
+            "parameters": sum(weight.numel() for weight in weights),
+            "dtype": str(weights[0].dtype).removeprefix("torch."),  # the embedding's
+            "loss": model.loss,
+            "normalized": model.calibration.fitted,
+        },
         "left_out": [*tally.lines(), *counts.lines()],
         **_figures(config, groups, model.calibration.gain),
-        "best_of_n": {} if prompts is None else _sampled_curve(config, model, prompts),
+        "best_of_n": _sampled_curve(config.best_of_n, config.weights, model, prompts) if config.best_of_n else {},
     }
     texts, pairs = sample_texts_evenly(rows, config.robustness_rows, model.is_encoder)
     scores = scores_in_other_forms(model, texts) if texts else {}
-    del model  # before it is loaded in other types
+    del model, weights  # before it is loaded in other types
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
     write_json(output / "card.json", card)
     write_reward_page(output / "card.html", card)
-    results = {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"}
-    write_json(output / "results.json", results)
+    write_json(
+        output / "results.json",
+        {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"},
+    )
     return output / "results.json"
 
 
@@ -155,18 +163,6 @@ def _load(config: RewardEvalConfig, dtype: str) -> RewardModel:
     return replace(model, tokenizer=with_chat_template(model.tokenizer, config.chat_template))
 
 
-def _described(model: RewardModel) -> Figures:
-    """The card's entries on the model itself; its type is that of its first weights, the embedding."""
-    parameters = list(model.model.parameters())
-    return {
-        "architecture": "encoder" if model.is_encoder else "decoder",
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "loss": model.loss,
-        "normalized": model.calibration.fitted,
-    }
-
-
 # Rows
 
 
@@ -176,12 +172,6 @@ class EncodedRow(NamedTuple):
     record: Preference
     source: str
     example: Example
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The responses as they were read, of a comparison the chosen one first."""
-        record = self.record
-        return record.responses if isinstance(record, Ranking) else (record.chosen, record.rejected)
 
 
 def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
@@ -193,9 +183,10 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
         left = rows_left(data.max_rows, count, source)
         if left is not None and left <= 0:
             break
-        options = {"on_bad_row": data.on_bad_row, "as_messages": data.as_messages}
         try:
-            rows, counts = read_rows(source, _kind(source), max_rows=left, **options)
+            rows, counts = read_rows(
+                source, _kind(source), max_rows=left, on_bad_row=data.on_bad_row, as_messages=data.as_messages
+            )
         except UserError as error:
             problems.append(str(error))
             continue
@@ -209,8 +200,8 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
 def _kind(source: SourceConfig) -> Kind:
     """The kind of a source's rows: comparisons where they have chosen and rejected, else rankings."""
     raw = list(read_raw(source.source, str(source.split)))
-    row_format = choose_row_format(source.source, raw, "comparisons", source.columns or {})
-    return "comparisons" if row_format.columns == ("chosen", "rejected") else "rankings"
+    columns = choose_row_format(source.source, raw, "comparisons", source.columns or {}).columns
+    return "comparisons" if columns == ("chosen", "rejected") else "rankings"
 
 
 def encode_preferences(
@@ -228,9 +219,9 @@ def encode_preferences(
             found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
         examples = {example.row_id: example for example in found}
         rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
-        whole = [row for row in rows if len(row.example.documents) == len(row.texts)]
+        whole = [row for row in rows if len(row.example.documents) == len(replies_of(row.record))]
         for row in rows:
-            if len(row.example.documents) < len(row.texts):
+            if len(row.example.documents) < len(replies_of(row.record)):
                 counts.drop(EQUAL_IN_RANKING, row.record.row_id)
         counts.kept = len(whole)
         encoded, tally = encoded + whole, tally.merged_with(counts)
@@ -253,7 +244,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
         ScoredGroup(
             source=row.source,
             prompt=prompt_key(row.record),
-            scores=[next(scores) for _ in row.texts],
+            scores=[next(scores) for _ in replies_of(row.record)],
             ranks=row.example.values["ranks"],
             lengths=[sum(mask) or len(mask) for mask in row.example.masks],
         )
@@ -266,7 +257,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
 
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
     """The figures of results.json, over all ordered pairs; lengths are in characters."""
-    texts = [[len(text) for text in row.texts] for row in rows]
+    texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
     sides = [
         (first, second)
@@ -286,9 +277,8 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
 
 def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: float) -> Figures:
     """Accuracy, reliability (of scores before normalization by `gain`, as in training) and length, of all rows and of each source."""
-    by_source: dict[str, list[ScoredGroup]] = {}
-    for group in groups:
-        by_source.setdefault(group.source, []).append(group)
+    names = dict.fromkeys(group.source for group in groups)
+    by_source = {name: [group for group in groups if group.source == name] for name in names}
     parts = {"all": groups, **(by_source if len(by_source) > 1 else {})}
     pairs = {name: pairs_of(part) for name, part in parts.items()}
     return {
@@ -314,10 +304,8 @@ def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
     return prompts
 
 
-def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[Prompt]) -> Figures:
+def _sampled_curve(own: BestOfNConfig, weights: WeightsConfig, model: RewardModel, prompts: list[Prompt]) -> Figures:
     """The curve on a policy's samples."""
-    own, weights = config.best_of_n, config.weights
-    assert own is not None
     n, max_length = own.samples, own.prompts.max_length
     [found] = sample_responses(
         own.policy,
@@ -339,8 +327,8 @@ def _sampled_curve(config: RewardEvalConfig, model: RewardModel, prompts: list[P
         gold = score_responses(judge, prompts, responses, max_length)
     picked, true = ([values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold))
     curve = best_of_n_curve(picked, true, powers_of_two(n), seed=own.seed)
-    judged = {"policy": own.policy, "judge": own.judge_model or "gold"}
-    return {**judged, "ended_share": sum(found.ended) / len(responses), "curve": curve}
+    ended_share = sum(found.ended) / len(responses)
+    return {"policy": own.policy, "judge": own.judge_model or "gold", "ended_share": ended_share, "curve": curve}
 
 
 # Robustness
@@ -409,5 +397,10 @@ def _robustness(
             except UserError as error:  # canaries that this type is too coarse for
                 notes[dtype] = str(error)
     base = scores.pop("batched")
-    forms = {name: score_changes(base, other, pairs) for name, other in scores.items()}
-    return {"texts": len(texts), "pairs": len(pairs), "held_in": held_in, "forms": forms, "not_compared": notes}
+    return {
+        "texts": len(texts),
+        "pairs": len(pairs),
+        "held_in": held_in,
+        "forms": {name: score_changes(base, other, pairs) for name, other in scores.items()},
+        "not_compared": notes,
+    }

@@ -60,11 +60,12 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
     if not len(verdicts):
         return None
     found = win_rate(verdicts.tolist(), clusters=prompts.tolist())
-    name = "Tango's score interval, pairs independent"
-    if found.clusters != found.n:
-        name = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
-    counts = {"n": found.n, "wins": found.wins, "losses": found.losses, "ties": found.ties, "prompts": found.clusters}
-    return {"rate": found.rate, "low": found.low, "high": found.high, **counts, "interval": name}
+    clustered = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
+    name = "Tango's score interval, pairs independent" if found.clusters == found.n else clustered
+    return {
+        "rate": found.rate, "low": found.low, "high": found.high, "n": found.n, "wins": found.wins,
+        "losses": found.losses, "ties": found.ties, "prompts": found.clusters, "interval": name,
+    }  # fmt: skip
 
 
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:
@@ -101,16 +102,17 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
         return None
     from scipy.stats import kendalltau
 
-    hits, chance, taus = [], [], []
+    rows = []
     for group in groups:
         scores, best = np.asarray(group.scores), np.asarray(group.ranks) == min(group.ranks)
-        hits.append(float(best[scores == scores.max()].mean()))
-        chance.append(float(best.mean()))
         tau = float(kendalltau(scores, [-rank for rank in group.ranks]).statistic)  # pyright: ignore
-        taus.append(0.0 if math.isnan(tau) else tau)  # all scores equal: the order says nothing
-    low, high = wilson_interval(float(np.mean(hits)), len({group.prompt for group in groups}))
-    figures = {"top_1": np.mean(hits), "top_1_by_chance": np.mean(chance), "kendall_tau_b": np.mean(taus)}
-    return {"groups": len(groups), "low": low, "high": high, **{name: float(mean) for name, mean in figures.items()}}
+        # all scores equal: the order says nothing
+        rows.append((best[scores == scores.max()].mean(), best.mean(), 0.0 if math.isnan(tau) else tau))
+    hits, chance, tau = (float(np.mean(column)) for column in zip(*rows, strict=True))
+    low, high = wilson_interval(hits, len({group.prompt for group in groups}))
+    return {
+        "groups": len(groups), "low": low, "high": high, "top_1": hits, "top_1_by_chance": chance, "kendall_tau_b": tau,
+    }  # fmt: skip
 
 
 def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:

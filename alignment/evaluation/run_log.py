@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,10 +72,10 @@ class Series(NamedTuple):
         return Series(self.steps[start:], self.values[start:])
 
     @property
-    def changing_steps(self) -> tuple[int, int]:
-        """Steps from where the windows have gone half their way from the beginning to the farthest one, to the end."""
+    def changing_step(self) -> int:
+        """The step at which the windows have gone half their way from the beginning to the farthest one."""
         away = np.abs(self.windows - self.first)
-        return self.steps[int((away >= away.max() / 2).argmax())], self.steps[-1]
+        return self.steps[int((away >= away.max() / 2).argmax())]
 
     def describe(self) -> str:
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
@@ -117,14 +118,13 @@ class RunLog:
 
 def columns(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, Series], dict[str, list[int]]]:
     """Finite values of each metric, and the steps where it was not finite, which a log holds as null."""
-    points: dict[str, list[tuple[Any, float]]] = {}
-    broken: dict[str, list[Any]] = {}
+    points, broken = defaultdict[str, list[tuple[Any, float]]](list), defaultdict[str, list[Any]](list)
     for row in rows:
         for name, value in row.items():
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
-                broken.setdefault(name, []).append(row["step"])
+                broken[name].append(row["step"])
             elif isinstance(value, (int, float)) and name != "step":
-                points.setdefault(name, []).append((row["step"], float(value)))
+                points[name].append((row["step"], float(value)))
     return {name: Series(*zip(*known, strict=True)) for name, known in points.items()}, broken
 
 
@@ -150,7 +150,6 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 
 def read_stage_record(directory: Path) -> StageRecord:
     """Settings, parents and the hash of the whole lineage of a run."""
-    directory = Path(directory)
     if not (directory / "lineage.json").is_file():
         inside = sorted(str(path.parent) for path in directory.glob("*/lineage.json"))
         more = f"; the runs in it: {', '.join(inside)}" if inside else "; give the `output` of a training stage"

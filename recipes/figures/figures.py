@@ -11,10 +11,13 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.charts import Estimates, estimate_chart
+from alignment.evaluation.report.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
 from alignment.evaluation.report.html import Chart, Section, format_cell, render_page
 from alignment.evaluation.winrate import mean_interval
 from alignment.files import read_json_object, write_json
@@ -26,6 +29,17 @@ DRAWS = 2000  # of the bootstrap
 GRID = 50  # values of the KL that frontiers are compared at
 
 Values = Mapping[str, np.ndarray]  # policy -> [seeds, prompts]
+
+
+class Estimates(NamedTuple):
+    """Points with the interval around each: label, coordinates, intervals of y, points of single runs, number of the color."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    intervals: Sequence[tuple[float, float]]
+    runs: Sequence[tuple[float, float]] = ()
+    color: int = 0
 
 
 @dataclass(frozen=True)
@@ -326,6 +340,41 @@ def write_page(config: FiguresConfig, results: Mapping[str, Any]) -> Path:
     )
     return render_page(Path(config.output) / "report.html", kind="figures", title="Two figures of the field, drawn again",
                        summary=summary, sections=sections)  # fmt: skip
+
+
+def estimate_chart(
+    label: str,
+    estimates: Sequence[Estimates],
+    x_label: str,
+    y_label: str,
+    *,
+    counts: bool = False,
+    line_at: float | None = None,
+) -> Markup:
+    """Points joined by lines, with their intervals; single runs as pale dots.
+
+    Args:
+        counts: x are counts such as parameters, on a logarithmic axis, and y are shares, in percent.
+        line_at: a level to compare with.
+    """
+    with mpl.rc_context(STYLE):
+        figure, axes = empty_figure(270)
+        for each in estimates:
+            color = SERIES[each.color % len(SERIES)]
+            axes.plot(*np.transpose(each.runs), color=color, linestyle="", marker="o", markersize=2.2, alpha=0.4)
+            axes.plot(each.x, each.y, color=color, linewidth=1.2, marker="o", markersize=4)
+            axes.vlines(each.x, *np.transpose(each.intervals), color=color, linewidth=1.6)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        if counts:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        if line_at is not None:
+            axes.axhline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+        return label_list([Curve(one.label, one.x, one.y, one.color) for one in estimates]) + inline_svg(figure, label)
 
 
 def size_curve(results: Mapping[str, Any], panel: str, method: str, config: FiguresConfig, color: int) -> Estimates:

@@ -12,7 +12,7 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import format_cell
-from alignment.evaluation.report.page import ReportData, write_report, write_run_report
+from alignment.evaluation.report.page import write_report, write_run_report
 from alignment.evaluation.report.recipe_report import ReportConfig, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.run_log import StageRecord
@@ -49,7 +49,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def full_data(name: str = "PPO") -> ReportData:
+def full_data(name: str = "PPO") -> dict:
     """Every part of a report, with one name and text that try to get out of their place."""
     rows = [{"step": i + 1, "loss": 2.0 / (i + 1), "kl": 0.1 * i, "learning_rate": 1e-3} for i in range(60)]
     rows[3]["loss"] = None
@@ -68,26 +68,26 @@ def full_data(name: str = "PPO") -> ReportData:
     }
     points = [(0.1, 0.5, 2.0), (3.0, 1.5, 2.5), (math.nan, 2.0, None)]
     path = [dict(zip(("kl", "score", "gold_score"), point, strict=True)) for point in points]
-    return ReportData(
-        title="A title & more",
-        summary="What happened.",
-        tables=[
+    return {
+        "title": "A title & more",
+        "summary": "What happened.",
+        "tables": [
             [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
         ],
-        results={"baseline": "SFT", "judge": "gold", "models": models},
-        stages={"ppo": rows, "empty": [], name: path},
-        samples=[
+        "results": {"baseline": "SFT", "judge": "gold", "models": models},
+        "stages": {"ppo": rows, "empty": [], name: path},
+        "samples": [
             {
                 "prompt": f"Where is breakfast? {ATTACK}",
                 "responses": {name: {"text": f"In the hall. {ATTACK}", "score": 3.25}},
             },
             {"prompt": [{"role": "user", "content": "Hello"}], "responses": {name: {"text": "Hello!", "score": None}}},
         ],
-        lineage=[
+        "lineage": [
             StageRecord("sft", "cd" * 32, (), 25.0, {}),
             StageRecord("ppo", "ab" * 32, ("sft",), 125.0, {"optim": {"learning_rate": 0.001}, "note": ATTACK}),
         ],
-    )
+    }
 
 
 def judged(rate: dict, inconsistent: int = 0, failures: int = 0, bias: tuple = (0.5, 0.4, 0.6)) -> dict:
@@ -100,7 +100,7 @@ def judged(rate: dict, inconsistent: int = 0, failures: int = 0, bias: tuple = (
 
 @pytest.fixture(scope="module")
 def html(tmp_path_factory):
-    return write_report(tmp_path_factory.mktemp("report") / "report.html", full_data()).read_text(encoding="utf-8")
+    return write_report(tmp_path_factory.mktemp("report") / "report.html", **full_data()).read_text(encoding="utf-8")
 
 
 def test_page_is_well_formed_and_holds_its_numbers(html):
@@ -146,7 +146,7 @@ def test_text_is_escaped_nothing_can_run_and_nothing_is_fetched(html):
 
 
 def test_empty_parts_are_left_out(tmp_path):
-    html = write_report(tmp_path / "report.html", ReportData(title="Nothing yet")).read_text(encoding="utf-8")
+    html = write_report(tmp_path / "report.html", "Nothing yet").read_text(encoding="utf-8")
     page = Page(html)
     assert "section" not in page.tags and "svg" not in page.tags and "a" not in page.tags
     assert "Nothing yet" in page.text
@@ -154,7 +154,7 @@ def test_empty_parts_are_left_out(tmp_path):
 
 def test_the_same_data_give_the_same_page(tmp_path, html):
     curve_chart.cache_clear()  # drawn again, not remembered
-    again = write_report(tmp_path / "report.html", full_data()).read_text(encoding="utf-8")
+    again = write_report(tmp_path / "report.html", **full_data()).read_text(encoding="utf-8")
     assert again == html
 
 
@@ -196,14 +196,14 @@ def test_the_page_says_who_won(wins, losses, words, tmp_path):
     rate = asdict(win_rate([1.0] * wins + [0.0] * losses))
     said = verdicts({"baseline": "SFT", "judge": "gold", "models": {"SFT": {}, "PPO": judged(rate)}})
     assert len(said) == 1 and words in said[0]
-    data = ReportData(title="Verdict", verdicts=said)
-    assert words in Page(write_report(tmp_path / "report.html", data).read_text(encoding="utf-8")).text
+    page = write_report(tmp_path / "report.html", "Verdict", verdicts=said)
+    assert words in Page(page.read_text(encoding="utf-8")).text
 
 
 def test_a_judge_that_goes_by_position_is_no_honest_half(tmp_path):
     rate = asdict(win_rate([0.5] * 32, inconsistent=32))
     results = {"baseline": "SFT", "judge": "people", "models": {"PPO": judged(rate, 32, 0, (1.0, 0.893, 1.0))}}
-    page = write_report(tmp_path / "report.html", ReportData(title="Verdict", results=results)).read_text("utf-8")
+    page = write_report(tmp_path / "report.html", "Verdict", results=results).read_text("utf-8")
     assert "100.0 % [89.3, 100.0]" in Page(page).text.replace("\N{NO-BREAK SPACE}", " ")
     (words,) = verdicts(results)
     assert "50.0 % [0.0, 100.0]" in words and "nothing is decided" in words

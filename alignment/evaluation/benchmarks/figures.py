@@ -141,8 +141,10 @@ def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) ->
 def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
     texts = [item.prompt for item in task.items]
-    rows = zip(texts, scorer.text_log_probs(texts), strict=True)
-    return [{"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())} for text, one in rows]
+    return [
+        {"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())}
+        for text, one in zip(texts, scorer.text_log_probs(texts), strict=True)
+    ]
 
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
@@ -153,10 +155,11 @@ def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
         answer = next(
             (found[1] for found in reversed([*pattern.finditer(text, timeout=PATTERN_SECONDS)]) if found[1]), ""
         )
-        if settings.match == "squad":
-            rows.append(answer_metrics([answer], [item.choices]))
-        else:
-            rows.append({settings.figure: is_right(settings.match, answer, item.choices)})
+        rows.append(
+            answer_metrics([answer], [item.choices])
+            if settings.match == "squad"
+            else {settings.figure: is_right(settings.match, answer, item.choices)}
+        )
     return rows
 
 

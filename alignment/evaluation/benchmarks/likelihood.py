@@ -210,9 +210,8 @@ class LanguageScorer:
             )
         ids = self.context_ids(prompts)
         self._tell_cut(list(map(len, ids)), room)
-        ids = [tokens[-room:] for tokens in ids]
-        ends = sorted(stop_token_ids(self.tokenizer))
-        return decode_responses(self.model, ids, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
+        kept, ends = [tokens[-room:] for tokens in ids], sorted(stop_token_ids(self.tokenizer))
+        return decode_responses(self.model, kept, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
 
 
 def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:

@@ -82,15 +82,16 @@ def run(config: BenchmarksConfig) -> Path:
     Tasks, rows and models are checked before a model is loaded.
     """
     raise_all(why for _, why in config.missing())
-    data, max_rows, shots = Path(config.data), config.max_rows, config.few_shot
-    tasks = [read_task(name, data, max_rows=max_rows, shots=shots) for name in config.tasks]
+    tasks = [
+        read_task(name, Path(config.data), max_rows=config.max_rows, shots=config.few_shot) for name in config.tasks
+    ]
     refuse_models(config, tasks)
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
     run_tasks = None
     if config.lm_eval:
         from alignment.evaluation.benchmarks.lm_eval_model import task_runner  # of the extra
 
-        run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=max_rows, shots=shots)
+        run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=config.max_rows, shots=config.few_shot)
     measured, foreign = {task.name: dict[str, Columns]() for task in tasks}, dict[str, object]()
     for name, source in config.models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)

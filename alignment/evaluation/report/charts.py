@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from alignment.evaluation.report.html import Chart
 
@@ -21,6 +21,16 @@ from alignment.evaluation.report.html import Chart
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
 SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x18))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
+REPLACED = (  # in matplotlib's SVG
+    (r"(?s)^.*?(?=<svg)", ""),
+    (r"(?s)<metadata>.*?</metadata>|<style.*?</style>", ""),
+    (r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"| version="1.1"', ""),
+    (r'<g id="[^"]*"', "<g"),
+    ("xlink:href", "href"),
+    (r"font-family: [^;\"]+;? ?", ""),  # the style sheet names the typeface
+    (r"font: ((?:\w+ )?[\d.]+px) [^;\"]+", r"font: \1 var(--sans)"),  # as older versions write it
+    *((color, f"var(--{name})") for color, name in VARIABLES.items()),
+)
 
 WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
 POINTS_SHOWN = 240  # per curve
@@ -35,6 +45,8 @@ STYLE: Any = {
     "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
     "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
 }  # fmt: skip
+# of a bar's value: beside the chart, where neither a line nor a label is
+BESIDE: Any = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
 
 
 class Curve(NamedTuple):
@@ -43,17 +55,6 @@ class Curve(NamedTuple):
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    color: int = 0
-
-
-class Estimates(NamedTuple):
-    """Points with the interval around each: label, coordinates, intervals of y, points of single runs, number of the color."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    intervals: Sequence[tuple[float, float]]
-    runs: Sequence[tuple[float, float]] = ()
     color: int = 0
 
 
@@ -76,7 +77,8 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
         for curve in curves:
             x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
             color = SERIES[curve.color % len(SERIES)]
-            if len(y) < 40 or _is_smooth(y):
+            # neighbors on a line, as in a schedule: averaging would only bend it
+            if len(y) < 40 or np.median(np.abs(np.diff(y, 2))) <= 0.01 * np.ptp(y):
                 axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
             else:
                 axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
@@ -85,13 +87,13 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.02, y=0.08)
-        return _legend(curves) + _inline(figure, label)
+        return label_list(curves) + inline_svg(figure, label)
 
 
 def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, *, noisy: bool = False) -> Markup:
     """Paths through a plane; of noisy points the moving average, from a ring to a large dot."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(250)
+        figure, axes = empty_figure(250)
         for curve in curves:
             color = SERIES[curve.color % len(SERIES)]
             x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
@@ -105,42 +107,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.margins(0.06)
-        return _legend(curves) + _inline(figure, label)
-
-
-def estimate_chart(
-    label: str,
-    estimates: Sequence[Estimates],
-    x_label: str,
-    y_label: str,
-    *,
-    counts: bool = False,
-    line_at: float | None = None,
-) -> Markup:
-    """Points joined by lines, with their intervals; single runs as pale dots.
-
-    Args:
-        counts: x are counts such as parameters, on a logarithmic axis, and y are shares, in percent.
-        line_at: a level to compare with.
-    """
-    with mpl.rc_context(STYLE):
-        figure, axes = _figure(270)
-        for each in estimates:
-            color = SERIES[each.color % len(SERIES)]
-            axes.plot(*np.transpose(each.runs), color=color, linestyle="", marker="o", markersize=2.2, alpha=0.4)
-            axes.plot(each.x, each.y, color=color, linewidth=1.2, marker="o", markersize=4)
-            axes.vlines(each.x, *np.transpose(each.intervals), color=color, linewidth=1.6)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        if counts:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        if line_at is not None:
-            axes.axhline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-        return _legend(estimates) + _inline(figure, label)
+        return label_list(curves) + inline_svg(figure, label)
 
 
 def bar_chart(
@@ -150,15 +117,17 @@ def bar_chart(
     with mpl.rc_context(STYLE):
         labels = [textwrap.fill(bar.label, LABEL_LETTERS) for bar in bars]
         lines = max((label.count("\n") + 1 for label in labels), default=1)
-        figure, axes = _figure(44 + max(27, 14 * lines) * len(bars))
+        figure, axes = empty_figure(44 + max(27, 14 * lines) * len(bars))
         heights = np.arange(len(bars))[::-1]
         for y, bar in zip(heights, bars, strict=True):
             axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
             if bar.interval:
-                low, high = bar.interval
-                axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
-                axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
-            _write_value(axes, bar.value, y, percent=percent)
+                axes.plot(bar.interval, [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+                axes.plot(bar.interval, [y, y], color=INK, linestyle="", marker="|", markersize=7)
+            text = (
+                f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
+            )
+            axes.annotate(text, (1, y), **BESIDE, va="center", fontsize=9.5, color=INK, annotation_clip=False)
         axes.set_yticks(heights, labels, color=INK, fontsize=10)
         axes.set(xlim=limits, ylim=(-0.55, len(bars) - 0.45))
         axes.grid(False, axis="y")
@@ -172,7 +141,7 @@ def bar_chart(
             axes.axvline(0, color=MUTED, linewidth=0.9)
         if line_at is not None:
             axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-        return _inline(figure, label)
+        return inline_svg(figure, label)
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
@@ -185,23 +154,11 @@ def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[
     return Chart(title, note, bar_chart(f"{title}, {note}", bars, limits=(0, 1), percent=True, line_at=0.5))
 
 
-def _write_value(axes: Axes, value: float, y: float, *, percent: bool) -> None:
-    """Write a bar's value beside the chart, where neither a line nor a label is."""
-    text = f"{value:.1%}".replace("%", " %") if percent else f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
-    beside: Any = {"xy": (1, y), "xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-    axes.annotate(text, **beside, va="center", fontsize=9.5, color=INK, annotation_clip=False)
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
+def empty_figure(height: float) -> tuple[Figure, Axes]:
     """An empty chart, WIDTH wide."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained", facecolor="none")
     axes = figure.add_subplot(facecolor="none")
     return figure, axes
-
-
-def _is_smooth(values: np.ndarray) -> bool:
-    """True where neighbors lie on a line, as in a schedule: averaging would only bend it."""
-    return bool(np.median(np.abs(np.diff(values, 2))) <= 0.01 * np.ptp(values))
 
 
 def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
@@ -219,7 +176,7 @@ def _thin(values: np.ndarray) -> np.ndarray:
     return np.append(means, values[-1])
 
 
-def _legend(curves: Sequence[Curve | Estimates]) -> Markup:
+def label_list(curves: Sequence[Curve]) -> Markup:
     """Colors and labels as a list above the chart, which breaks its lines where the window does."""
     items = (Markup('<li class="series-{}">{}</li>').format(curve.color % len(SERIES), curve.label) for curve in curves)
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")
@@ -237,19 +194,13 @@ def is_finite_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _inline(figure: Figure, label: str) -> Markup:
+def inline_svg(figure: Figure, label: str) -> Markup:
     """The figure as an SVG element for an HTML page: page colors and typeface, no addresses, no names to collide."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": label}):  # names of clips and markers: apart for every chart, equal every time
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"| version="1.1"', "", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("xlink:href", "href")
-    svg = re.sub(r"font-family: [^;\"]+;? ?", "", svg)  # the style sheet names the typeface
-    svg = re.sub(r"font: ((?:\w+ )?[\d.]+px) [^;\"]+", r"font: \1 var(--sans)", svg)  # as older versions write it
+    for pattern, replacement in REPLACED:
+        svg = re.sub(pattern, replacement, svg)
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
-    for color, name in VARIABLES.items():
-        svg = svg.replace(color, f"var(--{name})")
     return Markup(svg.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))

@@ -47,8 +47,13 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
     Args:
         content: of the usual template: `kind`, `title`, `summary`, and `sections`, each a `Section`.
     """
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(template.parent), **options)
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["cell"] = _breakable_cell
     write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)

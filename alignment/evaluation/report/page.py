@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from alignment.evaluation.report.html import Chart, Row, Section, format_duratio
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
@@ -92,54 +92,61 @@ FURTHER = {
 }
 
 
-@dataclass(frozen=True)
-class ReportData:
-    """Content of a report; empty parts are left out."""
+def write_report(
+    path: Path,
+    title: str,
+    *,
+    summary: str = "",
+    verdicts: Sequence[str] = (),
+    tables: Sequence[Sequence[Row]] = (),
+    results: Mapping[str, Any] = {},
+    stages: Mapping[str, Log] = {},
+    samples: Sequence[Mapping[str, Any]] = (),
+    lineage: Sequence[StageRecord] = (),
+) -> Path:
+    """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script.
 
-    title: str
-    summary: str = ""
-    verdicts: Sequence[str] = ()  # sentences that say who won
-    tables: Sequence[Sequence[Row]] = ()
-    results: Mapping[str, Any] = field(default_factory=dict)  # of `evaluate winrate`, as in results.json
-    stages: Mapping[str, Log] = field(default_factory=dict)
-    samples: Sequence[
-        Mapping[str, Any]
-    ] = ()  # `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages
-    lineage: Sequence[StageRecord] = ()  # the stages in order
+    Empty parts are left out.
 
-
-def write_report(path: Path, data: ReportData) -> Path:
-    """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
-    models = data.results.get("models", {})
-    paths = {name: log for name, log in data.stages.items() if any("kl" in line for line in log)}
-    names = [*models, *paths, *(name for sample in data.samples for name in sample["responses"])]
+    Args:
+        verdicts: sentences that say who won.
+        samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
+        lineage: the stages in order.
+    """
+    models = results.get("models", {})
+    paths = {name: log for name, log in stages.items() if any("kl" in line for line in log)}
+    names = [*models, *paths, *(name for sample in samples for name in sample["responses"])]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
+    gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
+    gold_parts = {part: (part, "") for parts in gold.values() for part in parts}
+    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
+    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
     charts = {
-        "win-rates": ("Win rates", win_rate_charts(data.results, colors)),
-        "gold": ("Gold score", gold_charts(models, colors)),
-        "pairs": ("Held-out pairs", pair_charts(models, colors)),
+        "win-rates": ("Win rates", win_rate_charts(results, colors)),
+        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors)),
+        "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
         "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
     }
-    samples = [
+    colored = [
         {
             "prompt": sample["prompt"],
             "responses": {name: {**own, "color": colors[name]} for name, own in sample["responses"].items()},
         }
-        for sample in data.samples
+        for sample in samples
     ]
-    counts = {"win-rates": [_judgment_table(data.results)]}
+    counts = {"win-rates": [_judgment_table(results)]}
     sections = [
-        Section("results", "Results", points=data.verdicts, tables=[table for table in data.tables if table]),
+        Section("results", "Results", points=verdicts, tables=[table for table in tables if table]),
         *(Section(name, title, LEADS[name], own, counts.get(name, ())) for name, (title, own) in charts.items() if own),
-        Section("samples", "Samples", samples=samples),
-        *_training(data.stages),
-        _lineage(data.lineage),
+        Section("samples", "Samples", samples=colored),
+        *_training(stages),
+        _lineage(lineage),
     ]
     shown = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
-    return render_page(path, kind="report", title=data.title, summary=data.summary, sections=shown)
+    return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _judgment_table(results: Mapping[str, Any]) -> list[Row]:
+def _judgment_table(results: Results) -> list[Row]:
     return [
         {
             "policy": name,
@@ -170,33 +177,36 @@ def slope_cell(slope: Mapping[str, float] | None) -> str | None:
     )
 
 
-def win_rate_charts(results: Mapping[str, Any], colors: Colors) -> list[Chart]:
+def win_rate_charts(results: Results, colors: Colors) -> list[Chart]:
     """One chart of all policies against the baseline."""
     rates = {name: model["win_rate"] for name, model in results.get("models", {}).items() if "win_rate" in model}
-    title = f"Win rate against {results['baseline']}" if rates else ""
-    return [rate_chart(title, f"judge: {results['judge']}", rates, colors)] if rates else []
+    return (
+        [rate_chart(f"Win rate against {results['baseline']}", f"judge: {results['judge']}", rates, colors)]
+        if rates
+        else []
+    )
 
 
-def gold_charts(models: Models, colors: Colors) -> list[Chart]:
-    """One chart for each part of the gold score, each on the scale of its part."""
-    charts, scores = [], {name: model["gold"] for name, model in models.items() if "gold" in model}
-    for part in dict.fromkeys(part for gold in scores.values() for part in gold):
-        bars = [Bar(name, gold[part], None, colors[name]) for name, gold in scores.items() if part in gold]
-        limits = padded_limits([bar.value for bar in bars])
-        charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
-    return charts
+def part_charts(
+    label: str, scores: Models, parts: Mapping[str, tuple[str, str]], colors: Colors, *, one_scale: bool = False
+) -> list[Chart]:
+    """A chart of the policies for each part of their scores, each on the scale of its part, or all on the same.
 
-
-def pair_charts(models: Models, colors: Colors) -> list[Chart]:
-    """One chart for each of `PAIR_PARTS`, all on the same scale; a policy that has not moved at all is left out."""
-    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
-    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
-    limits = padded_limits([parts[part] for parts in moved.values() for part in PAIR_PARTS])
+    Args:
+        label: for screen readers, in front of the title.
+        parts: key -> title and note.
+    """
     charts = []
-    for part, (title, note) in PAIR_PARTS.items() if moved else ():
-        bars = [Bar(name, parts[part], None, colors[name]) for name, parts in moved.items()]
-        svg = bar_chart(f"Held-out pairs: {title}", bars, limits=limits)
-        charts.append(Chart(title.partition(",")[0].capitalize(), note, svg))
+    for part, (title, note) in parts.items() if scores else ():
+        bars = [Bar(name, own[part], None, colors[name]) for name, own in scores.items() if part in own]
+        scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
+        charts.append(
+            Chart(
+                title.partition(",")[0].capitalize(),
+                note,
+                bar_chart(f"{label}{title}", bars, limits=padded_limits(scaled)),
+            )
+        )
     return charts
 
 
@@ -267,17 +277,20 @@ def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Char
 
 
 def _lineage(records: Sequence[StageRecord]) -> Section:
-    rows = [
-        {
-            "stage": record.name,
-            "made from": ", ".join(record.parents),
-            "hash": record.hash[:12],
-            "time": format_duration(record.seconds),
-        }
-        for record in records
-    ]
-    settings = {record.name: dict(flatten_settings(record.settings)) for record in records}
-    return Section("lineage", "Lineage", tables=[rows], settings=settings)
+    return Section(
+        "lineage",
+        "Lineage",
+        tables=[[
+            {
+                "stage": record.name,
+                "made from": ", ".join(record.parents),
+                "hash": record.hash[:12],
+                "time": format_duration(record.seconds),
+            }
+            for record in records
+        ]],
+        settings={record.name: dict(flatten_settings(record.settings)) for record in records},
+    )  # fmt: skip
 
 
 def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -294,38 +307,37 @@ def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterat
 
 def write_run_report(directory: Path) -> Path:
     """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
-    directory = Path(directory)
     record = read_stage_record(directory)
     log = read_log_rows(directory / "metrics.jsonl")
-    samples = [
-        {
-            "prompt": row["prompt"],
-            "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
-        }
-        for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
-    ]
-    data = ReportData(
-        title=f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
+    return write_report(
+        directory / "report.html",
+        f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
         tables=[source_table(directory, log)],
         stages={record.name: log},
-        samples=samples,
+        samples=[
+            {
+                "prompt": row["prompt"],
+                "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
+            }
+            for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
+        ],
         lineage=[record],
     )
-    return write_report(directory / "report.html", data)
 
 
-def source_table(directory: Path, log: list[dict[str, Any]]) -> list[dict[str, object]]:
+def source_table(directory: Path, log: Log) -> list[dict[str, object]]:
     """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
-    path = directory / "sources.json"
-    table = []
+    path, table = directory / "sources.json", []
+    latest = {key: value for line in log for key, value in line.items()}
     for source in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
         name = source["name"]
         shares = [line[f"share/{name}"] for line in log if line.get(f"share/{name}") is not None]
-        row = {"source": name, "rows": source.get("rows"), "share of draws": source.get("share")}
-        row["share of what counted"] = sum(shares) / len(shares) if shares else None
-        for metric in RESULTS:
-            values = [line[f"{metric}/{name}"] for line in log if f"{metric}/{name}" in line]
-            row[metric.replace("_", " ")] = values[-1] if values else None
-        table.append(row)
+        table.append({
+            "source": name,
+            "rows": source.get("rows"),
+            "share of draws": source.get("share"),
+            "share of what counted": sum(shares) / len(shares) if shares else None,
+            **{metric.replace("_", " "): latest.get(f"{metric}/{name}") for metric in RESULTS},
+        })  # fmt: skip
     kept = [column for column in table[0] if any(row[column] is not None for row in table)] if table else []
     return [{column: row[column] for column in kept} for row in table]

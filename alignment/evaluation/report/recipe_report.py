@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from alignment.errors import UserError
+from alignment.errors import raise_all
 from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
-from alignment.evaluation.report.page import PAIR_PARTS, ReportData, write_report
+from alignment.evaluation.report.page import PAIR_PARTS, write_report
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
+from alignment.files import read_json_object
 from alignment.settings import Settings
 
 COLUMNS = {
@@ -47,12 +48,19 @@ class ReportConfig(Settings):
 def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
-    results = _read_results(config.evaluation)
+    evaluation = config.evaluation and Path(config.evaluation) / "results.json"
+    raise_all(
+        [f"{evaluation}: not there; run `alignment evaluate winrate` first"]
+        if evaluation and not evaluation.is_file()
+        else []
+    )
+    results = read_json_object(evaluation) if evaluation else {}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
     table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
-    data = ReportData(
-        title=config.title,
+    path = write_report(
+        Path(config.output) / "report.html",
+        config.title,
         summary=config.summary,
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
         tables=[table, budgets],
@@ -61,7 +69,6 @@ def run(config: ReportConfig) -> Path:
         samples=results.get("samples", []),
         lineage=lineage,
     )
-    path = write_report(Path(config.output) / "report.html", data)
     print_results(results)
     print_table(budgets)
     print(f"report: {path}")
@@ -149,14 +156,4 @@ def _record(name: str, folder: Path) -> StageRecord:
     """Lineage of one stage under its name in the recipe."""
     record, times = read_stage_record(folder), folder.parent / "stages.json"
     seconds = json.loads(times.read_text()).get(folder.name, {}).get("seconds") if times.is_file() else None
-    parents = [str(Path(parent).parent.name) for parent in record.parents]
-    return replace(record, name=name, parents=parents, seconds=seconds)
-
-
-def _read_results(folder: str | None) -> dict[str, Any]:
-    if folder is None:
-        return {}
-    path = Path(folder) / "results.json"
-    if not path.is_file():
-        raise UserError(f"{path}: not there; run `alignment evaluate winrate` first")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return replace(record, name=name, parents=[Path(parent).parent.name for parent in record.parents], seconds=seconds)

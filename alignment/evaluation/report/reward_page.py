@@ -26,10 +26,14 @@ def write_reward_page(path: Path, card: Card) -> Path:
         f"A{'n' if model['architecture'] == 'encoder' else ''} {model['architecture']} of {model['parameters']:,} "
         f"parameters, held in {model['dtype']}{trained}."
     )
-    sections = [_accuracy(card["accuracy"]), _calibration(card["calibration"]), _length(card["length"])]
-    sections += [_robustness(card["robustness"])] if card["robustness"] else []
-    sections += [_best_of_n(card["best_of_n"])] if card["best_of_n"] else []
-    sections.append(Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]))
+    sections = [
+        _accuracy(card["accuracy"]),
+        _calibration(card["calibration"]),
+        _length(card["length"]),
+        *([_robustness(card["robustness"])] if card["robustness"] else []),
+        *([_best_of_n(card["best_of_n"])] if card["best_of_n"] else []),
+        Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]),
+    ]
     return render_page(path, kind="reward-model card", title=card["reward_model"], summary=summary, sections=sections)
 
 
@@ -52,8 +56,7 @@ def _accuracy(parts: Card) -> Section:
     histogram = parts["all"]["margin"]["histogram"]
     middles = [(low + high) / 2 for low, high in pairwise(histogram["edges"])]
     shares = [count / sum(histogram["counts"]) for count in histogram["counts"]]
-    margin = "score(chosen) \N{MINUS SIGN} score(rejected)"
-    title = "Distribution of margins"
+    title, margin = "Distribution of margins", "score(chosen) \N{MINUS SIGN} score(rejected)"
     svg = path_chart(title, [Curve("", middles, shares)], margin, "share of pairs")
     table = {
         name: {"pairs": own["accuracy"]["n"], "prompts": own["accuracy"]["prompts"], **own, "k_way": {}}
@@ -83,33 +86,42 @@ def _calibration(parts: Card) -> Section:
         ]
         svg = path_chart(f"Reliability, {name}", curves, "predicted probability", "share of pairs")
         charts.append(Chart(f"Reliability, {name}", "below the line the model is too sure", svg))
-    lead = (
+    return Section(
+        "calibration",
+        "Reliability",
         "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it is. "
-        "ECE: expected calibration error."
+        "ECE: expected calibration error.",
+        charts,
+        [_table("source", parts), parts["all"]["bins"]],
     )
-    tables = [_table("source", parts), parts["all"]["bins"]]
-    return Section("calibration", "Reliability", lead, charts, tables)
 
 
 def _length(parts: Card) -> Section:
     labels = ("chosen longer", "chosen shorter", "always longer")
     rates = {label: parts["all"][label.replace(" ", "_")] for label in labels}
-    missing = parts["all"].get("slope_missing")
-    lead = (
+    return Section(
+        "length",
+        "Length",
         "Slope of score on response length within prompts, in tokens as the model reads them. Accuracy that falls where "
-        "the chosen response is shorter speaks of a bias."
+        "the chosen response is shorter speaks of a bias.",
+        [rate_chart("Accuracy by length", "95 % interval", rates)],
+        [_table("source", parts)],
+        [parts["all"]["slope_missing"]] if "slope_missing" in parts["all"] else [],
     )
-    charts, notes = [rate_chart("Accuracy by length", "95 % interval", rates)], [missing] if missing else []
-    return Section("length", "Length", lead, charts, [_table("source", parts)], notes)
 
 
 def _robustness(found: Card) -> Section:
     forms = {FORMS.get(name, f"weights in {name}"): figures for name, figures in found["forms"].items()}
-    notes = [f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}."]
-    notes += [f"{name}: not compared: {why}" for name, why in found["not_compared"].items()]
-    lead = "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order."
-    tables = [_table("form", forms)]
-    return Section("robustness", "Padding, batching and type", lead, tables=tables, notes=notes)
+    return Section(
+        "robustness",
+        "Padding, batching and type",
+        "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order.",
+        tables=[_table("form", forms)],
+        notes=[
+            f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}.",
+            *(f"{name}: not compared: {why}" for name, why in found["not_compared"].items()),
+        ],
+    )
 
 
 def _best_of_n(found: Card) -> Section:
@@ -125,9 +137,11 @@ def _best_of_n(found: Card) -> Section:
             path_chart("Score of the best of n", [Curve("", kl, proxy)], axis, "score"),
         ),
     ]
-    lead = "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on its KL."
-    notes = [
-        f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."
-    ]
-    tables = [[dict(_numbers(one)) for one in curve]]
-    return Section("best-of-n", "Best of n", lead, charts, tables, notes)
+    return Section(
+        "best-of-n",
+        "Best of n",
+        "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on its KL.",
+        charts,
+        [[dict(_numbers(one)) for one in curve]],
+        [f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."],
+    )
