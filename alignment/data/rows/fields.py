@@ -167,9 +167,7 @@ def _message(message: object, key: str, where: str) -> Message:
     if calls and ROLES[role] != "assistant":
         raise BadRow(key, "only the assistant can call tools", f"{where} is the {role}'s")
     content = None if role == CALL_ROLE else _joined(message.get("content"))
-    present = {"content": content} if "content" in message else {}
-    if calls and content is None:
-        present = {"content": ""}
+    present = {"content": content} if "content" in message or calls else {}
     try:
         text = text_field(present, "content", may_be_empty=bool(calls) or ROLES[role] == "tool")
     except BadRow as bad:
@@ -215,12 +213,12 @@ def _function(item: object) -> dict[str, Any] | None:
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
-def _decoded(text: object, key: str, where: str) -> Any:
-    """A tool call, or its arguments, from JSON."""
+def _decoded(text: object, key: str, where: str, why: str = "a tool call must be JSON") -> Any:
+    """A tool call, its arguments, or the definitions of tools, from JSON."""
     try:
         return json.loads(cast("str", text))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(key, "a tool call must be JSON", f"{where}: {text!r:.60}") from error
+        raise BadRow(key, why, f"{where}: {text!r:.60}") from error
 
 
 def _joined(content: object) -> object:
@@ -234,17 +232,14 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
     """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none."""
     value = row.get(key)
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRow(key, "must be a list of tool definitions, or that list as JSON", repr(value)[:60]) from error
-    tools: Tools = []
-    for tool in value if isinstance(value, list) else [value] if value else []:
-        function = _function(tool)
-        if function is None:
-            raise BadRow(key, "a tool definition must be an object that names its function", repr(tool)[:60])
-        tools.append({"type": "function", "function": function})
-    return tools or None
+        why = "must be a list of tool definitions, or that list as JSON"
+        value = _decoded(value, key, key, why) if value.strip() else None
+    given = value if isinstance(value, list) else [value] if value else []
+    functions = [_function(tool) for tool in given]
+    if None in functions:
+        wrong = repr(given[functions.index(None)])[:60]
+        raise BadRow(key, "a tool definition must be an object that names its function", wrong)
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def turn_weights(row: Columns, key: str) -> list[bool | None]:

@@ -15,14 +15,11 @@ from alignment.data.rows.records import (
     ALL_TIED,
     EXPANDED,
     Columns,
-    Comparison,
     Demonstration,
     Kind,
-    LabeledResponse,
     Ranking,
     Record,
     SkippedRow,
-    Steps,
     Tally,
     ordered_pairs,
     replies_of,
@@ -249,9 +246,8 @@ class RecordParser:
             if self.form is None:
                 self.form, self.form_location = form, location
             if form is not self.form:  # they would be rendered in two ways
-                words = {str: "text", list: "messages"}
-                seen = f"at {self.form_location}"
-                raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", seen)
+                here, above = ("text", "messages") if form is str else ("messages", "text")
+                raise BadRow("prompt", f"is {here} here and {above} above", f"at {self.form_location}")
         return records
 
 
@@ -310,13 +306,17 @@ def choose_parser(
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
     known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
-    problems = []
-    for ours, theirs in columns.items():
-        if ours not in known:
-            problems.append(f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}")
-        if theirs not in found:
-            problems.append(f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}")
-    raise_all(problems)
+    unknown = [
+        f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
+        for ours in columns
+        if ours not in known
+    ]
+    missing = [
+        f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}"
+        for ours, theirs in columns.items()
+        if theirs not in found
+    ]
+    raise_all([*unknown, *missing])
 
 
 def prompt_key(record: Record) -> str:
@@ -331,20 +331,10 @@ def text_hash(text: str) -> int:
 
 def record_key(record: Record) -> tuple[str, ...]:
     """Equal for two records of the same prompt, responses and judgment, whatever their rows."""
-    match record:
-        case Comparison():
-            judged = [*(record.messages or ())]
-        case Demonstration():
-            judged = (record.messages or [])[-1:]
-        case LabeledResponse():
-            judged = [record.desirable]
-        case Ranking():
-            judged = [record.ranks]
-        case Steps():
-            judged = [record.labels]
-        case _:
-            judged = []
-    return prompt_key(record), *replies_of(record), *map(repr, judged)
+    messages = [*(getattr(record, "messages", None) or ())]
+    replies = messages[-1:] if isinstance(record, Demonstration) else messages
+    labels = [getattr(record, name) for name in ("desirable", "ranks", "labels") if hasattr(record, name)]
+    return prompt_key(record), *replies_of(record), *map(repr, [*replies, *labels])
 
 
 class HasRowId(Protocol):

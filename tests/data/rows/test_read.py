@@ -263,7 +263,7 @@ def hub(monkeypatch):
 
     calls = []
 
-    def load(*names, split):
+    def load(*names, split, streaming):
         calls.append((*names, split))
         return datasets.Dataset.from_list([{"prompt": f"{split} {n}", "completion": "ok"} for n in range(3)])
 
@@ -321,7 +321,7 @@ def test_held_out_rows_that_are_also_trained_on_are_told(jsonl, bpe):
 def test_hub_failure_says_both_possibilities(monkeypatch):
     import datasets
 
-    def load(name, split):
+    def load(name, split, streaming):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
