@@ -200,33 +200,34 @@ def collate_pairs(
         micro_batch_tokens: a prompt that the sides of a pair share counts once.
         share_prompts: True where the prompt of a pair is in the batch once.
     """
-    batches = []
-    for rows in _longest_first(pairs, micro_batch_tokens, share_prompts):
-        sides = [(row, side) for side in (0, 1) for row in rows]
-        together = [(number, len(rows) + number) for number in range(len(rows))]
-        batches.append(PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides)))
-    return batches
+    return [_pairs(rows, share_prompts) for rows in _longest_first(pairs, micro_batch_tokens, share_prompts)]
+
+
+def _pairs(rows: Sequence[Example], share_prompts: Sharing) -> PairBatch:
+    sides = [(row, side) for side in (0, 1) for row in rows]
+    together = [(number, len(rows) + number) for number in range(len(rows))]
+    return PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides))
 
 
 def collate_rankings(
     examples: Sequence[Example], micro_batch_tokens: int, *, share_prompts: Sharing = False
 ) -> list[RankedBatch]:
     """Batches of at most `micro_batch_tokens` tokens each, all responses to a prompt together; see `collate_pairs`."""
-    batches = []
-    for rows in _longest_first(examples, micro_batch_tokens, share_prompts):
-        sides = [(row, side) for row in rows for side in range(len(row.documents))]
-        sizes = tuple(len(row.documents) for row in rows)
-        together = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        batch = RankedBatch(
-            _lay_out(sides, together, share_prompts),
-            ranks=torch.tensor([rank for row in rows for rank in row.values["ranks"]]),
-            groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
-            sizes=sizes,
-            margins=_margins(rows),
-            reference=_references(sides),
-        )
-        batches.append(batch)
-    return batches
+    return [_rankings(rows, share_prompts) for rows in _longest_first(examples, micro_batch_tokens, share_prompts)]
+
+
+def _rankings(rows: Sequence[Example], share_prompts: Sharing) -> RankedBatch:
+    sides = [(row, side) for row in rows for side in range(len(row.documents))]
+    sizes = tuple(len(row.documents) for row in rows)
+    together = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return RankedBatch(
+        _lay_out(sides, together, share_prompts),
+        ranks=torch.tensor([rank for row in rows for rank in row.values["ranks"]]),
+        groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
+        sizes=sizes,
+        margins=_margins(rows),
+        reference=_references(sides),
+    )
 
 
 def collate_labeled(examples: Sequence[Example], micro_batch_tokens: int) -> list[UnpairedBatch]:

@@ -5,6 +5,7 @@ It is a pure function of (seed, position): no rank and no resumed run has to kno
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ class Stream(Generic[Row]):
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
         self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
-        self._orders: dict[int, np.ndarray] = {}
+        self._order = lru_cache(maxsize=2)(partial(order, len(rows), seed))  # epoch -> its permutation
 
     def positions_at(self, step: int) -> list[int]:
         """Indices of the rows of batch `step` (from 0)."""
@@ -73,11 +74,7 @@ class Stream(Generic[Row]):
     def row_of(self, position: int) -> tuple[int, int]:
         """Index and epoch of the row at a position, which is counted over all epochs."""
         epoch, offset = divmod(position, len(self.rows))
-        if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
-            if len(self._orders) > 1:
-                self._orders.clear()
-            self._orders[epoch] = order(len(self.rows), self.seed, epoch)
-        return int(self._orders[epoch][offset]), epoch
+        return int(self._order(epoch)[offset]), epoch
 
     def _positions(self, step: int) -> range:
         """Positions of the rows of batch `step`, counted over all epochs."""
@@ -124,7 +121,7 @@ class SourceChoices:
 
     def __init__(self, shares: Sequence[float], seed: int):
         self.shares, self.seed = shares, seed
-        self._draws: dict[int, np.ndarray] = {}
+        self._block = lru_cache(maxsize=2)(self._draw_block)
         self._counts = np.empty((0, len(shares)), np.int64)
 
     def at(self, position: int) -> tuple[int, int]:
@@ -132,19 +129,15 @@ class SourceChoices:
         source, draw = self._block(position // BLOCK)[position % BLOCK]
         return int(source), int(draw)
 
-    def _block(self, number: int) -> np.ndarray:
+    def _draw_block(self, number: int) -> np.ndarray:
         """Source and number of the draw at each position of one block, [BLOCK, 2]."""
-        if number not in self._draws:  # a memo of a pure function: what is in it changes speed only
-            if len(self._draws) > 1:
-                self._draws.clear()
-            counts = self._counts_to(number)
-            sources = np.repeat(np.arange(len(self.shares)), counts[number])
-            sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
-            draws = np.empty(BLOCK, dtype=np.int64)
-            for source, before in enumerate(counts[:number].sum(0)):
-                draws[sources == source] = before + np.arange(counts[number, source])
-            self._draws[number] = np.stack([sources, draws], 1)
-        return self._draws[number]
+        counts = self._counts_to(number)
+        sources = np.repeat(np.arange(len(self.shares)), counts[number])
+        sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
+        draws = np.empty(BLOCK, dtype=np.int64)
+        for source, before in enumerate(counts[:number].sum(0)):
+            draws[sources == source] = before + np.arange(counts[number, source])
+        return np.stack([sources, draws], 1)
 
     def _counts_to(self, number: int) -> np.ndarray:
         """Rows of each source in each block, up to block `number` and beyond, [blocks, S].

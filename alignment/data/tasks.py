@@ -321,7 +321,6 @@ def _encode_texts(
             counts.note_cut(TEXT_END_CUT if len(tokens[0]) == 1 else PAIR_CUT, row.row_id)
         kept = tuple(template.encode(*truncate_longest(texts, budget)) for texts in tokens)
         examples.append(TaskExample(kept, [ids.get(label, label) for label in row.labels], row.row_id))
-    counts.kept = len(examples)
     return examples, counts
 
 
@@ -350,7 +349,7 @@ def _encode_words(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
     budget, examples = text_budget(form.max_length, template.size(1)), []
     for row, text in zip(
         rows, tokenize_with_offsets(tokenizer, [" ".join(row.inputs[0]) for row in rows]), strict=True
@@ -392,7 +391,7 @@ def _encode_questions(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
     examples: list[TaskExample] = []
     encoded = tokenize_with_offsets(tokenizer, [text for row in rows for text in row.inputs])
     for number, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):

@@ -52,7 +52,7 @@ def test_the_split_of_a_hub_set_is_the_configs(monkeypatch, bpe):
 
     calls = []
 
-    def load(name, split, streaming):
+    def load(name, split):
         calls.append((name, split))
         return datasets.Dataset.from_list([{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Columns, Message, Messages, Tools
+from alignment.data.rows.records import Columns, Message, Messages, Tools, is_plain
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
@@ -39,27 +39,14 @@ class BadRow(Exception):
     """A row that cannot be used.
 
     Args:
-        key: the field at fault, '' for the whole row.
+        key: the field at fault.
         why: in the same words for every row that has the fault.
         seen: what the field holds.
-        advice: the way out, where it is not plain from the fault.
     """
 
-    def __init__(self, key: str, why: str, seen: str = "", *, advice: str = ""):
-        self.reason = f"{key}: {why}" if key else why
-        super().__init__(self.reason + (f" ({seen})" if seen else "") + (f"; {advice}" if advice else ""))
-        self.key = key
-
-    def at(self, location: str) -> str:
-        """The message for the row at FILE:LINE."""
-        return f"{location}:{self}" if self.key else f"{location}: {self}"
-
-
-class EqualResponses(BadRow):
-    """A row whose responses do not differ, so that it prefers nothing."""
-
-    def __init__(self, responses: str = "chosen and rejected"):
-        super().__init__("", f"{responses} are identical", advice="drop the row or set data.skip_ties=true")
+    def __init__(self, key: str, why: str, seen: str = ""):
+        self.reason = f"{key}: {why}"
+        super().__init__(self.reason + (f" ({seen})" if seen else ""))
 
 
 def type_name(value: object) -> str:
@@ -274,11 +261,6 @@ def reply_message(row: Columns, key: str) -> Message:
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise BadRow(key, "must be one assistant message", f"roles: {', '.join(m['role'] for m in messages)}")
     return messages[0]
-
-
-def is_plain(message: Message) -> bool:
-    """True where a message is its text alone, without tool calls or reasoning."""
-    return not (message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def reply_field(row: Columns, key: str) -> str:

@@ -123,7 +123,8 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
     from datasets import load_dataset
 
     try:
-        return load_dataset(*filter(None, (name, config)), split=split, streaming=streaming)
+        options = {"streaming": True} if streaming else {}
+        return load_dataset(*filter(None, (name, config)), split=split, **options)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
@@ -203,10 +204,9 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
     files = source_files(source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
-            for start, stop in line_spans(path, size, first=min(size, FIRST_BYTES)):
-                yield Chunk(path, start, stop)
-        return
-    yield from chunks_of(read_raw(source, split))
+            yield from line_chunks(path, size, first=min(size, FIRST_BYTES))
+    else:
+        yield from chunks_of(read_raw(source, split))
 
 
 def chunks_of(rows: Iterator[RawRow]) -> Iterator[Chunk]:
@@ -277,17 +277,14 @@ def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
             raise UserError(f"{where} of the line is not UTF-8; save the file as UTF-8") from error
 
 
-def line_spans(path: Path, size: int, first: int) -> Iterator[tuple[Position, int]]:
-    """An uncompressed file in successive spans of whole lines, of about `size` bytes: position of each, and the byte behind."""
+def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
+    """An uncompressed file in successive chunks of whole lines, of about `size` bytes, the first one of about `first`."""
     start, lines = 0, 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(size if start else first):
-                block += file.readline()
-                yield [start, lines], start + len(block)
-                start, lines = start + len(block), lines + block.count(b"\n")
-    except PermissionError as error:
-        raise UserError(f"{path}: may not be read: permission denied") from error
+    with open(path, "rb") as file:
+        while block := file.read(size if start else first):
+            block += file.readline()
+            yield Chunk(path, [start, lines], start + len(block))
+            start, lines = start + len(block), lines + block.count(b"\n")
 
 
 # Formats

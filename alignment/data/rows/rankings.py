@@ -10,7 +10,6 @@ from typing import cast
 
 from alignment.data.rows.fields import (
     BadRow,
-    EqualResponses,
     flag_field,
     list_field,
     number_field,
@@ -22,7 +21,7 @@ from alignment.data.rows.fields import (
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.records import Columns, Messages, Ranking, Record, SkippedRow, Steps
+from alignment.data.rows.records import EQUAL_RESPONSES, Columns, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
@@ -101,7 +100,7 @@ def _ranking(
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
     if len(set(responses)) < len(responses):
-        raise EqualResponses("two responses of one prompt")
+        raise SkippedRow(EQUAL_RESPONSES)
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")

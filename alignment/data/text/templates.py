@@ -145,8 +145,7 @@ def _training_variants() -> dict[str, str]:
 
 def shared_length(one: str, other: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
-    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
+    return len(os.path.commonprefix((one, other)))
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -212,14 +211,13 @@ def render_dialogues(
     tasks = [RenderTask(chat.as_read(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
     answers = render_tasks(chat.training if training else chat.template, tasks, variables)
-    rendered: list[list[str] | UserError] = []
-    for each, answer in zip(dialogues, answers, strict=True):
-        if isinstance(answer, RenderError):
-            roles = ", ".join(message["role"] for message in each.messages)
-            rendered.append(UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {answer}"))
-        else:
-            rendered.append(answer)
-    return rendered
+    roles = [", ".join(message["role"] for message in each.messages) for each in dialogues]
+    return [
+        UserError(f"{name_of(tokenizer)} refuses messages of roles {of_each}: {answer}")
+        if isinstance(answer, RenderError)
+        else answer
+        for of_each, answer in zip(roles, answers, strict=True)
+    ]
 
 
 def is_written(words: str, text: str) -> bool:
