@@ -232,28 +232,29 @@ def _rankings(rows: Sequence[Example], share_prompts: Sharing) -> RankedBatch:
 
 def collate_labeled(examples: Sequence[Example], micro_batch_tokens: int) -> list[UnpairedBatch]:
     """Batches of at most `micro_batch_tokens` tokens each; a longer response stands alone."""
-    batches = []
-    for rows in _longest_first(examples, micro_batch_tokens):
-        sides = [(row, 0) for row in rows]
-        together = [(number,) for number in range(len(rows))]
-        desirable = torch.tensor([row.values["desirable"] for row in rows])
-        batches.append(UnpairedBatch(_lay_out(sides, together), desirable, _references(sides)))
-    return batches
+    return [_labeled(rows) for rows in _longest_first(examples, micro_batch_tokens)]
+
+
+def _labeled(rows: Sequence[Example]) -> UnpairedBatch:
+    sides = [(row, 0) for row in rows]
+    together = [(number,) for number in range(len(rows))]
+    desirable = torch.tensor([row.values["desirable"] for row in rows])
+    return UnpairedBatch(_lay_out(sides, together), desirable, _references(sides))
 
 
 def collate_steps(examples: Sequence[Example], micro_batch_tokens: int) -> list[StepBatch]:
     """Batches of at most `micro_batch_tokens` tokens each, documents of similar length together; a longer one alone."""
-    batches = []
-    for rows in group_rows_by_length(examples, [len(row.ids) for row in examples], micro_batch_tokens):
-        starts = accumulate((len(row.ids) for row in rows), initial=0)
-        ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
-        labels = [label for row in rows for label in row.values["labels"]]
-        documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
-        ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
-        batches.append(
-            StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
-        )
-    return batches
+    lengths = [len(row.ids) for row in examples]
+    return [_steps(rows) for rows in group_rows_by_length(examples, lengths, micro_batch_tokens)]
+
+
+def _steps(rows: Sequence[Example]) -> StepBatch:
+    starts = accumulate((len(row.ids) for row in rows), initial=0)
+    ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
+    labels = [label for row in rows for label in row.values["labels"]]
+    documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
+    ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
+    return StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
 
 
 def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:

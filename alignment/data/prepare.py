@@ -86,14 +86,13 @@ class Prepared:
     checks: "Checks | None" = None
     encoded: EncodedExamples | None = None
 
-    def merge(self, other: "Prepared") -> "Prepared":
+    def merge(self, other: "Prepared") -> None:
         """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
         self.problems = self.problems + other.problems
         if self.checks is not None and other.checks is not None:
             self.checks.merge(other.checks)
         self.checks = self.checks or other.checks
-        return self
 
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
         """Content of the manifest: name of the source, tally, findings of the data doctor."""

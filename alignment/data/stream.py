@@ -30,11 +30,6 @@ def order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return numbers
 
 
-def rows_in(epochs: float, epoch_length: int) -> int:
-    """Rows in this many epochs, at least one."""
-    return max(1, round(epoch_length * epochs))
-
-
 class Stream(Generic[Row]):
     """Global batches of rows, each row once per epoch; a batch may run across an epoch's end.
 
@@ -59,13 +54,6 @@ class Stream(Generic[Row]):
         """The rows of batch `step`, as `positions_at`."""
         return [self.rows[index] for index in self.positions_at(step)]
 
-    def steps(self, epochs: float | None = None) -> int:
-        """Batches in this many epochs (default: the stream's own), the last, smaller one included."""
-        epochs = self.epochs if epochs is None else epochs
-        if epochs is None:
-            raise ValueError("an endless stream has no number of steps; say for how many epochs")
-        return -(-rows_in(epochs, self.epoch_length) // self.batch_size)
-
     @property
     def epoch_length(self) -> int:
         """Rows of one epoch."""
@@ -78,7 +66,7 @@ class Stream(Generic[Row]):
 
     def _positions(self, step: int) -> range:
         """Positions of the rows of batch `step`, counted over all epochs."""
-        end = math.inf if self.epochs is None else rows_in(self.epochs, self.epoch_length)
+        end = math.inf if self.epochs is None else max(1, round(self.epoch_length * self.epochs))
         first = step * self.batch_size
         if step < 0 or first >= end:
             raise IndexError(f"step {step} lies outside the stream of {-(-end // self.batch_size):g} steps")

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -268,7 +269,10 @@ def prepare_labeled(
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
     """The examples of one part of labeled data; `names` is the id2label that its rows must keep to, if any."""
-    rows, read = _read(config, form.task, part)
+    if config.streaming:
+        raise UserError(NO_STREAMING)
+    read_part = partial(read_labeled, task=form.task, max_rows=config.max_rows, on_bad_row=config.on_bad_row)
+    rows, read = read_part(config.require_sources(part))
     if names is None:
         names = label_names(rows) if form.names_classes else {}
     if config.evaluation_share is not None:
@@ -276,14 +280,8 @@ def prepare_labeled(
     examples, tokenized = encode_rows(rows, form, tokenizer, names)
     counts = require_enough(read.followed_by(tokenized), config, part)
     if part == "evaluation" and config.evaluation_share is None:
-        counts.trained_on = overlap(_read(config, form.task, "train")[0], rows, lambda row: row.content)
+        counts.trained_on = overlap(read_part(config.require_sources("train"))[0], rows, lambda row: row.content)
     return LabeledExamples(examples, rows, counts, names)
-
-
-def _read(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[LabeledRow], Tally]:
-    if config.streaming:
-        raise UserError(NO_STREAMING)
-    return read_labeled(config.require_sources(part), task, max_rows=config.max_rows, on_bad_row=config.on_bad_row)
 
 
 def encode_rows(

@@ -245,8 +245,7 @@ def _responses(
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
     """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
-    done: list[Encoded] = []
-    refused: dict[str, list[str]] = {}
+    done, refused = list[Encoded](), dict[str, list[str]]()
     for row, result in zip(rows, encoded, strict=True):
         if isinstance(result, UserError):
             refused.setdefault(str(result), []).append(row.row_id)

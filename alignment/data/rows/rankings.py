@@ -234,8 +234,7 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
 
     Source: Wang et al. 2024, arXiv:2312.08935.
     """
-    pieces, marked = text_field(row, "input").split(TAG), text_field(row, "label")
-    labels = []
+    pieces, marked, labels = text_field(row, "input").split(TAG), text_field(row, "label"), list[bool]()
     for number, piece in enumerate(pieces[:-1], start=1):
         rest = marked.removeprefix(piece)
         if not marked.startswith(piece) or rest[:1] not in ("+", "-"):

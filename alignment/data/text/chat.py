@@ -100,8 +100,7 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
     with_one_bos = bos_adder(tokenizer)
 
     def joined(plan: TextPlan) -> EncodedChat:
-        sequence: list[int] = []
-        mask: list[bool] = []
+        sequence, mask = list[int](), list[bool]()
         for part in plan.parts:
             more = [token for piece in part.pieces for token in ids[piece]]
             more = more if sequence or part.counts else with_one_bos(more)
@@ -308,8 +307,7 @@ def _plan(
     whole, messages = texts[0], dialogue.messages
     notes = [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    parts: list[Segment] = []
-    position = start = 0
+    parts, position, start = list[Segment](), 0, 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)

@@ -145,7 +145,8 @@ def _training_variants() -> dict[str, str]:
 
 def shared_length(one: str, other: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
-    return len(os.path.commonprefix((one, other)))
+    differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -261,10 +262,9 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts: dict[tuple[bool, bool], list[Piece]] = {}
+    sorts, ids = dict[tuple[bool, bool], list[Piece]](), dict[Piece, list[int]]()
     for piece in dict.fromkeys(pieces):
         sorts.setdefault((piece.control, piece.follows), []).append(piece)
-    ids: dict[Piece, list[int]] = {}
     for (control, follows), same in sorts.items():
         encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
         ids.update(zip(same, encoded, strict=True))
