@@ -153,7 +153,13 @@ def read_examples(
     chat_template: str | None = None,
 ) -> Rows:
     """Examples of one part of the data; rows that were dropped or cut are noted in the run, and where they are kept."""
-    examples, counts = prepare_with(preparation or preparation_of(kind), data, tokenizer, part=part, streams=True)
+    preparation = preparation or preparation_of(kind)
+    if data.streaming and part == "train":
+        from alignment.data.streaming import open_stream
+
+        examples, counts = open_stream(preparation, data, tokenizer)
+    else:
+        examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     if chat_template is not None and counts.noted.get(PLAIN_PROMPT, 0) >= counts.kept:
         raise UserError(f"data.{part}: {NO_EFFECT.format(chat_template)}")
     for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):

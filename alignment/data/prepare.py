@@ -122,18 +122,11 @@ def preparation_of(kind: Kind) -> Preparation:
 
 
 def prepare_with(
-    preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part, streams: bool = False
+    preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part
 ) -> tuple[Rows, Tally]:
-    """`prepare` by another preparation; `streams`: training rows may be streamed, and the tally is of the first ones.
-
-    Of streamed training rows it is not known which prompts are held out too.
-    """
+    """`prepare` by another preparation. Of streamed training rows it is not known which prompts are held out too."""
     if config.streaming and part == "train":
-        if not streams:
-            raise UserError(NO_STREAMING)
-        from alignment.data.streaming import open_stream
-
-        return open_stream(preparation, config, tokenizer)
+        raise UserError(NO_STREAMING)
     examples = prepare_tables(preparation, config, tokenizer, part=part)
     counts = require_enough(examples.tally, config, part)
     if config.evaluation_share is not None:
@@ -200,8 +193,12 @@ def _make(
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
     if found.problems:
         raise _WrongRows(found)
-    manifest = found.manifest(config, source.source)
-    return {**writer.close(), **manifest, "kind": preparation.name, "read": found.read.kept}
+    return {
+        **writer.close(),
+        **found.manifest(config, source.source),
+        "kind": preparation.name,
+        "read": found.read.kept,
+    }
 
 
 def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[Prepared]:

@@ -36,10 +36,12 @@ class Stream(Generic[Row]):
     Attributes:
         batch_size: rows per batch, over all ranks.
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
+        epoch_length: rows of one epoch.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
-        self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
+        self.rows, self.epoch_length = rows, len(rows)
+        self.batch_size, self.seed, self.epochs = batch_size, seed, epochs
         self._order = lru_cache(maxsize=2)(partial(order, len(rows), seed))  # epoch -> its permutation
 
     def positions_at(self, step: int) -> list[int]:
@@ -53,11 +55,6 @@ class Stream(Generic[Row]):
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step`, as `positions_at`."""
         return [self.rows[index] for index in self.positions_at(step)]
-
-    @property
-    def epoch_length(self) -> int:
-        """Rows of one epoch."""
-        return len(self.rows)
 
     def row_of(self, position: int) -> tuple[int, int]:
         """Index and epoch of the row at a position, which is counted over all epochs."""
@@ -155,14 +152,9 @@ class MixtureStream(Stream[Row]):
         draws: int,
     ):
         super().__init__(rows, batch_size, seed, epochs)
-        self.shares, self.draws, tables = shares, draws, tables_of(rows)
+        self.shares, self.epoch_length, tables = shares, draws, tables_of(rows)
         self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
-
-    @property
-    def epoch_length(self) -> int:
-        """Length of an epoch."""
-        return self.draws
 
     def row_of(self, position: int) -> tuple[int, int]:
         """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""

@@ -20,6 +20,7 @@ from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
+from alignment.data.streaming import open_stream
 from alignment.data.table import Rows, column_of, mask_of, runs_of
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -384,4 +385,6 @@ def prepare_text(
     # A second sentence may come from any other text, so that passages are made of all texts at once.
     whole = objective == "sentence_pairs"
     preparation = Preparation(f"text for {objective}", "text", TOKENIZE_TEXT[objective], whole=whole)
-    return prepare_with(preparation, config, tokenizer, part=part, streams=True)
+    if config.streaming and part == "train":
+        return open_stream(preparation, config, tokenizer)
+    return prepare_with(preparation, config, tokenizer, part=part)
