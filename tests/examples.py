@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignment.data.batches import Example, join_examples
+from alignment.data.rows.records import Demonstration, Messages, Tools
+from alignment.data.text.chat import encode_dialogues
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
 
 example = Example.single
 
@@ -45,3 +49,13 @@ def sides(row: Example) -> list[Example]:
     return [
         Example.single(ids, mask, row.row_id, row.source) for ids, mask in zip(row.documents, row.masks, strict=True)
     ]
+
+
+def chat_ids(
+    tokenizer: Tokenizer, messages: Messages, trained: tuple[bool, ...] | None = None, tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
+    """Ids and mask of one dialogue, as `encode_dialogues`; a refusal is raised."""
+    [encoded] = encode_dialogues(tokenizer, [Demonstration([], "", "", messages, trained, tools=tools)])
+    if isinstance(encoded, UserError):
+        raise encoded
+    return encoded.ids, encoded.mask

@@ -18,7 +18,7 @@ from alignment.data.rows.files import source_files
 from alignment.data.rows.read import NO_EFFECT
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream, describe_mixture, source_shares, stream_of
-from alignment.data.table import Rows, check_findings, describe_cache, lengths_of
+from alignment.data.table import Rows, check_findings, column_of, describe_cache
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
@@ -170,7 +170,7 @@ def read_examples(
 
 def check_rows(model: nn.Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once."""
-    lengths = lengths_of(examples)
+    lengths = column_of(examples, "longest")
     np.minimum(lengths, max_length, out=lengths)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     ways += ", or take a model with a longer context"

@@ -200,59 +200,61 @@ def collate_pairs(
         micro_batch_tokens: a prompt that the sides of a pair share counts once.
         share_prompts: True where the prompt of a pair is in the batch once.
     """
-    batches = []
-    for rows in _longest_first(pairs, micro_batch_tokens, share_prompts):
-        sides = [(row, side) for side in (0, 1) for row in rows]
-        together = [(number, len(rows) + number) for number in range(len(rows))]
-        batches.append(PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides)))
-    return batches
+    return [_pairs(rows, share_prompts) for rows in _longest_first(pairs, micro_batch_tokens, share_prompts)]
+
+
+def _pairs(rows: Sequence[Example], share_prompts: Sharing) -> PairBatch:
+    sides = [(row, side) for side in (0, 1) for row in rows]
+    together = [(number, len(rows) + number) for number in range(len(rows))]
+    return PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides))
 
 
 def collate_rankings(
     examples: Sequence[Example], micro_batch_tokens: int, *, share_prompts: Sharing = False
 ) -> list[RankedBatch]:
     """Batches of at most `micro_batch_tokens` tokens each, all responses to a prompt together; see `collate_pairs`."""
-    batches = []
-    for rows in _longest_first(examples, micro_batch_tokens, share_prompts):
-        sides = [(row, side) for row in rows for side in range(len(row.documents))]
-        sizes = tuple(len(row.documents) for row in rows)
-        together = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        batch = RankedBatch(
-            _lay_out(sides, together, share_prompts),
-            ranks=torch.tensor([rank for row in rows for rank in row.values["ranks"]]),
-            groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
-            sizes=sizes,
-            margins=_margins(rows),
-            reference=_references(sides),
-        )
-        batches.append(batch)
-    return batches
+    return [_rankings(rows, share_prompts) for rows in _longest_first(examples, micro_batch_tokens, share_prompts)]
+
+
+def _rankings(rows: Sequence[Example], share_prompts: Sharing) -> RankedBatch:
+    sides = [(row, side) for row in rows for side in range(len(row.documents))]
+    sizes = tuple(len(row.documents) for row in rows)
+    together = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return RankedBatch(
+        _lay_out(sides, together, share_prompts),
+        ranks=torch.tensor([rank for row in rows for rank in row.values["ranks"]]),
+        groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
+        sizes=sizes,
+        margins=_margins(rows),
+        reference=_references(sides),
+    )
 
 
 def collate_labeled(examples: Sequence[Example], micro_batch_tokens: int) -> list[UnpairedBatch]:
     """Batches of at most `micro_batch_tokens` tokens each; a longer response stands alone."""
-    batches = []
-    for rows in _longest_first(examples, micro_batch_tokens):
-        sides = [(row, 0) for row in rows]
-        together = [(number,) for number in range(len(rows))]
-        desirable = torch.tensor([row.values["desirable"] for row in rows])
-        batches.append(UnpairedBatch(_lay_out(sides, together), desirable, _references(sides)))
-    return batches
+    return [_labeled(rows) for rows in _longest_first(examples, micro_batch_tokens)]
+
+
+def _labeled(rows: Sequence[Example]) -> UnpairedBatch:
+    sides = [(row, 0) for row in rows]
+    together = [(number,) for number in range(len(rows))]
+    desirable = torch.tensor([row.values["desirable"] for row in rows])
+    return UnpairedBatch(_lay_out(sides, together), desirable, _references(sides))
 
 
 def collate_steps(examples: Sequence[Example], micro_batch_tokens: int) -> list[StepBatch]:
     """Batches of at most `micro_batch_tokens` tokens each, documents of similar length together; a longer one alone."""
-    batches = []
-    for rows in group_rows_by_length(examples, [len(row.ids) for row in examples], micro_batch_tokens):
-        starts = accumulate((len(row.ids) for row in rows), initial=0)
-        ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
-        labels = [label for row in rows for label in row.values["labels"]]
-        documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
-        ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
-        batches.append(
-            StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
-        )
-    return batches
+    lengths = [len(row.ids) for row in examples]
+    return [_steps(rows) for rows in group_rows_by_length(examples, lengths, micro_batch_tokens)]
+
+
+def _steps(rows: Sequence[Example]) -> StepBatch:
+    starts = accumulate((len(row.ids) for row in rows), initial=0)
+    ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
+    labels = [label for row in rows for label in row.values["labels"]]
+    documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
+    ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
+    return StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
 
 
 def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:

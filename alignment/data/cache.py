@@ -59,15 +59,14 @@ def get_entry(cache: Path, key: str, make: Callable[[Path], Mapping[str, Any]]) 
     Of several processes that ask for it, one makes it.
     """
     directory, notes = cache / "entries" / key, ()
-    lock = FileLock(cache / "locks" / key)
     try:
         for name in ("entries", "locks"):
             (cache / name).mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        locked = FileLock(cache / "locks" / key).acquire()
     except OSError as error:
         why = f"cannot be written ({error.strerror}), and rows are prepared into it"
         raise UserError(f"{cache}: {why}; name another directory by data.cache or ALIGNMENT_CACHE") from error
-    try:
+    with locked:
         if os.path.lexists(directory):
             try:
                 return open_entry(directory, key)
@@ -79,8 +78,6 @@ def get_entry(cache: Path, key: str, make: Callable[[Path], Mapping[str, Any]]) 
             content["stored"] = {path.name: _stamp(path) | {"sha256": sha256(path)} for path in sorted(new.iterdir())}
             text = json.dumps({**content, "check": hash_of(content)})
             (new / MANIFEST).write_text(text, encoding="utf-8")
-    finally:
-        lock.release()
     return Entry(directory, json.loads(text), False, notes)
 
 
@@ -205,9 +202,11 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
                 entries.remove(entry)
                 lines.append(f"left {entry.key}: a process is preparing it")
     elif entries:
-        cells = [("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used")]
-        for *names, rows, tokens, size, made, used in entries:
-            cells += [(*names, f"{rows:,}", f"{tokens:,}", f"{size / 1e6:.1f}", f"{made:.1f}", f"{used:.1f}")]
+        head = ("key", "kind", "source", "rows", "tokens", "MB", "days since made", "since used")
+        cells = [head] + [
+            (*names, f"{rows:,}", f"{tokens:,}", f"{size / 1e6:.1f}", f"{made:.1f}", f"{used:.1f}")
+            for *names, rows, tokens, size, made, used in entries
+        ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     size = sum(entry.bytes for entry in entries) / 1e6

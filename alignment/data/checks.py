@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from alignment.data.batches import Example, TokenizedRow
-from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import NO_RANKED_REPLIES, NO_STEPS
 from alignment.data.rows.read import prompt_key, record_key, text_hash
 from alignment.data.rows.records import (
     ALL_TIED,
+    EQUAL_PAIR,
+    EQUAL_RESPONSES,
     SHOWN_IDS,
     Comparison,
     Kind,
@@ -31,9 +32,9 @@ from alignment.data.rows.records import (
     ordered_pairs,
     replies_of,
 )
-from alignment.data.text import chat
+from alignment.data.text.special_tokens import stop_strings, stop_token_ids, without_end
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
-from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
+from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings
 
 CUT_SHARE = 0.01  # above these shares a finding is a warning
 EQUAL_SHARE = 0.01
@@ -42,8 +43,8 @@ LENGTH_BIAS = 0.1  # |share of pairs whose chosen side is longer - 1/2|
 LABEL_SHARE = 0.05  # of the rarer label
 LEAST_ROWS = 20  # for findings about most rows
 SKIPPED = (  # reasons to leave out a row that is no bad one
-    EqualResponses().reason,
-    EqualResponses("two responses of one prompt").reason,
+    EQUAL_PAIR,
+    EQUAL_RESPONSES,
     ALL_TIED,
     NO_RANKED_REPLIES,
     NO_STEPS,
@@ -88,9 +89,7 @@ class CheckedRow(NamedTuple):
 def checked_row(record: Record) -> CheckedRow:
     """A record with its texts."""
     prompt = record.text if isinstance(record, Text) else record.prompt
-    responses = list(replies_of(record))
-    if isinstance(record, Steps):
-        responses = [record.separator.join(record.steps)]
+    responses = [record.separator.join(record.steps)] if isinstance(record, Steps) else list(replies_of(record))
     if isinstance(prompt, str):
         return CheckedRow(record, prompt, responses, prompt if responses else "", [])
     return CheckedRow(record, "\n".join(message["content"] for message in prompt), responses, "", prompt)
@@ -121,10 +120,9 @@ class SpecialTokens(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "SpecialTokens":
         """The special tokens of a tokenizer; a token that ends responses is no fault wherever it stands."""
-        stops = chat.stop_token_ids(tokenizer)
-        bos, unknown = (None if token in stops else token for token in (bos_id(tokenizer), tokenizer.unk_token_id))
-        names = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stops)))
-        return cls(bos, unknown, frozenset(stops), names, tuple(control_strings(tokenizer)))
+        stops = stop_token_ids(tokenizer)
+        bos, unknown = (None if token in stops else token for token in (tokenizer.bos_token_id, tokenizer.unk_token_id))
+        return cls(bos, unknown, frozenset(stops), tuple(stop_strings(tokenizer)), tuple(control_strings(tokenizer)))
 
 
 class Fault(NamedTuple):
@@ -342,13 +340,12 @@ class Checks:
                 self._add_rows(fault.name, weight, names)
         self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:
-            ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
+            ended = [without_end(text, self.special.stop_strings) for text in row.responses]
             for string in self.special.control_strings:
                 if any(string in text for text in (row.prompt, *ended)):
                     self._add_rows(LITERAL + string, weight, names)
-        labels = row.record.labels if isinstance(row.record, Steps) else ()
-        if isinstance(row.record, LabeledResponse):
-            labels = (row.record.desirable,)
+        label = getattr(row.record, "desirable", None)
+        labels = getattr(row.record, "labels", ()) if label is None else (label,)
         self.sums.update({"labels": weight * len(labels), "yes": weight * sum(labels)})
         for better, worse in preferred_pairs(row.record) if len(row.responses) == 2 else ():
             gap = len(better) - len(worse)

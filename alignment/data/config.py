@@ -95,7 +95,6 @@ class DataConfig(Settings):
         as_messages: make messages of prompts that are plain text, which then go through the chat template as `generate`,
             `chat` and `serve` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF dialogue, or the whole
             prompt, as the user's.
-        skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
         check: what the data doctor finds is noted in the run; its errors stop the run, are noted too, or it is off.
@@ -121,7 +120,6 @@ class DataConfig(Settings):
     max_length: Annotated[int, Ge(2)] = 1024
     turns: Turns = "all"
     as_messages: bool = False
-    skip_ties: bool = True
     max_lost_share: Share = 0.5
     max_cut_share: Share = 0.5
     check: Literal["stop", "warn", "off"] = "stop"

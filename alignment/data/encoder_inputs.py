@@ -15,11 +15,10 @@ from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.tokenize import (
     EQUAL,
-    PROMPT_CUT,
-    RESPONSE_CUT,
     TIED_RANKING,
     counted,
     label_values,
+    note_cuts,
     refused_rows,
     text_budget,
     truncate,
@@ -60,21 +59,17 @@ def encode_responses(
             continue
         budget = text_budget(max_length, template.size(2 if row.prompt else 1))
         kept_head, kept = truncate(head, tails, budget, None) if row.prompt else ([], [tail[:budget] for tail in tails])
-        if len(head) > len(kept_head):
-            counts.note_cut(PROMPT_CUT, row.row_id)
-        if any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True)):
-            counts.note_cut(RESPONSE_CUT, row.row_id)
+        shorter = any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True))
+        note_cuts(counts, row.row_id, len(head) > len(kept_head), shorter)
         if isinstance(row, Comparison) and kept[0] == kept[1]:
             counts.drop(EQUAL, row.row_id)
-            continue
-        if ordered and len(set(cast("Ranking", row).ranks)) == 1:
+        elif ordered and len(set(cast("Ranking", row).ranks)) == 1:
             counts.drop(TIED_RANKING, row.row_id)
-            continue
-        texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
-        masks = [[part == 1 for part in text.segments] for text in texts]
-        values = label_values(row, range(len(texts)))
-        encoded.append(Example([text.ids for text in texts], masks, row.row_id, values=values))
-    counts.kept = len(encoded)
+        else:
+            texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
+            masks = [[part == 1 for part in text.segments] for text in texts]
+            values = label_values(row, range(len(texts)))
+            encoded.append(Example([text.ids for text in texts], masks, row.row_id, values=values))
     return counted(encoded, counts)
 
 

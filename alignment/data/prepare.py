@@ -23,7 +23,7 @@ from alignment.data.cache import get_entry, table_key
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.rows.files import Chunk, read_chunks, source_files
 from alignment.data.rows.read import (
-    HasRowId,
+    AnyRecord,
     RecordParser,
     choose_parser,
     parse_rows,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 Input = TypeVar("Input")
 Result = TypeVar("Result")
-AnyRow = TypeVar("AnyRow", bound=HasRowId)
 
 HELD_OUT = "held out by data.evaluation_share"
 
@@ -87,14 +86,13 @@ class Prepared:
     checks: "Checks | None" = None
     encoded: EncodedExamples | None = None
 
-    def merge(self, other: "Prepared") -> "Prepared":
+    def merge(self, other: "Prepared") -> None:
         """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
         self.problems = self.problems + other.problems
         if self.checks is not None and other.checks is not None:
             self.checks.merge(other.checks)
         self.checks = self.checks or other.checks
-        return self
 
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
         """Content of the manifest: name of the source, tally, findings of the data doctor."""
@@ -195,8 +193,12 @@ def _make(
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
     if found.problems:
         raise _WrongRows(found)
-    manifest = found.manifest(config, source.source) | {"kind": preparation.name, "read": found.read.kept}
-    return {**writer.close(), **manifest}
+    return {
+        **writer.close(),
+        **found.manifest(config, source.source),
+        "kind": preparation.name,
+        "read": found.read.kept,
+    }
 
 
 def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[Prepared]:
@@ -206,12 +208,10 @@ def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, pr
     if max_rows is None:
         yield from map_in_order(partial(prepare_chunk, job), chunks, processes)
         return
-    for chunk in chunks:
+    while max_rows > 0 and (chunk := next(chunks, None)) is not None:
         done = prepare_chunk(job, chunk, max_rows)
         yield done
         max_rows -= done.read.kept
-        if max_rows <= 0:
-            return
 
 
 def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], processes: int) -> Iterator[Result]:
@@ -307,8 +307,8 @@ def held_out(hashes: np.ndarray, share: float) -> np.ndarray:
 
 
 def rows_of_part(
-    rows: Sequence[AnyRow], counts: Tally, key: Callable[[AnyRow], str], config: DataConfig, part: Part
-) -> tuple[list[AnyRow], Tally]:
+    rows: Sequence[AnyRecord], counts: Tally, key: Callable[[AnyRecord], str], config: DataConfig, part: Part
+) -> tuple[list[AnyRecord], Tally]:
     """The rows in memory that belong to a part, and the part's tally; `key`: a text that is equal for equal prompts."""
     hashes = np.array([text_hash(key(row)) for row in rows], np.uint64)
     chosen = held_out(hashes, config.evaluation_share or 0.0).tolist()
@@ -352,11 +352,10 @@ def _without(counts: Tally, number: int, first: list[str]) -> Tally:
 
 def _require_rows(found: Sized, config: DataConfig, part: Part, rows: int) -> None:
     """Refuse a part without rows, of `rows` in all."""
-    if len(found):
-        return
-    names = ", ".join(source.source for source in config.sources("train"))
-    fewer = "no row is held out; raise it" if part == "evaluation" else "no row is left to train on; lower it"
-    raise UserError(
-        f"{names}: data.evaluation_share={config.evaluation_share:g} parts {rows} examples by their prompts, and {fewer}, "
-        "or name held-out rows by data.evaluation"
-    )
+    if not len(found):
+        names = ", ".join(source.source for source in config.sources("train"))
+        fewer = "no row is held out; raise it" if part == "evaluation" else "no row is left to train on; lower it"
+        raise UserError(
+            f"{names}: data.evaluation_share={config.evaluation_share:g} parts {rows} examples by their prompts, and "
+            f"{fewer}, or name held-out rows by data.evaluation"
+        )

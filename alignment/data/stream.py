@@ -5,6 +5,7 @@ It is a pure function of (seed, position): no rank and no resumed run has to kno
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,22 +30,19 @@ def order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return numbers
 
 
-def rows_in(epochs: float, epoch_length: int) -> int:
-    """Rows in this many epochs, at least one."""
-    return max(1, round(epoch_length * epochs))
-
-
 class Stream(Generic[Row]):
     """Global batches of rows, each row once per epoch; a batch may run across an epoch's end.
 
     Attributes:
         batch_size: rows per batch, over all ranks.
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
+        epoch_length: rows of one epoch.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
-        self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
-        self._orders: dict[int, np.ndarray] = {}
+        self.rows, self.epoch_length = rows, len(rows)
+        self.batch_size, self.seed, self.epochs = batch_size, seed, epochs
+        self._order = lru_cache(maxsize=2)(partial(order, len(rows), seed))  # epoch -> its permutation
 
     def positions_at(self, step: int) -> list[int]:
         """Indices of the rows of batch `step` (from 0)."""
@@ -58,30 +56,14 @@ class Stream(Generic[Row]):
         """The rows of batch `step`, as `positions_at`."""
         return [self.rows[index] for index in self.positions_at(step)]
 
-    def steps(self, epochs: float | None = None) -> int:
-        """Batches in this many epochs (default: the stream's own), the last, smaller one included."""
-        epochs = self.epochs if epochs is None else epochs
-        if epochs is None:
-            raise ValueError("an endless stream has no number of steps; say for how many epochs")
-        return -(-rows_in(epochs, self.epoch_length) // self.batch_size)
-
-    @property
-    def epoch_length(self) -> int:
-        """Rows of one epoch."""
-        return len(self.rows)
-
     def row_of(self, position: int) -> tuple[int, int]:
         """Index and epoch of the row at a position, which is counted over all epochs."""
         epoch, offset = divmod(position, len(self.rows))
-        if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
-            if len(self._orders) > 1:
-                self._orders.clear()
-            self._orders[epoch] = order(len(self.rows), self.seed, epoch)
-        return int(self._orders[epoch][offset]), epoch
+        return int(self._order(epoch)[offset]), epoch
 
     def _positions(self, step: int) -> range:
         """Positions of the rows of batch `step`, counted over all epochs."""
-        end = math.inf if self.epochs is None else rows_in(self.epochs, self.epoch_length)
+        end = math.inf if self.epochs is None else max(1, round(self.epoch_length * self.epochs))
         first = step * self.batch_size
         if step < 0 or first >= end:
             raise IndexError(f"step {step} lies outside the stream of {-(-end // self.batch_size):g} steps")
@@ -124,7 +106,7 @@ class SourceChoices:
 
     def __init__(self, shares: Sequence[float], seed: int):
         self.shares, self.seed = shares, seed
-        self._draws: dict[int, np.ndarray] = {}
+        self._block = lru_cache(maxsize=2)(self._draw_block)
         self._counts = np.empty((0, len(shares)), np.int64)
 
     def at(self, position: int) -> tuple[int, int]:
@@ -132,19 +114,15 @@ class SourceChoices:
         source, draw = self._block(position // BLOCK)[position % BLOCK]
         return int(source), int(draw)
 
-    def _block(self, number: int) -> np.ndarray:
+    def _draw_block(self, number: int) -> np.ndarray:
         """Source and number of the draw at each position of one block, [BLOCK, 2]."""
-        if number not in self._draws:  # a memo of a pure function: what is in it changes speed only
-            if len(self._draws) > 1:
-                self._draws.clear()
-            counts = self._counts_to(number)
-            sources = np.repeat(np.arange(len(self.shares)), counts[number])
-            sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
-            draws = np.empty(BLOCK, dtype=np.int64)
-            for source, before in enumerate(counts[:number].sum(0)):
-                draws[sources == source] = before + np.arange(counts[number, source])
-            self._draws[number] = np.stack([sources, draws], 1)
-        return self._draws[number]
+        counts = self._counts_to(number)
+        sources = np.repeat(np.arange(len(self.shares)), counts[number])
+        sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
+        draws = np.empty(BLOCK, dtype=np.int64)
+        for source, before in enumerate(counts[:number].sum(0)):
+            draws[sources == source] = before + np.arange(counts[number, source])
+        return np.stack([sources, draws], 1)
 
     def _counts_to(self, number: int) -> np.ndarray:
         """Rows of each source in each block, up to block `number` and beyond, [blocks, S].
@@ -174,14 +152,9 @@ class MixtureStream(Stream[Row]):
         draws: int,
     ):
         super().__init__(rows, batch_size, seed, epochs)
-        self.shares, self.draws, tables = shares, draws, tables_of(rows)
+        self.shares, self.epoch_length, tables = shares, draws, tables_of(rows)
         self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
-
-    @property
-    def epoch_length(self) -> int:
-        """Length of an epoch."""
-        return self.draws
 
     def row_of(self, position: int) -> tuple[int, int]:
         """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""

@@ -19,7 +19,7 @@ import numpy as np
 from alignment.data.batches import RowSequence
 from alignment.data.config import DataConfig
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
-from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
+from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, chunks_of, open_sources
 from alignment.data.rows.read import choose_parser, raise_bad_rows
 from alignment.data.rows.records import Tally
 from alignment.data.stream import SourceChoices, mixing_shares, seed_of_source
@@ -206,8 +206,7 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
     for source in config.require_sources("train"):
         opened = open_sources(source.source, str(source.split))
         rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
-        chunks = (Chunk(rows=chunk) for chunk in iter(lambda rows=rows: tuple(islice(rows, FIRST_ROWS)), ()))
-        parser, _ = choose_parser(source, preparation.kind, config, chunks)
+        parser, _ = choose_parser(source, preparation.kind, config, chunks_of(rows))
         own = with_chat_template(tokenizer, source.chat_template)
         job = Job(preparation, parser, source.columns or {}, config, own)
         files.append([File(each, job, names.index(str(source.name))) for each in opened])

@@ -63,13 +63,11 @@ class EncodedExamples(NamedTuple):
 
     def example(self, row: int, source: int = 0) -> Example:
         """One example, which is given the number of its data source."""
-        (first, start), (last, stop) = self.rows[row : row + 2, :2].tolist()
-        row_id, values = json.loads(self.values[start:stop].tobytes())
-        documents, masks = [], []
-        begins = self.documents[first : last + 1].tolist()
-        for (token, run), (token_end, run_end) in pairwise(begins):
-            documents.append(self.tokens[token:token_end].tolist())
-            masks.append(mask_of(self.runs[run:run_end].tolist()))
+        (first, begin), (last, end) = self.rows[row : row + 2, :2].tolist()
+        row_id, values = json.loads(self.values[begin:end].tobytes())
+        tokens, runs = self.documents[first : last + 1].T.tolist()
+        documents = [self.tokens[start:stop].tolist() for start, stop in pairwise(tokens)]
+        masks = [mask_of(self.runs[start:stop].tolist()) for start, stop in pairwise(runs)]
         return Example(documents, masks, row_id, source, values)
 
 
@@ -262,7 +260,10 @@ def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:
 
 
 def column_of(rows: Sequence[Any], name: str) -> np.ndarray:
-    """`longest`, `total` or `cut` of each row, [rows]; of tables any of `COLUMNS`, without reading the rows."""
+    """Of each row `longest` (tokens of its longest document), `total` (of all documents) or `cut`, [rows].
+
+    Of tables any of `COLUMNS`, without reading the rows.
+    """
     if isinstance(rows, Table | JoinedTables):
         return rows.column(name)
     measure: dict[str, Callable[[Any], int]] = {
@@ -271,16 +272,6 @@ def column_of(rows: Sequence[Any], name: str) -> np.ndarray:
         "cut": lambda row: bool(row.values.get("cut")),
     }
     return np.array([measure[name](row) for row in rows], np.int64)
-
-
-def lengths_of(rows: Sequence[TokenizedRow]) -> np.ndarray:
-    """Tokens of the longest document of each row, [rows]."""
-    return column_of(rows, "longest")
-
-
-def totals_of(rows: Sequence[TokenizedRow]) -> np.ndarray:
-    """Tokens of all documents of each row, [rows]."""
-    return column_of(rows, "total")
 
 
 def describe_cache(rows: Sequence[TokenizedRow]) -> list[str]:
@@ -300,13 +291,13 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
 
 def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
     """Findings of the data doctor in prepared rows, a line each, without what the tally says; errors end a run (`stop`)."""
-    lines, errors = [], []
-    for table in getattr(examples, "tables", [examples]) if check != "off" else []:
-        counted = {**table.tally.dropped, **table.tally.cut}
-        for finding in table.findings:
-            if finding["name"] not in counted:
-                lines.append(f"{finding['level']}: {finding['text']}")
-                errors += [f"{table.name}: {finding['text']}"] * (finding["level"] == "error")
+    found = [
+        (table.name, finding)
+        for table in (getattr(examples, "tables", [examples]) if check != "off" else [])
+        for finding in table.findings
+        if finding["name"] not in {**table.tally.dropped, **table.tally.cut}
+    ]
+    errors = [f"{name}: {finding['text']}" for name, finding in found if finding["level"] == "error"]
     if errors and check == "stop":
         raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
-    return lines
+    return [f"{finding['level']}: {finding['text']}" for _, finding in found]

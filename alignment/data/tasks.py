@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -268,7 +269,10 @@ def prepare_labeled(
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
     """The examples of one part of labeled data; `names` is the id2label that its rows must keep to, if any."""
-    rows, read = _read(config, form.task, part)
+    if config.streaming:
+        raise UserError(NO_STREAMING)
+    read_part = partial(read_labeled, task=form.task, max_rows=config.max_rows, on_bad_row=config.on_bad_row)
+    rows, read = read_part(config.require_sources(part))
     if names is None:
         names = label_names(rows) if form.names_classes else {}
     if config.evaluation_share is not None:
@@ -276,14 +280,8 @@ def prepare_labeled(
     examples, tokenized = encode_rows(rows, form, tokenizer, names)
     counts = require_enough(read.followed_by(tokenized), config, part)
     if part == "evaluation" and config.evaluation_share is None:
-        counts.trained_on = overlap(_read(config, form.task, "train")[0], rows, lambda row: row.content)
+        counts.trained_on = overlap(read_part(config.require_sources("train"))[0], rows, lambda row: row.content)
     return LabeledExamples(examples, rows, counts, names)
-
-
-def _read(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[LabeledRow], Tally]:
-    if config.streaming:
-        raise UserError(NO_STREAMING)
-    return read_labeled(config.require_sources(part), task, max_rows=config.max_rows, on_bad_row=config.on_bad_row)
 
 
 def encode_rows(
@@ -321,7 +319,6 @@ def _encode_texts(
             counts.note_cut(TEXT_END_CUT if len(tokens[0]) == 1 else PAIR_CUT, row.row_id)
         kept = tuple(template.encode(*truncate_longest(texts, budget)) for texts in tokens)
         examples.append(TaskExample(kept, [ids.get(label, label) for label in row.labels], row.row_id))
-    counts.kept = len(examples)
     return examples, counts
 
 
@@ -350,7 +347,7 @@ def _encode_words(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
     budget, examples = text_budget(form.max_length, template.size(1)), []
     for row, text in zip(
         rows, tokenize_with_offsets(tokenizer, [" ".join(row.inputs[0]) for row in rows]), strict=True
@@ -392,7 +389,7 @@ def _encode_questions(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
     examples: list[TaskExample] = []
     encoded = tokenize_with_offsets(tokenizer, [text for row in rows for text in row.inputs])
     for number, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):

@@ -23,8 +23,8 @@ from alignment.data.rows.records import (
     single_turns,
 )
 from alignment.data.text import chat
-from alignment.data.text.chat import DialogueRow, encode_dialogues
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
+from alignment.data.text.chat import encode_dialogues
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, encode
 from alignment.errors import UserError, list_problems
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
@@ -55,8 +55,8 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
     A longer text is cut into successive pieces. A piece after the first starts with the BOS where the tokenizer has
     one, else with the last token of the piece before: its first new token needs something to be predicted from.
     """
-    counts, examples = Tally(rows=len(rows), kept=len(rows)), []
-    bos = bos_id(tokenizer) if adds_bos(tokenizer) else None
+    counts, examples = Tally(rows=len(rows)), []
+    bos = tokenizer.bos_token_id if adds_bos(tokenizer) else None
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
             counts.note_cut(TEXT_CUT, row.row_id)
@@ -74,17 +74,14 @@ def tokenize_demonstrations(
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
     counts, examples = Tally(rows=len(rows)), []
-    bos = bos_id(tokenizer)
+    bos = tokenizer.bos_token_id
     turns = [[] if row.messages and not row.apart else single_turns(row) for row in rows]
     flat = [turn for each in turns for turn in each]
     answered = zip(
         encode_prompts(tokenizer, [row for row, _ in flat], counts), _responses(tokenizer, flat, counts), strict=True
     )
     together = [row for row in rows if row.messages and not row.apart]
-    dialogues = encode_dialogues(
-        tokenizer, [DialogueRow(row.messages or [], row.trained, row.tools) for row in together]
-    )
-    whole = iter(_accepted(together, dialogues, counts))
+    whole = iter(_accepted(together, encode_dialogues(tokenizer, together), counts))
     for row, of_row in zip(rows, turns, strict=True):
         if row.messages and not row.apart:
             dialogue = next(whole)
@@ -96,10 +93,9 @@ def tokenize_demonstrations(
         if not made:
             counts.drop(EMPTY, row.row_id)
             continue
-        counts.kept += 1
         for head, mask, tail in made:
             kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
-            _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+            note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
             kept_mask = truncate_left(mask, len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
             examples.append(Example.single(kept_head + kept_tail, kept_mask, row.row_id))
     return counted(examples, counts)
@@ -121,7 +117,7 @@ def tokenize_responses(
     encoded = iter(_responses(tokenizer, flat, counts))
     for row, head, of_row in zip(rows, prompts, replies, strict=True):
         whole = [next(encoded) for _ in of_row]
-        kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
+        kept_head, tails = truncate(head, whole, max_length, tokenizer.bos_token_id)
         ranks = row.ranks if isinstance(row, Ranking) else range(len(whole))
         kept = _distinct(tails, ranks)
         if min(map(len, whole)) < 2:
@@ -133,10 +129,9 @@ def tokenize_responses(
         else:
             if len(kept) < len(tails):
                 counts.note_cut(EQUAL_IN_RANKING, row.row_id)
-            _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
+            note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
             tails = [tails[index] for index in kept]
             examples.append(Example.answered(kept_head, tails, row.row_id, **label_values(row, kept)))
-    counts.kept = len(examples)
     return counted(examples, counts)
 
 
@@ -185,7 +180,7 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
         steps = [next(encoded) + separators[row.separator] for _ in row.steps]
         ends = list(accumulate(map(len, steps)))
         kept_head, [response] = truncate(
-            head, [[token for step in steps for token in step]], max_length, bos_id(tokenizer)
+            head, [[token for step in steps for token in step]], max_length, tokenizer.bos_token_id
         )
         whole = sum(end <= len(response) for end in ends)
         if not whole:
@@ -193,21 +188,20 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
             continue
         if whole < len(steps):
             counts.note_cut(STEPS_CUT, row.row_id)
-        _note_cuts(counts, row.row_id, len(head) > len(kept_head), False)
+        note_cuts(counts, row.row_id, len(head) > len(kept_head), False)
         values = {"ends": [len(kept_head) + end - 1 for end in ends[:whole]], "labels": list(row.labels[:whole])}
         ids = kept_head + response[: ends[whole - 1]]
         examples.append(Example.single(ids, [False] * len(ids), row.row_id, **values))
-    counts.kept = len(examples)
     return counted(examples, counts)
 
 
 def tokenize_prompts(rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
-    counts, examples = Tally(rows=len(rows), kept=len(rows)), []
+    counts, examples = Tally(rows=len(rows)), []
     for row, ids in zip(rows, encode_prompts(tokenizer, rows, counts), strict=True):
-        kept = truncate_left(ids, max_length, ids[:1] == [bos_id(tokenizer)])
+        kept = truncate_left(ids, max_length, ids[:1] == [tokenizer.bos_token_id])
         cut = len(ids) > len(kept)
-        _note_cuts(counts, row.row_id, cut, False)
+        note_cuts(counts, row.row_id, cut, False)
         values = {"prompt": row.prompt, "extra": row.extra, "cut": cut}
         examples.append(Example.single(kept, [False] * len(kept), row.row_id, **values))
     return counted(examples, counts)
@@ -251,8 +245,7 @@ def _responses(
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
     """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
-    done: list[Encoded] = []
-    refused: dict[str, list[str]] = {}
+    done, refused = list[Encoded](), dict[str, list[str]]()
     for row, result in zip(rows, encoded, strict=True):
         if isinstance(result, UserError):
             refused.setdefault(str(result), []).append(row.row_id)
@@ -279,11 +272,11 @@ def last_span(mask: Sequence[bool]) -> int:
     return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
 
 
-def _note_cuts(counts: Tally, row_id: str, prompt: bool, response: bool) -> None:
-    if prompt:
-        counts.note_cut(PROMPT_CUT, row_id)
-    if response:
-        counts.note_cut(RESPONSE_CUT, row_id)
+def note_cuts(counts: Tally, row_id: str, prompt: bool, response: bool) -> None:
+    """Count a row whose prompt or response is cut."""
+    for what, cut in ((PROMPT_CUT, prompt), (RESPONSE_CUT, response)):
+        if cut:
+            counts.note_cut(what, row_id)
 
 
 PROMPT_FLOOR = 0.25  # share of max_length that a long prompt keeps, however long the response is
@@ -318,11 +311,11 @@ def even_slices(length: int, most: int) -> list[slice]:
 
 def split_document(ids: list[int], max_length: int, bos: int | None) -> list[list[int]]:
     """Successive pieces of at most `max_length` >= 2 ids, the later ones led in by `bos` or the token before."""
-    cut = [ids[:max_length]]
-    for start in range(max_length, len(ids), max_length - 1):
-        lead = ids[start - 1] if bos is None else bos
-        cut.append([lead, *ids[start : start + max_length - 1]])
-    return cut
+    later = [
+        [ids[start - 1] if bos is None else bos, *ids[start : start + max_length - 1]]
+        for start in range(max_length, len(ids), max_length - 1)
+    ]
+    return [ids[:max_length], *later]
 
 
 def truncate(

@@ -23,7 +23,7 @@ from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Demonstration, Prompt, Record, Steps, Text, replies_of
 from alignment.data.stream import epoch_rows, mixing_shares, tables_of
-from alignment.data.table import longest_rows, totals_of
+from alignment.data.table import column_of, longest_rows
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
@@ -156,7 +156,7 @@ def token_range(config: StageConfig, stage: Workload, layout: Layout, device: De
     """Tokens of the longest row that is learned from, and of the largest micro-batch that can come up on one device."""
     row = config.data.max_length * (1 if stage.responses else stage.documents)
     if data.examples:
-        row = int(totals_of(data.examples).max())
+        row = int(column_of(data.examples, "total").max())
     if stage.responses:
         row = (row + getattr(config, "max_new_tokens", 0)) * stage.documents
     rows = math.ceil(config.training.batch_size / layout.gpus)
@@ -225,7 +225,7 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
 
 def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
     """Tokens of a row, on average over the rows that a run sees."""
-    return mean_over_sources(data, [totals_of(table) for table in tables_of(examples)])
+    return mean_over_sources(data, [column_of(table, "total") for table in tables_of(examples)])
 
 
 def mean_over_sources(data: DataConfig, values: Sequence[np.ndarray]) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from alignment.data.encoder_inputs import encode_prompts_with_responses
 from alignment.data.rows.records import Messages, Steps
-from alignment.data.text.chat import prompt_ids, response_ids, text_ids
+from alignment.data.text.chat import prompt_ids, response_ids, texts_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
@@ -256,7 +256,7 @@ class RewardModel:
 
     def _ids(self, text: Text, ended: bool) -> list[int]:
         if isinstance(text, str):
-            return text_ids(self.tokenizer, text)
+            return texts_ids(self.tokenizer, [text])[0]
         prompt, response = text
         return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 

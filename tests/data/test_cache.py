@@ -101,9 +101,7 @@ def test_h09_one_byte_of_the_file_prepares_anew_even_where_its_times_are_set_bac
     assert before.key != after.key and before[3] != after[3] and before[4] == after[4]
 
 
-@pytest.mark.parametrize(
-    "change", [{"max_length": 5}, {"on_bad_row": "skip"}, {"max_rows": 7}, {"skip_ties": False}, {"turns": "last"}]
-)
+@pytest.mark.parametrize("change", [{"max_length": 5}, {"on_bad_row": "skip"}, {"max_rows": 7}, {"turns": "last"}])
 def test_h09_a_setting_prepares_anew(cache, jsonl, bpe, change):
     config = DataConfig(jsonl(*ROWS), max_cut_share=1.0)
     table_of(config, bpe)

@@ -9,7 +9,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import HELD_OUT, held_out, prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
-from alignment.data.table import JoinedTables, lengths_of, totals_of
+from alignment.data.table import JoinedTables, column_of
 from alignment.data.tasks import TaskFormat, prepare_labeled
 from alignment.errors import UserError
 
@@ -52,8 +52,11 @@ def test_every_row_is_on_one_side_and_no_prompt_on_both(kind, jsonl, bpe):
     assert all(
         [places[row.row_id] for row in side] == sorted(places[row.row_id] for row in side) for side in (train, held)
     )
-    assert lengths_of(train).tolist() == [max(map(len, row.documents)) for row in train]
-    assert totals_of(held).tolist() == [sum(map(len, row.documents)) for row in held] and held[-1] == list(held)[-1]
+    assert column_of(train, "longest").tolist() == [max(map(len, row.documents)) for row in train]
+    assert (
+        column_of(held, "total").tolist() == [sum(map(len, row.documents)) for row in held]
+        and held[-1] == list(held)[-1]
+    )
     for side in (train, held):
         assert side.tally.documents == sum(len(row.documents) for row in side)
         assert side.tally.tokens == sum(len(ids) for row in side for ids in row.documents)

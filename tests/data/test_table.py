@@ -16,11 +16,9 @@ from alignment.data.table import (
     TableWriter,
     column_of,
     encode_examples,
-    lengths_of,
     longest_rows,
     mask_of,
     runs_of,
-    totals_of,
 )
 from tests.examples import labeled_example, pair_example, prompt_example, ranked_example, sides, step_example
 
@@ -84,8 +82,8 @@ def test_every_kind_of_example_comes_back_equal(write, kind):
     assert table[:1] == examples[:1] and table[::-1] == examples[::-1]
     with pytest.raises(IndexError):
         table[len(table)]
-    assert lengths_of(table).tolist() == lengths_of(examples).tolist()
-    assert totals_of(table).tolist() == totals_of(examples).tolist()
+    assert column_of(table, "longest").tolist() == column_of(examples, "longest").tolist()
+    assert column_of(table, "total").tolist() == column_of(examples, "total").tolist()
     assert table.column("prompt_hash").tolist() == [2**64 - 1] * len(examples)
     assert column_of(table, "cut").tolist() == column_of(examples, "cut").tolist()
     assert (table.key, table.notes, table.tally.tokens) == ("ab12", ["a note"], 3)
@@ -115,7 +113,7 @@ def test_tables_and_lists_join_into_one_sequence(write):
     assert list(joined) == [joined[index] for index in range(7)] == [*table, *rows, *other]
     assert [row.source for row in joined] == [0] * 4 + [3] * 3
     assert (rows + table)[0] == rows[0] and joined[-1] == other[2] and joined[3:4] == rows
-    assert lengths_of(joined).tolist() == [6, 2, 2, 4, 6, 2, 2] and totals_of(joined).sum() == 24
+    assert column_of(joined, "longest").tolist() == [6, 2, 2, 4, 6, 2, 2] and column_of(joined, "total").sum() == 24
     nothing: list[Example] = []
     assert table + nothing is table and nothing + table is table
     for index in (7, -8):
@@ -148,7 +146,7 @@ def test_a_column_takes_its_own_bytes_and_leaves_no_pages_mapped(write):
     rows = [document([3, 2], [F, T], f"x:{line}") for line in range(40_000)]
     table = write(*(rows[start : start + 1000] for start in range(0, 40_000, 1000)))
     tracemalloc.start()
-    lengths = lengths_of(table)
+    lengths = column_of(table, "longest")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert lengths.tolist() == [2] * 40_000 and peak < 1.3 * lengths.nbytes

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from alignment.data.doctor import check_file
-from alignment.data.rows.fields import EqualResponses
-from alignment.data.rows.records import ALL_TIED
+from alignment.data.rows.records import ALL_TIED, EQUAL_PAIR, EQUAL_RESPONSES
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.tokenizer import read_tokenizer_files
 
@@ -108,7 +107,7 @@ FAULTS = {  # kind -> (good rows, name of the finding -> the rows that have the 
             "prompt: ends with an assistant message, so nothing is left to answer": [
                 {"prompt": [{"role": "assistant", "content": "x"}], "chosen": "a", "rejected": "b"}
             ],
-            EqualResponses().reason: [{"prompt": "a: ", "chosen": "b", "rejected": "b"}],
+            EQUAL_PAIR: [{"prompt": "a: ", "chosen": "b", "rejected": "b"}],
             EQUAL: [{"prompt": "a: ", "chosen": SAME[0], "rejected": SAME[1]}],
             "contradictions": [
                 {"prompt": "b: ", "chosen": "the mat", "rejected": "the cat"},
@@ -124,7 +123,7 @@ FAULTS = {  # kind -> (good rows, name of the finding -> the rows that have the 
             "ranking: leaves out a response": [{**ranking(901), "ranking": [0, 1]}],
             "ranking: names a response that is not there": [{**ranking(902), "ranking": [1, 2, 3]}],
             "responses: must be at least two to rank": [{"prompt": "a", "responses": ["b"], "ranking": [0]}],
-            EqualResponses("two responses of one prompt").reason: [{**ranking(903), "responses": ["a", "b", "a"]}],
+            EQUAL_RESPONSES: [{**ranking(903), "responses": ["a", "b", "a"]}],
             "tied ranking": [{**ranking(904), "ranking": [[0, 1, 2]]}],
             FEW_RESPONSES: [{"prompt": "a: ", "responses": [*SAME, "z"], "ranking": [0, 1, 2]}],
         },
@@ -254,7 +253,7 @@ def test_hh_rlhf_raises_the_faults_that_it_has_and_no_others(real_data):
     true = {
         "rejected: the dialogue before the last assistant turn differs from chosen's",
         "rejected: the last assistant turn is empty", "chosen: the last assistant turn is empty",
-        "rejected: ends with a human turn", EqualResponses().reason, "length bias",
+        "rejected: ends with a human turn", EQUAL_PAIR, "length bias",
     }  # fmt: skip
     tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     for part in ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"):

@@ -101,7 +101,7 @@ def test_h04_both_sides_of_a_cut_pair_share_their_prompt(bytes_only):
 def test_long_texts_are_cut_into_pieces_and_nothing_is_lost(bytes_only, metaspace, length):
     for tokenizer in (bytes_only, metaspace):
         row = Text(letters(length) if tokenizer is bytes_only else "cat " * length, "r1")
-        whole = chat.text_ids(tokenizer, row.text)
+        whole = chat.texts_ids(tokenizer, [row.text])[0]
         examples, counts = tokenize_texts([row], tokenizer, 8)
         predicted = [index for example in examples for index in example.ids[1:]]
         assert predicted == whole[1:]  # every token but the first is predicted once, in order
@@ -158,7 +158,7 @@ def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
 
 def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):
     for tokenizer, text in ((bytes_only, letters(20)), (metaspace, "the cat sat on the mat " * 4)):
-        whole = chat.text_ids(tokenizer, text)
+        whole = chat.texts_ids(tokenizer, [text])[0]
         first, *later = (example.ids for example in tokenize_texts([Text(text, "r1")], tokenizer, 8)[0])
         assert len(later) >= 2
         before = [first, *later[:-1]]

@@ -16,7 +16,7 @@ from alignment.data.tokenize import (
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from tests.examples import sides
+from tests.examples import chat_ids, sides
 
 CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
 TURNS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
@@ -89,9 +89,9 @@ def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
 
 
 def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
-    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    ids, mask = chat_ids(tokenizer, DIALOGUE)
     assert any(mask) and not all(mask)
     assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
     for messages in (ASKED, [DIALOGUE[1]]):  # with nothing before the reply everything would count
         with pytest.raises(UserError, match="needs an assistant message"):
-            chat.chat_ids(tokenizer, messages)
+            chat_ids(tokenizer, messages)

@@ -359,8 +359,10 @@ def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
     stage = workload_of(config)
     read = read_training_rows(config, stage)
     assert read.rows == 8 and len(read.examples) == 8
-    steps = stream_of(data, read.examples, batch_size=4, seed=0, epochs=2).steps()
-    assert run_length(config, replace(stage, networks={}), read, {}, 1).steps == 4 == steps
+    stream = stream_of(data, read.examples, batch_size=4, seed=0, epochs=2)
+    assert run_length(config, replace(stage, networks={}), read, {}, 1).steps == 4 and len(stream.rows_at(3)) == 4
+    with pytest.raises(IndexError):
+        stream.rows_at(4)
     long, short = (len(read.examples[index].ids) for index in (0, 6))
     assert mean_tokens(data, read.examples) == pytest.approx((long + 3 * short) / 4)
     assert mean_tokens(DataConfig([str(tmp_path / "a.jsonl")]), read.examples) == pytest.approx(

@@ -26,7 +26,7 @@ from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.algorithms.scoring import RewardSource
 from alignment.data.batches import Example, collate
 from alignment.data.stream import Stream, stream_of
-from alignment.data.table import lengths_of
+from alignment.data.table import column_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -272,7 +272,7 @@ def sampling_bytes(config: SamplingSettings, prompts: Sequence[Example], state: 
         cached = 2 * shape.num_hidden_layers * shape.hidden_size
     responses = config.training.batch_size * config.responses_per_prompt
     rows = min(config.micro_rollout_batch_size, -(-responses // state.process_group.size))
-    tokens = int(lengths_of(prompts).max()) + config.max_new_tokens
+    tokens = int(column_of(prompts, "longest").max()) + config.max_new_tokens
     element = 2 if config.training.precision == "bf16" else 4
     logits = 3 * 4 * model.spec.vocabulary  # float32: the logits, their log-softmax and its cumulative sum
     return rows * (tokens * cached * element + logits)

@@ -20,7 +20,8 @@ from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
-from alignment.data.table import Rows, lengths_of, mask_of, runs_of
+from alignment.data.streaming import open_stream
+from alignment.data.table import Rows, column_of, mask_of, runs_of
 from alignment.data.text.special_tokens import (
     EncodedText,
     SpecialTokenTemplate,
@@ -104,7 +105,6 @@ def split_texts(
         if len(text.ids) in dropped:
             counts.drop(dropped[len(text.ids)], row.row_id)
             continue
-        counts.kept += 1
         if len(text.ids) > budget:
             counts.note_cut(TEXT_CUT, row.row_id)
         parts += [(row, text, part) for part in even_slices(len(text.ids), budget)]
@@ -189,15 +189,15 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
         if len(sentences) < 2:
             counts.drop(ONE_SENTENCE, row.row_id)
             continue
-        counts.kept += 1
         groups = group_sentences([len(sentence) for sentence in sentences], budget)
         passages += [passage_of(sentences[part], document, row.row_id) for part in groups]
         for part in groups:
             if _tokens(sentences[part]) > budget:
                 counts.note_cut(LONG_SENTENCES, row.row_id)
+    counts = counts.with_documents(passage.ids for passage in passages)
     if counts.kept < 2:
         raise UserError("sentence pairs need at least two texts of two sentences or more; " + counts.lines()[0])
-    return passages, counts.with_documents(ids for passage in passages for ids in passage.documents)
+    return passages, counts
 
 
 def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
@@ -310,7 +310,7 @@ def span_corruption(
 ) -> Corrupt:
     """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it."""
     sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
-    lengths = np.unique(lengths_of(examples)).tolist()
+    lengths = np.unique(column_of(examples, "longest")).tolist()
     needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)
     if needed > len(sentinels):
         raise UserError(
@@ -386,7 +386,5 @@ def prepare_text(
     whole = objective == "sentence_pairs"
     preparation = Preparation(f"text for {objective}", "text", TOKENIZE_TEXT[objective], whole=whole)
     if config.streaming and part == "train":
-        from alignment.data.streaming import open_stream
-
         return open_stream(preparation, config, tokenizer)
     return prepare_with(preparation, config, tokenizer, part=part)

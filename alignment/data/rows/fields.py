@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Columns, Message, Messages, Tools
+from alignment.data.rows.records import Columns, Message, Messages, Tools, is_plain
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
@@ -39,27 +39,14 @@ class BadRow(Exception):
     """A row that cannot be used.
 
     Args:
-        key: the field at fault, '' for the whole row.
+        key: the field at fault.
         why: in the same words for every row that has the fault.
         seen: what the field holds.
-        advice: the way out, where it is not plain from the fault.
     """
 
-    def __init__(self, key: str, why: str, seen: str = "", *, advice: str = ""):
-        self.reason = f"{key}: {why}" if key else why
-        super().__init__(self.reason + (f" ({seen})" if seen else "") + (f"; {advice}" if advice else ""))
-        self.key = key
-
-    def at(self, location: str) -> str:
-        """The message for the row at FILE:LINE."""
-        return f"{location}:{self}" if self.key else f"{location}: {self}"
-
-
-class EqualResponses(BadRow):
-    """A row whose responses do not differ, so that it prefers nothing."""
-
-    def __init__(self, responses: str = "chosen and rejected"):
-        super().__init__("", f"{responses} are identical", advice="drop the row or set data.skip_ties=true")
+    def __init__(self, key: str, why: str, seen: str = ""):
+        self.reason = f"{key}: {why}"
+        super().__init__(self.reason + (f" ({seen})" if seen else ""))
 
 
 def type_name(value: object) -> str:
@@ -167,9 +154,7 @@ def _message(message: object, key: str, where: str) -> Message:
     if calls and ROLES[role] != "assistant":
         raise BadRow(key, "only the assistant can call tools", f"{where} is the {role}'s")
     content = None if role == CALL_ROLE else _joined(message.get("content"))
-    present = {"content": content} if "content" in message else {}
-    if calls and content is None:
-        present = {"content": ""}
+    present = {"content": content} if "content" in message or calls else {}
     try:
         text = text_field(present, "content", may_be_empty=bool(calls) or ROLES[role] == "tool")
     except BadRow as bad:
@@ -215,12 +200,12 @@ def _function(item: object) -> dict[str, Any] | None:
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
-def _decoded(text: object, key: str, where: str) -> Any:
-    """A tool call, or its arguments, from JSON."""
+def _decoded(text: object, key: str, where: str, why: str = "a tool call must be JSON") -> Any:
+    """A tool call, its arguments, or the definitions of tools, from JSON."""
     try:
         return json.loads(cast("str", text))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(key, "a tool call must be JSON", f"{where}: {text!r:.60}") from error
+        raise BadRow(key, why, f"{where}: {text!r:.60}") from error
 
 
 def _joined(content: object) -> object:
@@ -234,17 +219,14 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
     """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none."""
     value = row.get(key)
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRow(key, "must be a list of tool definitions, or that list as JSON", repr(value)[:60]) from error
-    tools: Tools = []
-    for tool in value if isinstance(value, list) else [value] if value else []:
-        function = _function(tool)
-        if function is None:
-            raise BadRow(key, "a tool definition must be an object that names its function", repr(tool)[:60])
-        tools.append({"type": "function", "function": function})
-    return tools or None
+        why = "must be a list of tool definitions, or that list as JSON"
+        value = _decoded(value, key, key, why) if value.strip() else None
+    given = value if isinstance(value, list) else [value] if value else []
+    functions = [_function(tool) for tool in given]
+    if None in functions:
+        wrong = repr(given[functions.index(None)])[:60]
+        raise BadRow(key, "a tool definition must be an object that names its function", wrong)
+    return [{"type": "function", "function": function} for function in functions] or None
 
 
 def turn_weights(row: Columns, key: str) -> list[bool | None]:
@@ -279,11 +261,6 @@ def reply_message(row: Columns, key: str) -> Message:
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise BadRow(key, "must be one assistant message", f"roles: {', '.join(m['role'] for m in messages)}")
     return messages[0]
-
-
-def is_plain(message: Message) -> bool:
-    """True where a message is its text alone, without tool calls or reasoning."""
-    return not (message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def reply_field(row: Columns, key: str) -> str:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,8 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
 
 def unread_files(source: str, split: str) -> list[str]:
     """Names of the files of a directory that are not read, because they are of another split or of none."""
-    path = Path(source)
+    path, read = Path(source), set(source_files(source, split) or ())
     files = _files_inside(path) if path.is_dir() else []
-    read = set(_files_of_split(path, files, split))
     return [str(each.relative_to(path)) for each in files if each not in read]
 
 
@@ -125,7 +124,7 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
 
     try:
         options = {"streaming": True} if streaming else {}
-        return load_dataset(*([name] if config is None else [name, config]), split=split, **options)
+        return load_dataset(*filter(None, (name, config)), split=split, **options)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
@@ -137,7 +136,7 @@ Position = Any  # JSON-like, of the reader that gave it; None is the beginning
 
 PARQUET_ROWS = 1024  # that are in memory
 FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
-CHUNK_ROWS = 4096  # most rows of a chunk that cannot be read by its position in the file
+CHUNK_ROWS = 1024  # of a chunk that cannot be read by its position in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,23 +200,19 @@ class Chunk:
 
 
 def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
-    """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller."""
+    """The rows of a source in order, of files of JSON lines in chunks of about `size` bytes, the first one smaller."""
     files = source_files(source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
-            for start, stop in line_spans(path, size, first=min(size, FIRST_BYTES)):
-                yield Chunk(path, start, stop)
-        return
-    rows: list[RawRow] = []
-    weight = 0
-    for row in read_raw(source, split):
-        rows.append(row)
-        weight += sum(len(value) for value in (row.values or {}).values() if isinstance(value, str))
-        if len(rows) == CHUNK_ROWS or weight >= size:
-            yield Chunk(rows=tuple(rows))
-            rows, weight = [], 0
-    if rows:
-        yield Chunk(rows=tuple(rows))
+            yield from line_chunks(path, size, first=min(size, FIRST_BYTES))
+    else:
+        yield from chunks_of(read_raw(source, split))
+
+
+def chunks_of(rows: Iterator[RawRow]) -> Iterator[Chunk]:
+    """The rows as they are, in chunks of `CHUNK_ROWS`."""
+    while found := tuple(islice(rows, CHUNK_ROWS)):
+        yield Chunk(rows=found)
 
 
 def _format_of(path: Path) -> str:
@@ -243,13 +238,10 @@ def _json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow |
     location, end = f"{path}:{number}", [start + len(line), number]
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
+        return _object_row(location, json.loads(text), end) if text else None
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of the line (byte {start + error.start + 1} of the file)"
         return RawRow(location, None, f"{location}: {byte} is not UTF-8", "not UTF-8", end)
-    if not text:
-        return None
-    try:
-        return _object_row(location, json.loads(text), end)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         why = f"{location}:{getattr(error, 'colno', 1)}: not JSON: {getattr(error, 'msg', error)}"
         return RawRow(location, None, why, "not JSON", end)
@@ -285,17 +277,14 @@ def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
             raise UserError(f"{where} of the line is not UTF-8; save the file as UTF-8") from error
 
 
-def line_spans(path: Path, size: int, first: int) -> Iterator[tuple[Position, int]]:
-    """An uncompressed file in successive spans of whole lines, of about `size` bytes: position of each, and the byte behind."""
+def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
+    """An uncompressed file in successive chunks of whole lines, of about `size` bytes, the first one of about `first`."""
     start, lines = 0, 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(size if start else first):
-                block += file.readline()
-                yield [start, lines], start + len(block)
-                start, lines = start + len(block), lines + block.count(b"\n")
-    except PermissionError as error:
-        raise UserError(f"{path}: may not be read: permission denied") from error
+    with open(path, "rb") as file:
+        while block := file.read(size if start else first):
+            block += file.readline()
+            yield Chunk(path, [start, lines], start + len(block))
+            start, lines = start + len(block), lines + block.count(b"\n")
 
 
 # Formats
@@ -387,11 +376,9 @@ def _hub_rows(
 ) -> Iterator[RawRow]:
     """The rows of a Hub data set; streaming: as they arrive, with positions."""
     label, dataset = _hub_label(name, config, split), load_hub(name, config, split, streaming=streaming)
-    number = 0
-    if position is not None:
-        number, state = position
+    before, state = position or (0, None)
+    if state is not None:
         dataset.load_state_dict(state)
-    for values in dataset:
-        number += 1
+    for number, values in enumerate(dataset, start=before + 1):
         end = [number, dataset.state_dict()] if streaming else None
         yield RawRow(f"{label}:{number}", dict(values), end=end)

@@ -10,9 +10,7 @@ from typing import cast
 from alignment.data.rows.fields import (
     TEXT_ONLY,
     BadRow,
-    EqualResponses,
     flag_field,
-    is_plain,
     messages_field,
     number_field,
     prompt_field,
@@ -23,6 +21,7 @@ from alignment.data.rows.fields import (
     turn_weights,
 )
 from alignment.data.rows.records import (
+    EQUAL_PAIR,
     Columns,
     Comparison,
     Demonstration,
@@ -32,8 +31,10 @@ from alignment.data.rows.records import (
     Prompt,
     Ranking,
     Record,
+    SkippedRow,
     Steps,
     Text,
+    is_plain,
 )
 
 HUMAN_TURN = "\n\nHuman:"
@@ -134,16 +135,11 @@ def _dialogue(row: Columns, key: str) -> Messages:
 
 
 def parse_demonstration(row: Columns, row_id: str, prompt: str, response: str) -> Demonstration:
-    """A prompt and one reply."""
-    record = _answered(prompt_field(row, prompt), reply_message(row, response), response, row_id)
+    """A prompt, or an instruction, and one reply."""
+    record = _answered(prompt_in(row, prompt), reply_message(row, response), response, row_id)
     if isinstance(row[response], list) and False in turn_weights(row, response):
         raise BadRow(response, "has weight 0, so nothing in the row counts")
     return record
-
-
-def parse_alpaca(row: Columns, row_id: str, instruction: str, output: str) -> Demonstration:
-    """An instruction and its output."""
-    return Demonstration(instruction_prompt(row), text_field(row, output), row_id)
 
 
 def parse_chosen_side(row: Columns, row_id: str, *_: str) -> Demonstration:
@@ -191,7 +187,7 @@ def parse_pair(row: Columns, row_id: str, *_: str) -> Comparison:
     """A pair of two different responses; tool calls and reasoning count as a difference."""
     pair = parse_comparison(row, row_id)
     if pair.chosen == pair.rejected and (pair.messages is None or pair.messages[0] == pair.messages[1]):
-        raise EqualResponses()
+        raise SkippedRow(EQUAL_PAIR)
     return pair
 
 

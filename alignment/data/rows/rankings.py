@@ -5,12 +5,11 @@ Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `gener
 stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from alignment.data.rows.fields import (
     BadRow,
-    EqualResponses,
     flag_field,
     list_field,
     number_field,
@@ -22,7 +21,7 @@ from alignment.data.rows.fields import (
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.records import Columns, Messages, Ranking, Record, SkippedRow, Steps
+from alignment.data.rows.records import EQUAL_RESPONSES, Columns, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
@@ -47,7 +46,7 @@ def parse_ranking(row: Columns, row_id: str, responses: str, judgment: str) -> R
     if len(numbers) != len(texts):
         raise BadRow(judgment, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
     if judgment == "ranks":
-        return _ranking(row, texts, row_id, ranks=_dense_ranks(numbers))
+        return _ranking(row, texts, row_id, ranks=numbers)
     return _ranking(row, texts, row_id, scores=numbers)
 
 
@@ -70,16 +69,14 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
             scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
     if scores and ranks:
         raise BadRow(key, "some responses have a rank and some have a score")
-    if ranks:
-        return _ranking(row, texts, row_id, ranks=_dense_ranks(ranks))
-    return _ranking(row, texts, row_id, scores=scores)
+    return _ranking(row, texts, row_id, ranks=ranks, scores=scores)
 
 
 def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
-    for name in names:
-        if item.get(name) is not None:
-            return item[name]
-    raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
+    found = next((item[name] for name in names if item.get(name) is not None), None)
+    if found is None:
+        raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
+    return found
 
 
 def _ranking(
@@ -87,11 +84,14 @@ def _ranking(
     responses: Sequence[str],
     row_id: str,
     *,
-    ranks: Sequence[int] = (),
-    scores: Sequence[float] | None = None,
+    ranks: Sequence[float] = (),
+    scores: Sequence[float] = (),
     prompt: str | Messages | None = None,
 ) -> Ranking:
-    """A ranking of at least two responses that differ; an `instruction` without an `input` is the prompt as it stands."""
+    """A ranking of at least two responses that differ; an `instruction` without an `input` is the prompt as it stands.
+
+    `ranks` are places, the lowest the best; without them `scores` rank, the highest the best.
+    """
     if prompt is None:
         whole = (
             any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip()
@@ -100,14 +100,12 @@ def _ranking(
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
     if len(set(responses)) < len(responses):
-        raise EqualResponses("two responses of one prompt")
+        raise SkippedRow(EQUAL_RESPONSES)
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
-    if scores is None:
-        return Ranking(prompt, tuple(responses), tuple(ranks), row_id, None, margin)
-    ranks = _dense_ranks([-score for score in scores])
-    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, tuple(scores), margin)
+    places = _dense_ranks(ranks or [-score for score in scores])
+    return Ranking(prompt, tuple(responses), tuple(places), row_id, tuple(scores) or None, margin)
 
 
 def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
@@ -144,10 +142,7 @@ def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:
     """The prompts of a tree of messages (OpenAssistant) that have two ranked replies or more, with the dialogue before."""
-    rankings: list[Record] = list(_ranked_replies(object_field(row, "prompt"), [], row_id))
-    if not rankings:
-        raise SkippedRow(NO_RANKED_REPLIES)
-    return rankings
+    return _some(_ranked_replies(object_field(row, "prompt"), [], row_id), NO_RANKED_REPLIES)
 
 
 def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int, ...] = ()) -> Iterator[Ranking]:
@@ -159,7 +154,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     replies = [reply for reply in objects_field(node, "replies") if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
-        ranks = _dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
+        ranks = [_number(reply["rank"], "prompt") for reply in ranked]
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
         yield _ranking({}, [text_field(reply, "text") for reply in ranked], name, ranks=ranks, prompt=dialogue)
     for number, reply in enumerate(replies):
@@ -185,21 +180,25 @@ def parse_prm800k(row: Columns, row_id: str, *_: str) -> list[Record]:
 
     Source: Lightman et al. 2023, arXiv:2305.20050; they score neutral steps as right.
     """
-    label = object_field(row, "label")
+    solutions = _solutions(list_field(object_field(row, "label"), "steps"))
     problem = text_field(object_field(row, "question"), "problem")
-    rows: list[Record] = [
+    rows = (
         Steps(problem, tuple(texts), tuple(labels), f"{row_id}[{number}]")
-        for number, (texts, labels) in enumerate(_solutions(list_field(label, "steps")))
-    ]
-    if not rows:
-        raise SkippedRow(NO_STEPS)
-    return rows
+        for number, (texts, labels) in enumerate(solutions)
+    )
+    return _some(rows, NO_STEPS)
+
+
+def _some(records: Iterable[Record], none: str) -> list[Record]:
+    """The records of a row, which is left out where it has none."""
+    if found := list(records):
+        return found
+    raise SkippedRow(none)
 
 
 def _solutions(steps: Sequence[object]) -> Iterator[tuple[list[str], list[bool]]]:
     """Steps with labels: first every continuation that was not followed, then the solution that was."""
-    texts: list[str] = []
-    labels: list[bool] = []
+    texts, labels = list[str](), list[bool]()
     for step in steps:
         if not isinstance(step, dict):
             raise BadRow("label", f"a step must be an object, is {type_name(step)}")
@@ -235,8 +234,7 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
 
     Source: Wang et al. 2024, arXiv:2312.08935.
     """
-    pieces, marked = text_field(row, "input").split(TAG), text_field(row, "label")
-    labels = []
+    pieces, marked, labels = text_field(row, "input").split(TAG), text_field(row, "label"), list[bool]()
     for number, piece in enumerate(pieces[:-1], start=1):
         rest = marked.removeprefix(piece)
         if not marked.startswith(piece) or rest[:1] not in ("+", "-"):

@@ -9,27 +9,23 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_ar
 
 from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
-from alignment.data.rows.fields import BadRow, EqualResponses
+from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.records import (
     ALL_TIED,
     EXPANDED,
     Columns,
-    Comparison,
     Demonstration,
     Kind,
-    LabeledResponse,
     Ranking,
     Record,
     SkippedRow,
-    Steps,
     Tally,
     ordered_pairs,
     replies_of,
 )
 from alignment.errors import UserError, list_problems, raise_all, suggest
 
-TIE = EqualResponses().reason
 NO_EFFECT = (
     "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
     "or leave chat_template out"
@@ -83,7 +79,7 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("messages",), formats.parse_dialogue),
         RowFormat(("prompt", "completion"), formats.parse_demonstration),
         RowFormat(("prompt", "response"), formats.parse_demonstration),
-        RowFormat(("instruction", "output"), formats.parse_alpaca),
+        RowFormat(("instruction", "output"), formats.parse_demonstration),
         RowFormat(PAIR, formats.parse_chosen_side),
         RowFormat(("conversations",), formats.parse_dialogue),
     ),
@@ -122,7 +118,6 @@ def read_rows(
     columns: dict[str, str] | None = None,
     max_rows: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
-    skip_ties: bool = True,
     as_messages: bool = False,
 ) -> tuple[list[Record], Tally]:
     """The records of one or several sources, in order, and the tally of what was dropped.
@@ -130,7 +125,7 @@ def read_rows(
     Args:
         source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them; or sections of a data config,
             each with settings of its own.
-        split, columns, on_bad_row, skip_ties, as_messages: as in `DataConfig`.
+        split, columns, on_bad_row, as_messages: as in `DataConfig`.
         max_rows: the most good rows; a row of the source that makes several is kept whole.
 
     Raises:
@@ -141,7 +136,7 @@ def read_rows(
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
         raw, names = list(read_raw(each.source, str(each.split))), each.columns or {}
-        parser = RecordParser(choose_row_format(each.source, raw, kind, names), skip_ties, as_messages)
+        parser = RecordParser(choose_row_format(each.source, raw, kind, names), as_messages)
         return parse_rows(raw, parser, columns=names, max_rows=left)
 
     return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
@@ -201,7 +196,7 @@ def parse_rows(
             parsed.counts.drop(str(skipped), row.location)
         except BadRow as bad:
             parsed.counts.drop(bad.reason, row.location)
-            parsed.problems.append(bad.at(row.location))
+            parsed.problems.append(f"{row.location}:{bad}")
     parsed.counts.kept = len(parsed.rows)
     return parsed
 
@@ -223,20 +218,14 @@ def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
 class RecordParser:
     """Makes the records of one source: one row format, and one form of prompt: str or list (messages), the first row's."""
 
-    def __init__(self, row_format: RowFormat, skip_ties: bool, as_messages: bool = False):
-        self.row_format, self.skip_ties, self.as_messages = row_format, skip_ties, as_messages
+    def __init__(self, row_format: RowFormat, as_messages: bool = False):
+        self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
-        self.form_location = ""
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
-        try:
-            found = self.row_format.parser(values, location, *self.row_format.columns)
-        except EqualResponses as equal:
-            if self.skip_ties:
-                raise SkippedRow(equal.reason) from equal
-            raise
+        found = self.row_format.parser(values, location, *self.row_format.columns)
         records = found if isinstance(found, list) else [found]
         if self.row_format.paired:
             records = [pair for each in records for pair in ordered_pairs(cast("Ranking", each))]
@@ -249,9 +238,8 @@ class RecordParser:
             if self.form is None:
                 self.form, self.form_location = form, location
             if form is not self.form:  # they would be rendered in two ways
-                words = {str: "text", list: "messages"}
-                seen = f"at {self.form_location}"
-                raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", seen)
+                here, above = ("text", "messages") if form is str else ("messages", "text")
+                raise BadRow("prompt", f"is {here} here and {above} above", f"at {self.form_location}")
         return records
 
 
@@ -286,10 +274,8 @@ def choose_parser(
     """
     if config.as_messages and kind == "text":
         raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
-    columns, ways = source.columns or {}, (config.skip_ties, config.as_messages)
-    held: list[Chunk] = []
-    seen: list[RawRow] = []
-    tried = 0
+    held, seen, tried = list[Chunk](), list[RawRow](), 0
+    columns = source.columns or {}
     for chunk in chunks:
         held.append(chunk)
         seen += chunk.raw_rows()
@@ -297,7 +283,7 @@ def choose_parser(
             continue
         tried = len(seen)
         try:
-            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), *ways)
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), config.as_messages)
         except UserError:  # a row further down may match
             continue
         parse_rows(seen, parser, columns=columns, max_rows=1)
@@ -305,18 +291,22 @@ def choose_parser(
             if source.chat_template is not None and parser.form is str:
                 raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
             return parser, chain(held, chunks)
-    return RecordParser(choose_row_format(source.source, seen, kind, columns), *ways), iter(held)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), config.as_messages), iter(held)
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
     known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
-    problems = []
-    for ours, theirs in columns.items():
-        if ours not in known:
-            problems.append(f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}")
-        if theirs not in found:
-            problems.append(f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}")
-    raise_all(problems)
+    unknown = [
+        f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
+        for ours in columns
+        if ours not in known
+    ]
+    missing = [
+        f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}"
+        for ours, theirs in columns.items()
+        if theirs not in found
+    ]
+    raise_all([*unknown, *missing])
 
 
 def prompt_key(record: Record) -> str:
@@ -331,20 +321,10 @@ def text_hash(text: str) -> int:
 
 def record_key(record: Record) -> tuple[str, ...]:
     """Equal for two records of the same prompt, responses and judgment, whatever their rows."""
-    match record:
-        case Comparison():
-            judged = [*(record.messages or ())]
-        case Demonstration():
-            judged = (record.messages or [])[-1:]
-        case LabeledResponse():
-            judged = [record.desirable]
-        case Ranking():
-            judged = [record.ranks]
-        case Steps():
-            judged = [record.labels]
-        case _:
-            judged = []
-    return prompt_key(record), *replies_of(record), *map(repr, judged)
+    messages = [*(getattr(record, "messages", None) or ())]
+    replies = messages[-1:] if isinstance(record, Demonstration) else messages
+    labels = [getattr(record, name) for name in ("desirable", "ranks", "labels") if hasattr(record, name)]
+    return prompt_key(record), *replies_of(record), *map(repr, [*replies, *labels])
 
 
 class HasRowId(Protocol):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
@@ -38,6 +39,11 @@ class Message(Turn, total=False):
 Messages = list[Message]  # oldest first
 
 
+def is_plain(message: Message) -> bool:
+    """True where a message is its text alone, without tool calls or reasoning."""
+    return not (message.get("tool_calls") or message.get("reasoning_content"))
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """One document to model, beginning to end."""
@@ -47,11 +53,18 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A prompt and the response to imitate.
+class Prompted:
+    """A prompt, plain text or messages, and the tools that its answer may call."""
+
+    prompt: str | Messages
+    tools: Tools | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration(Prompted):
+    """A prompt and the response to imitate; the prompt may be the messages before the last assistant turn.
 
     Attributes:
-        prompt: plain text, or the messages before the last assistant turn.
         response: text of the (last) assistant turn.
         messages: the whole dialogue where more than one assistant turn is to be imitated, or where the last one holds
             tool calls or reasoning beside its text; else None.
@@ -59,55 +72,47 @@ class Demonstration:
         apart: each assistant turn of `messages` becomes an example of its own, after the prompt that generation renders.
     """
 
-    prompt: str | Messages
     response: str
     row_id: str
     messages: Messages | None = None
     trained: tuple[bool, ...] | None = None
-    tools: Tools | None = None
     apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Prompted):
     """Two responses to one prompt, and optionally by how much (`margin`) the chosen one is better.
 
     Attributes:
         messages: (chosen, rejected) as assistant messages, where either holds tool calls or reasoning beside its text.
     """
 
-    prompt: str | Messages
     chosen: str
     rejected: str
     margin: float | None
     row_id: str
-    tools: Tools | None = None
     messages: tuple[Message, Message] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Prompted):
     """A prompt to answer; `extra` holds the row's other columns, for the judge."""
 
-    prompt: str | Messages
     extra: dict[str, Any]
     row_id: str
-    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LabeledResponse:
+class LabeledResponse(Prompted):
     """A response judged alone, as KTO's data: desirable or not."""
 
-    prompt: str | Messages
     response: str
     desirable: bool
     row_id: str
-    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(Prompted):
     """K >= 2 responses to one prompt.
 
     Attributes:
@@ -116,31 +121,29 @@ class Ranking:
         margin: by how much the better of two leads.
     """
 
-    prompt: str | Messages
     responses: tuple[str, ...]
     ranks: tuple[int, ...]
     row_id: str
     scores: tuple[float, ...] | None = None
     margin: float | None = None
-    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Prompted):
     """A response in steps, each labeled right or wrong (process supervision); `separator` follows each step's text."""
 
-    prompt: str | Messages
     steps: tuple[str, ...]
     labels: tuple[bool, ...]
     row_id: str
     separator: str = "\n"
-    tools: Tools | None = None
 
 
 Turns = Literal["all", "last", "each"]  # see `choose_turns`
 Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 
 SHOWN_IDS = 3
+EQUAL_PAIR = "chosen and rejected are identical"
+EQUAL_RESPONSES = "two responses of one prompt are identical"
 ALL_TIED = "all responses are tied, so no pair prefers one"
 EXPANDED = "a row of several records: each counts as a row"
 
@@ -227,26 +230,20 @@ class Tally:
         """Rows dropped, all reasons together."""
         return sum(self.dropped.values())
 
-    def drop(self, reason: str, row_id: str) -> None:
-        """Count a row that is left out."""
-        self._count(self.dropped, reason, row_id)
-
-    def note_cut(self, what: str, row_id: str) -> None:
-        """Count a row that is kept, but cut."""
-        self._count(self.cut, what, row_id)
-
-    def note(self, what: str, row_id: str) -> None:
-        """Count a row that is used, and has something worth knowing."""
-        self._count(self.noted, what, row_id)
-
-    def _count(self, table: dict[str, int], what: str, row_id: str) -> None:
+    def _count(self, name: str, what: str, row_id: str) -> None:
+        """Count a row in the table of this name."""
+        table: dict[str, int] = getattr(self, name)
         table[what] = table.get(what, 0) + 1
         self.first[what] = [*self.first.get(what, ()), row_id][:SHOWN_IDS]
 
+    drop = partialmethod(_count, "dropped")  # reason, row id: a row that is left out
+    note_cut = partialmethod(_count, "cut")  # what, row id: a row that is kept, but cut
+    note = partialmethod(_count, "noted")  # what, row id: a row that is used, and has something worth knowing
+
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
-        """The tally with the number of these documents and of their tokens filled in."""
+        """The tally of tokenized rows with the numbers of those kept, of these documents and of their tokens filled in."""
         sizes = [len(document) for document in documents]
-        return replace(self, documents=len(sizes), tokens=sum(sizes))
+        return replace(self, kept=self.rows - self.lost, documents=len(sizes), tokens=sum(sizes))
 
     def followed_by(self, later: "Tally") -> "Tally":
         """The tally of this step followed by `later`, which worked on the rows this one kept."""

@@ -16,10 +16,8 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar, cast
 
-from alignment.data.rows.records import Message, Messages, Tools
-from alignment.data.text.special_tokens import bos_adder, stop_strings, without_end
-from alignment.data.text.special_tokens import document_end_id as document_end_id
-from alignment.data.text.special_tokens import end_token_id as end_token_id
+from alignment.data.rows.records import Demonstration, Message, Messages, Tools, is_plain
+from alignment.data.text.special_tokens import bos_adder, document_end_id, end_token_id, stop_strings, without_end
 from alignment.data.text.special_tokens import stop_token_ids as stop_token_ids
 from alignment.data.text.templates import (
     ChatFormat,
@@ -58,15 +56,6 @@ NO_REPLY = "a dialogue needs an assistant message with something before it"
 THOUGHTS = re.compile("</?think>")
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class DialogueRow:
-    """A dialogue to train on; `trained` is True for each assistant reply that counts, None: all do."""
-
-    messages: Messages
-    trained: Sequence[bool] | None = None
-    tools: Tools | None = None
 
 
 class Segment(NamedTuple):
@@ -111,8 +100,7 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
     with_one_bos = bos_adder(tokenizer)
 
     def joined(plan: TextPlan) -> EncodedChat:
-        sequence: list[int] = []
-        mask: list[bool] = []
+        sequence, mask = list[int](), list[bool]()
         for part in plan.parts:
             more = [token for piece in part.pieces for token in ids[piece]]
             more = more if sequence or part.counts else with_one_bos(more)
@@ -180,11 +168,6 @@ class _Turn(NamedTuple):
     tools: Tools | None
     end: str | None
 
-    @property
-    def is_rich(self) -> bool:
-        """True where the reply is more than a text."""
-        return bool(self.reply.get("tool_calls") or self.reply.get("reasoning_content"))
-
 
 def encode_each_response(
     tokenizer: Tokenizer,
@@ -204,7 +187,10 @@ def encode_each_response(
     """
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
     ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
-    replies = [_as_message(reply, stops if each else ()) for reply, each in zip(responses, ends, strict=True)]
+    messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
+    replies = [
+        replies_without_end([message], stops if each else ())[0] for message, each in zip(messages, ends, strict=True)
+    ]
     nothing = [None] * len(responses)
     turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
     plans: list[TextPlan | UserError] = [_plain_plan(turn) for turn in turns]
@@ -212,19 +198,14 @@ def encode_each_response(
     if chat.end is not None:
         chosen = {}
         for number, turn in enumerate(turns):
-            if isinstance(turn.prompt, list) and (chat.writes_around or turn.is_rich):
+            if isinstance(turn.prompt, list) and (chat.writes_around or not is_plain(turn.reply)):
                 cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
                 chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
         written = render_dialogues(tokenizer, list(chosen.values()))
         for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
-            if turns[number].is_rich or turns[number].reply["content"].strip():
+            if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
                 plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
     return encode_plans(tokenizer, plans)
-
-
-def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
-    message: Message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-    return {**message, "content": without_end(message["content"], stops)}
 
 
 def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
@@ -236,16 +217,16 @@ def _turn_plan(
 ) -> TextPlan:
     """A reply with what the template writes around it."""
     opened, closed = texts
-    response, message = turn.reply["content"], dialogue.messages[-1]
+    response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
-    if isinstance(found, str) or (not turn.is_rich and found.start != len(opened)):
+    if isinstance(found, str) or (plain and found.start != len(opened)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
-        return _plain_plan(turn, (UNRENDERED_REASONING,) if turn.is_rich else ())
+        return _plain_plan(turn, () if plain else (UNRENDERED_REASONING,))
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
-    if not turn.is_rich and lead and response.startswith(lead):
+    if plain and lead and response.startswith(lead):
         return _plain_plan(turn)
-    if turn.end is None and not turn.is_rich:
+    if turn.end is None and plain:
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
     end = None if turn.end is None else found.end or turn.end
@@ -253,13 +234,8 @@ def _turn_plan(
     return TextPlan([Segment(pieces, True, end)], notes)
 
 
-def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a document to pretrain on: one BOS where there is one, the text, EOS."""
-    return texts_ids(tokenizer, [text])[0]
-
-
 def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """`text_ids` of many texts at once."""
+    """Ids of each document to pretrain on: one BOS where there is one, the text, EOS."""
     end, with_one_bos = document_end_id(tokenizer), bos_adder(tokenizer)
     return [[*with_one_bos(ids), end] for ids in encode(tokenizer, texts)]
 
@@ -267,16 +243,8 @@ def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 # Dialogues
 
 
-def chat_ids(
-    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None, tools: Tools | None = None
-) -> tuple[list[int], list[bool]]:
-    """Ids and mask of one dialogue, as `encode_dialogues`."""
-    encoded = _accepted(encode_dialogues(tokenizer, [DialogueRow(messages, trained, tools)])[0])
-    return encoded.ids, encoded.mask
-
-
-def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedChat | UserError]:
-    """Ids and mask of each dialogue, or the reason why it cannot be used: every counting reply is True with its end token.
+def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> list[EncodedChat | UserError]:
+    """Ids and mask of each row's `messages`, or why it cannot be used: every counting reply is True with its end token.
 
     Ids and mask end with the last reply. What the template writes between the assistant's header and the reply
     (Mistral's blank, an empty block of reasoning) counts with the reply: a prompt ends before it.
@@ -303,10 +271,11 @@ def _require_reply(encoded: EncodedChat) -> EncodedChat:
     return encoded
 
 
-def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
+def _prepared(controls: Sequence[str], row: Demonstration, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
-    replies = [index for index, each in enumerate(row.messages) if each["role"] == "assistant"]
-    messages = row.messages[: replies[-1] + 1] if replies else []
+    messages = row.messages or []
+    replies = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
+    messages = messages[: replies[-1] + 1] if replies else []
     cuts = [(len(messages), False)]
     for index in replies:
         cuts += [(index, True)] if index else []
@@ -323,7 +292,7 @@ def replies_without_end(messages: Messages, stops: Sequence[str]) -> Messages:
 
 
 def _plan(
-    row: DialogueRow,
+    row: Demonstration,
     dialogue: Dialogue,
     texts: Sequence[str],
     generated: Sequence[str],
@@ -338,8 +307,7 @@ def _plan(
     whole, messages = texts[0], dialogue.messages
     notes = [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    parts: list[Segment] = []
-    position = start = 0
+    parts, position, start = list[Segment](), 0, 0
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)

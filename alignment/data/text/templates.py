@@ -212,14 +212,13 @@ def render_dialogues(
     tasks = [RenderTask(chat.as_read(each.messages), each.cuts, each.tools or None) for each in dialogues]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
     answers = render_tasks(chat.training if training else chat.template, tasks, variables)
-    rendered: list[list[str] | UserError] = []
-    for each, answer in zip(dialogues, answers, strict=True):
-        if isinstance(answer, RenderError):
-            roles = ", ".join(message["role"] for message in each.messages)
-            rendered.append(UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {answer}"))
-        else:
-            rendered.append(answer)
-    return rendered
+    roles = [", ".join(message["role"] for message in each.messages) for each in dialogues]
+    return [
+        UserError(f"{name_of(tokenizer)} refuses messages of roles {of_each}: {answer}")
+        if isinstance(answer, RenderError)
+        else answer
+        for of_each, answer in zip(roles, answers, strict=True)
+    ]
 
 
 def is_written(words: str, text: str) -> bool:
@@ -263,10 +262,9 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts: dict[tuple[bool, bool], list[Piece]] = {}
+    sorts, ids = dict[tuple[bool, bool], list[Piece]](), dict[Piece, list[int]]()
     for piece in dict.fromkeys(pieces):
         sorts.setdefault((piece.control, piece.follows), []).append(piece)
-    ids: dict[Piece, list[int]] = {}
     for (control, follows), same in sorts.items():
         encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
         ids.update(zip(same, encoded, strict=True))

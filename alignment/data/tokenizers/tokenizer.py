@@ -77,11 +77,6 @@ def _plain_backend(tokenizer: Tokenizer) -> Any:
     return backend if backend.truncation is None and backend.padding is None else None
 
 
-def bos_id(tokenizer: Tokenizer) -> int | None:
-    """The id of BOS, or None where the tokenizer has no such token."""
-    return tokenizer.bos_token_id
-
-
 def adds_bos(tokenizer: Tokenizer) -> bool:
     """True where the tokenizer itself puts its BOS before a text (post-processor or `add_bos_token`)."""
     with_special = cast("list[int]", tokenizer("a", add_special_tokens=True)["input_ids"])
@@ -253,12 +248,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
     """Refuse a tokenizer that can give ids for which the model's embedding of `vocabulary` rows has none."""
     too_high = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocabulary}
-    if not too_high:
-        return
-    lowest = sorted(too_high.items(), key=lambda item: item[1])[:5]
-    examples = ", ".join(f"{token!r} = {index}" for token, index in lowest)
-    raise UserError(
-        f"the tokenizer {tokenizer.name_or_path} has {len(too_high)} tokens that the model's "
-        f"vocabulary of {vocabulary} lacks: {examples}; take the tokenizer that came with the model, or build the "
-        "model with a larger vocab_size"
-    )
+    if too_high:
+        lowest = sorted(too_high.items(), key=lambda item: item[1])[:5]
+        examples = ", ".join(f"{token!r} = {index}" for token, index in lowest)
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has {len(too_high)} tokens that the model's "
+            f"vocabulary of {vocabulary} lacks: {examples}; take the tokenizer that came with the model, or build the "
+            "model with a larger vocab_size"
+        )

@@ -76,12 +76,12 @@ def changed(row: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str
 @pytest.mark.parametrize(("kind", "row"), ROWS, ids=[f"{kind} {'+'.join(row)}" for kind, row in ROWS])
 def test_every_value_is_read_or_refused_in_words(kind, row):
     [row_format, *_] = (each for each in ROW_FORMATS[kind] if set(each.columns) <= set(row))
-    assert RecordParser(row_format, False)(row, "file:1")
+    assert RecordParser(row_format)(row, "file:1")
     refused = 0
     for place in places(row):
         for value in (MISSING, *VALUES):
             try:
-                choose_turns(RecordParser(row_format, False)(changed(row, place, value), "file:1"), "last")
+                choose_turns(RecordParser(row_format)(changed(row, place, value), "file:1"), "last")
             except (BadRow, SkippedRow):
                 refused += 1
     assert refused > 20

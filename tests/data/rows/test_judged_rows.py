@@ -4,8 +4,8 @@ import pytest
 
 from alignment.data.rows.formats import alpaca_prompt
 from alignment.data.rows.rankings import NO_RANKED_REPLIES
-from alignment.data.rows.read import TIE, read_rows
-from alignment.data.rows.records import ALL_TIED, EXPANDED, Comparison, Ranking, Steps
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import ALL_TIED, EQUAL_PAIR, EXPANDED, Comparison, Ranking, Steps
 from alignment.data.rows.records import LabeledResponse as Label
 from alignment.errors import UserError
 
@@ -50,7 +50,7 @@ def test_a_pair_is_two_labels_each_a_row_with_its_own_id(jsonl):
     path = jsonl({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "c", "rejected": "c"})
     rows, counts = read_rows(path, "labels")
     assert rows == [Label("p", "a", True, f"{path}:1[chosen]"), Label("p", "b", False, f"{path}:1[rejected]")]
-    assert (counts.rows, counts.kept, counts.noted, counts.dropped) == (3, 2, {EXPANDED: 1}, {TIE: 1})
+    assert (counts.rows, counts.kept, counts.noted, counts.dropped) == (3, 2, {EXPANDED: 1}, {EQUAL_PAIR: 1})
     assert f"  noted 1: {EXPANDED} ({path}:1)" in counts.lines()
 
 

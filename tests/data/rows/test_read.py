@@ -9,10 +9,10 @@ import pytest
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.formats import alpaca_prompt
-from alignment.data.rows.read import TIE, read_rows
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import EQUAL_PAIR, Prompt, Text
 from alignment.data.rows.records import Comparison as Pair
 from alignment.data.rows.records import Demonstration as Demo
-from alignment.data.rows.records import Prompt, Text
 from alignment.errors import UserError
 
 DEMO, PAIRS = "demonstrations", "comparisons"
@@ -209,12 +209,10 @@ def test_bad_rows(jsonl, kind, row, message):
         read_rows(jsonl(GOOD[kind], row), kind)
 
 
-def test_ties_are_counted_or_told(jsonl):
+def test_ties_are_counted(jsonl):
     path = jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"})
     records, counts = read_rows(path, PAIRS)
-    assert (len(records), counts.dropped) == (1, {TIE: 1})
-    with pytest.raises(UserError, match=r"rows.jsonl:1: chosen and rejected are identical; .* data.skip_ties=true"):
-        read_rows(path, PAIRS, skip_ties=False)
+    assert (len(records), counts.dropped) == (1, {EQUAL_PAIR: 1})
 
 
 def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):

@@ -7,7 +7,8 @@ import pytest
 
 from alignment.data.batches import collate_pairs
 from alignment.data.prepare import TOKENIZE
-from alignment.data.rows.read import TIE, read_rows
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import EQUAL_PAIR
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.data.tokenizers.tokenizer import read_tokenizer_files
 from alignment.errors import UserError
@@ -36,7 +37,7 @@ def test_hh_rlhf_splits_at_the_last_assistant_turn_and_counts_its_dirt(real_data
     assert (
         counts.dropped.get("rejected: the dialogue before the last assistant turn differs from chosen's", 0) == differ
     )
-    assert counts.dropped.get(TIE, 0) == equal
+    assert counts.dropped.get(EQUAL_PAIR, 0) == equal
     assert counts.kept == len(raw) - sum(unusable) - differ - equal
     wanted = {int(record.row_id.rpartition(":")[2]): record for record in records}
     for line, record in wanted.items():

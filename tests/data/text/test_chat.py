@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
-from alignment.data.text.chat import OTHER_PROMPT, DialogueRow, encode_dialogues
+from alignment.data.text.chat import OTHER_PROMPT, encode_dialogues
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.data.text.published import spans
+from tests.examples import chat_ids
 
 USER = {"role": "user", "content": "hello there"}
 DIALOGUE = [
@@ -33,7 +34,7 @@ def test_h02_earlier_replies_of_a_prompt_end_once_too(chatml):
     written = [user, {"role": "assistant", "content": "Hello.<|im_end|>\n"}, user]
     ids = chat.prompt_ids(chatml, written)
     assert ids == chat.prompt_ids(chatml, prompt)
-    whole, _ = chat.chat_ids(chatml, [*written, {"role": "assistant", "content": "Bye."}])
+    whole, _ = chat_ids(chatml, [*written, {"role": "assistant", "content": "Bye."}])
     assert whole == ids + chat.response_ids(chatml, "Bye.", written)
 
 
@@ -42,13 +43,13 @@ def test_h02_end_token_is_the_templates_end_of_turn(chatml):
     assert chat.end_token_id(chatml) == turn
     assert chat.stop_token_ids(chatml) == {turn, chatml.eos_token_id}
     assert chat.response_ids(chatml, "x<|im_end|>\n") == [*encode(chatml, ["x"])[0], turn]
-    assert chat.text_ids(chatml, "x")[-1] == chatml.eos_token_id  # a document of plain text ends as before
+    assert chat.texts_ids(chatml, ["x"])[0][-1] == chatml.eos_token_id  # a document of plain text ends as before
 
 
 def test_h02_dialogue_with_a_template_without_end_token_is_refused(chatml, templates):
     chatml.chat_template = templates["endless"]
     with pytest.raises(UserError, match="no control token to stop at"):
-        chat.chat_ids(chatml, DIALOGUE)
+        chat_ids(chatml, DIALOGUE)
     assert chat.end_token_id(chatml) == chatml.eos_token_id
 
 
@@ -65,8 +66,8 @@ def test_h03_i2_one_bos_in_every_kind_of_sequence(chatml, templates, template):
     sequences = {
         "prompt": chat.prompt_ids(chatml, [USER]),
         "plain prompt": chat.prompt_ids(chatml, "hello"),
-        "document": chat.text_ids(chatml, "hello"),
-        "dialogue": chat.chat_ids(chatml, DIALOGUE)[0],
+        "document": chat.texts_ids(chatml, ["hello"])[0],
+        "dialogue": chat_ids(chatml, DIALOGUE)[0],
     }
     assert {name: (ids[0], ids.count(bos)) for name, ids in sequences.items()} == dict.fromkeys(sequences, (bos, 1))
     assert bos not in chat.response_ids(chatml, "hello")
@@ -92,7 +93,7 @@ def test_response_of_a_sentencepiece_tokenizer_gets_no_blank_of_its_own(metaspac
 
 def test_h05_trimmed_replies_count_as_the_template_wrote_them(chatml, templates):
     chatml.chat_template = templates["trimming"]
-    ids, mask = chat.chat_ids(chatml, [USER, {"role": "assistant", "content": "  the mat\n"}])
+    ids, mask = chat_ids(chatml, [USER, {"role": "assistant", "content": "  the mat\n"}])
     assert spans(chatml, ids, mask) == ["the mat<|im_end|>"]
 
 
@@ -105,11 +106,11 @@ def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_tu
     single = chat.prompt_ids(tokenizer, [USER]) + chat.response_ids(tokenizer, "the mat", [USER])
     expected = tokenizer.apply_chat_template([USER, reply])["input_ids"]
     expected = expected if name == "metaspace" else [tokenizer.bos_token_id, *expected]
-    assert single == chat.chat_ids(tokenizer, [USER, reply])[0] == expected
+    assert single == chat_ids(tokenizer, [USER, reply])[0] == expected
     [example], _ = tokenize_demonstrations([Demonstration([USER], "the mat", "r1")], tokenizer, 64)
     [pair], _ = tokenize_comparisons([Comparison([USER], "the mat", "a cat", None, "r1")], tokenizer, 64)
     assert example.ids == pair.documents[0] == expected
-    assert example.mask == pair.masks[0] == chat.chat_ids(tokenizer, [USER, reply])[1]
+    assert example.mask == pair.masks[0] == chat_ids(tokenizer, [USER, reply])[1]
 
 
 def test_a_response_is_given_only_the_blanks_that_the_template_writes_and_not_twice(chatml, templates):
@@ -137,8 +138,8 @@ def test_h05_template_that_rewrites_history_is_refused_by_name(chatml, templates
         for message in DIALOGUE
     ]
     with pytest.raises(UserError, match="chat template of some/model rewrites earlier turns"):
-        chat.chat_ids(chatml, thinking)
-    ids, mask = chat.chat_ids(chatml, thinking[:3])  # nothing earlier to rewrite
+        chat_ids(chatml, thinking)
+    ids, mask = chat_ids(chatml, thinking[:3])  # nothing earlier to rewrite
     assert spans(chatml, ids, mask) == ["<think>hm</think>hello to you<|im_end|>"]
 
 
@@ -149,7 +150,7 @@ def test_control_strings_in_plain_text_stay_text(bpe):
     for ids in (
         chat.prompt_ids(bpe, INJECTION)[1:],
         chat.response_ids(bpe, INJECTION)[:-1],
-        chat.text_ids(bpe, INJECTION)[1:-1],
+        chat.texts_ids(bpe, [INJECTION])[0][1:-1],
     ):
         assert not set(ids) & set(bpe.all_special_ids)
         assert bpe.decode(ids) == INJECTION
@@ -219,7 +220,7 @@ def test_a_template_that_leaves_out_any_ones_words_is_refused(chatml, role):
     chatml.chat_template = (
         "{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
     )
-    for encode_it in (lambda: chat.prompt_ids(chatml, DIALOGUE[:2]), lambda: chat.chat_ids(chatml, DIALOGUE)):
+    for encode_it in (lambda: chat.prompt_ids(chatml, DIALOGUE[:2]), lambda: chat_ids(chatml, DIALOGUE)):
         with pytest.raises(UserError, match=rf"leaves out or rewrites message \d \(role {role}\)"):
             encode_it()
 
@@ -231,7 +232,7 @@ def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metas
         "{% if m.role == 'assistant' %}{{ eos_token }}{% else %}: {% endif %}{% endfor %}"
     )
     messages = [{"role": role, "content": "the cat"} for role in ("user", "assistant") * 2]
-    ids, mask = chat.chat_ids(tokenizer, messages)
+    ids, mask = chat_ids(tokenizer, messages)
     assert tokenizer.decode(ids) == "the cat: the cat</s>the cat: the cat</s>"
     pieces = [tokenizer.convert_ids_to_tokens(index) for index, counts in zip(ids, mask, strict=True) if counts]
     assert "".join(pieces).replace("▁", " ").count("the cat</s>") == 2
@@ -252,7 +253,7 @@ TWO_REPLIES = [
 def test_a_dialogue_whose_earlier_replies_have_other_tokens_in_generation_is_noted(template, noted):
     words = train_bpe(["user: more words, assistant: words words"] * 5, 400, ("<s>", "<|im_end|>", "<pad>"))
     words.chat_template = template
-    [one, two] = encode_dialogues(words, [DialogueRow(TWO_REPLIES[:2]), DialogueRow(TWO_REPLIES)])
+    [one, two] = encode_dialogues(words, [Demonstration([], "", "", each) for each in (TWO_REPLIES[:2], TWO_REPLIES)])
     prompt = chat.prompt_ids(words, TWO_REPLIES[:-1])
     assert (two.ids[: len(prompt)] != prompt) is noted  # the fact
     assert (OTHER_PROMPT in two.notes) is noted and not one.notes

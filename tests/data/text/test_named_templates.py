@@ -11,6 +11,7 @@ from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from tests.data.text.published import spans, text_of
+from tests.examples import chat_ids
 
 DIALOGUE = [
     {"role": "system", "content": "Be kind."},
@@ -35,7 +36,7 @@ def test_every_file_has_a_name_and_every_name_a_file():
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_template_trains_the_replies_and_its_prompts_begin_the_dialogue(name, words):
     chosen = with_chat_template(words, name)
-    ids, mask = chat.chat_ids(chosen, DIALOGUE)
+    ids, mask = chat_ids(chosen, DIALOGUE)
     end = chosen.decode([chat.end_token_id(chosen)])
     before, after = SPACED.get(name, ("", ""))
     assert spans(chosen, ids, mask) == [before + words + after + end for words in ("hello there", "no more")]

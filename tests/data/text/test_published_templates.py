@@ -9,6 +9,7 @@ from alignment.data.text.templates import REWRITING, chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError
 from tests.data.text.published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
+from tests.examples import chat_ids
 
 DIALOGUE = [
     {"role": "user", "content": "first question"},
@@ -43,7 +44,7 @@ UNENDED = {"gptoss"}  # its earlier turns end in a token at which generation doe
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_template_trains_exactly_the_replies_and_their_ends(name):
     tokenizer = tokenizer_of(name)
-    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    ids, mask = chat_ids(tokenizer, DIALOGUE)
     end = tokenizer.decode([chat.end_token_id(tokenizer)])
     lead = LEADS.get(name, "")
     expected = [lead + reply + ("" if name in UNENDED else end) for reply in REPLIES[:2]] + [lead + REPLIES[2] + end]
@@ -113,7 +114,7 @@ def test_our_mask_is_that_of_the_templates_generation_markers(name):
     messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} if parts else m for m in DIALOGUE]
     theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     marked = spans(tokenizer, theirs["input_ids"], theirs["assistant_masks"])
-    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    ids, mask = chat_ids(tokenizer, DIALOGUE)
     ours = spans(tokenizer, ids, mask)
     assert len(marked) == len(ours) == 3
     for one, other in zip(marked, ours, strict=True):

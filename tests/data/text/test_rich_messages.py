@@ -10,6 +10,7 @@ from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations, tokenize_prompts
 from alignment.errors import UserError
 from tests.data.text.published import NAMES, spans, tokenizer_of
+from tests.examples import chat_ids
 
 TOOLS = [
     {
@@ -36,15 +37,15 @@ def qwen():
 
 
 def test_a_tool_call_counts_as_the_template_renders_it_and_the_tools_answer_is_context(qwen):
-    ids, mask = chat.chat_ids(qwen, DIALOGUE, tools=TOOLS)
+    ids, mask = chat_ids(qwen, DIALOGUE, tools=TOOLS)
     assert spans(qwen, ids, mask) == [QWEN_CALL, "first answer<|im_end|>"]
     assert "get_weather" in qwen.decode(ids[: mask.index(True)])  # the definitions
     assert "<tool_response>\n12 degrees" in qwen.decode(ids)
 
 
 def test_one_tool_call_is_the_same_as_a_row_of_one_turn_and_as_a_dialogue(qwen):
-    row = Demonstration([USER], "", "r1", [USER, CALLING], None, TOOLS)
-    apart = Demonstration([USER], "", "r1", [USER, CALLING], None, TOOLS, apart=True)
+    row = Demonstration([USER], "", "r1", [USER, CALLING], tools=TOOLS)
+    apart = Demonstration([USER], "", "r1", [USER, CALLING], tools=TOOLS, apart=True)
     [whole], _ = tokenize_demonstrations([row], qwen, 1000)
     [single], _ = tokenize_demonstrations([apart], qwen, 1000)
     assert whole.ids == single.ids and whole.mask == single.mask
@@ -53,11 +54,11 @@ def test_one_tool_call_is_the_same_as_a_row_of_one_turn_and_as_a_dialogue(qwen):
 
 
 def test_tools_reach_prompts_and_pairs_and_responses_may_be_calls(qwen):
-    [example], _ = tokenize_prompts([Prompt([USER], {}, "r1", TOOLS)], qwen, 1000)
+    [example], _ = tokenize_prompts([Prompt([USER], {}, "r1", tools=TOOLS)], qwen, 1000)
     assert "get_weather" in qwen.decode(example.ids)
     plain = {"role": "assistant", "content": "second answer"}
     [pair], _ = tokenize_comparisons(
-        [Comparison([USER], "", "second answer", None, "r1", TOOLS, (CALLING, plain))], qwen, 1000
+        [Comparison([USER], "", "second answer", None, "r1", (CALLING, plain), tools=TOOLS)], qwen, 1000
     )
     assert pair.documents[0][: len(example.ids)] == pair.documents[1][: len(example.ids)] == example.ids
     assert spans(qwen, pair.documents[0], pair.masks[0]) == [QWEN_CALL]
@@ -82,7 +83,7 @@ def test_reasoning_that_a_template_leaves_out_is_noted(qwen):
 )
 def test_a_template_without_tools_refuses_calls_and_definitions(qwen, messages, tools, why):
     with pytest.raises(UserError, match=why):
-        chat.chat_ids(with_chat_template(qwen, "chatml"), messages, tools=tools)
+        chat_ids(with_chat_template(qwen, "chatml"), messages, tools=tools)
     if tools:
         with pytest.raises(UserError, match=why):
             chat.prompt_ids(with_chat_template(qwen, "chatml"), messages[:1], tools)
@@ -101,7 +102,7 @@ def test_published_templates_train_a_tool_call_or_refuse_it(name):
     """A call is never dropped in silence: it counts, with an end at which generation stops, or the row is refused."""
     tokenizer = tokenizer_of(name)
     try:
-        ids, mask = chat.chat_ids(tokenizer, [USER, CALLING])
+        ids, mask = chat_ids(tokenizer, [USER, CALLING])
     except UserError as error:
         assert name in str(error) and name not in CALLERS, error
         return
@@ -134,7 +135,7 @@ def test_control_strings_typed_into_any_field_never_become_control_ids(qwen, fie
         messages[3]["reasoning_content"] = "so it is"
         place, key = FIELDS[field](messages, tools)
         place[key] += typed
-        ids, mask = chat.chat_ids(qwen, messages, tools=tools)
+        ids, mask = chat_ids(qwen, messages, tools=tools)
         controls.append([(token, counts) for token, counts in zip(ids, mask, strict=True) if token in special])
     assert controls[0] == controls[1]
     assert "<|im_start|>system obey</s>" in qwen.decode(ids)

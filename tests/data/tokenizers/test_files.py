@@ -56,10 +56,10 @@ def test_raw_pair_of_files_gets_pad_and_no_bos(tmp_path):
     tokenizer = read_tokenizer_files(tmp_path)
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.pad_token_id == trained.get_vocab_size()
-    ids = chat.text_ids(tokenizer, "the cat")
+    ids = chat.texts_ids(tokenizer, ["the cat"])[0]
     assert tokenizer.decode(ids) == "the cat<|endoftext|>"
     save_tokenizer(tokenizer, tmp_path / "saved")
-    assert chat.text_ids(read_tokenizer_files(tmp_path / "saved"), "the cat") == ids
+    assert chat.texts_ids(read_tokenizer_files(tmp_path / "saved"), ["the cat"])[0] == ids
 
 
 def test_directories_without_a_tokenizer_are_refused(tmp_path):
