@@ -115,10 +115,14 @@ def pooled_head(
     value: HFConfig, activation: str = "tanh", dropouts: tuple[str, ...] = DROPOUTS, *, both_sides: bool = False
 ) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer as wide as the hidden states, dropout after it or on `both_sides`."""
-    transform = TransformSpec(value["hidden_size"], activation, bias=True)
     dropout = dropout_of(value, *dropouts)
-    before = dropout if both_sides else 0.0
-    return ClassificationHeadSpec(num_labels(value), transform, dropout=dropout, pooling="first", input_dropout=before)
+    return ClassificationHeadSpec(
+        num_labels(value),
+        TransformSpec(value["hidden_size"], activation, bias=True),
+        dropout=dropout,
+        pooling="first",
+        input_dropout=dropout if both_sides else 0.0,
+    )
 
 
 def bert_spec(
@@ -146,8 +150,9 @@ def bert_spec(
 
 def language_head(value: HFConfig, activation: str, width: int) -> LanguageHeadSpec:
     """A dense layer of `width` with a norm, then the logits with a bias."""
-    norm = LayerNormSpec(value["layer_norm_eps"])
-    return LanguageHeadSpec(TransformSpec(width, activation, bias=True, norm=norm), bias=True)
+    return LanguageHeadSpec(
+        TransformSpec(width, activation, bias=True, norm=LayerNormSpec(value["layer_norm_eps"])), bias=True
+    )
 
 
 def bert_family(
@@ -242,8 +247,12 @@ def _roberta(value: HFConfig) -> TransformerSpec:
     count = value["max_position_embeddings"] - first
     if count < 1:
         raise UserError(f"config.json: max_position_embeddings must be above pad_token_id + 1 = {first}")
-    head = language_head(value, "gelu", value["hidden_size"])  # this GELU whatever hidden_act says
-    return bert_spec(value, max_positions=count, positions=LearnedPositionsSpec(count, first), head=head)
+    return bert_spec(
+        value,
+        max_positions=count,
+        positions=LearnedPositionsSpec(count, first),
+        head=language_head(value, "gelu", value["hidden_size"]),  # this GELU whatever hidden_act says
+    )
 
 
 ROBERTA_PREDICTIONS = (
@@ -268,11 +277,10 @@ def _electra(value: HFConfig) -> TransformerSpec:
 
     Source: Clark et al. 2020, arXiv:2003.10555.
     """
-    narrow = value["embedding_size"]
-    projection = ProjectionSpec(narrow, bias=True, before_positions=False)
+    narrow, width = value["embedding_size"], value["hidden_size"]
     return bert_spec(
         value,
-        projection=None if narrow == value["hidden_size"] else projection,
+        projection=None if narrow == width else ProjectionSpec(narrow, bias=True, before_positions=False),
         head=language_head(value, "gelu", narrow),  # this GELU whatever hidden_act says
     )
 
@@ -308,8 +316,9 @@ def _albert(value: HFConfig) -> TransformerSpec:
         projection=ProjectionSpec(width, bias=True, before_positions=False),
         head=language_head(value, value["hidden_act"], width),
     )
-    order = tuple(int(layer / (layers / groups)) for layer in range(layers))
-    return replace(spec, blocks=spec.blocks[:groups], order=order)
+    return replace(
+        spec, blocks=spec.blocks[:groups], order=tuple(int(layer / (layers / groups)) for layer in range(layers))
+    )
 
 
 ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0."

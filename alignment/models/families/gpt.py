@@ -102,10 +102,13 @@ def _gpt1(value: HFConfig) -> TransformerSpec:
     """GPT-2's sizes, but norms after each sum and none at the end."""
     if value["afn"] not in ACTIVATIONS:
         raise UserError(f"config.json: afn {value['afn']!r} is not one of {', '.join(ACTIVATIONS)}")
-    attention = attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"])
-    feedforward = PlainFeedForwardSpec(4 * value["n_embd"], ACTIVATIONS[value["afn"]], bias=True)
-    block = {"dropout": value["resid_pdrop"], "wiring": "post"}
-    return replace(_gpt(value, attention, feedforward=feedforward, block=block), norm=NoNormSpec())
+    spec = _gpt(
+        value,
+        attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"]),
+        feedforward=PlainFeedForwardSpec(4 * value["n_embd"], ACTIVATIONS[value["afn"]], bias=True),
+        block={"dropout": value["resid_pdrop"], "wiring": "post"},
+    )
+    return replace(spec, norm=NoNormSpec())
 
 
 OPENAI_GPT = Family(
@@ -127,17 +130,14 @@ def _opt(value: HFConfig) -> TransformerSpec:
     """GPT-2's shape with ReLU; the 350m model has norms after each sum and a token table narrower than its blocks."""
     width, longest, bias = value["hidden_size"], value["max_position_embeddings"], value["enable_bias"]
     affine, before = value["layer_norm_elementwise_affine"], value["do_layer_norm_before"]
-    norm = LayerNormSpec(1e-5, bias=affine, weight=affine)  # no key sets the epsilon
-    attention = attention_spec(value, bias=bias, dropout=value["attention_dropout"])
-    feedforward = PlainFeedForwardSpec(
-        value["ffn_dim"], value["activation_function"], bias, value["activation_dropout"]
-    )
     narrow = None if value["word_embed_proj_dim"] in (None, width) else value["word_embed_proj_dim"]
     spec = transformer_spec(
         {**value, "initializer_range": value["init_std"]},
-        attention,
-        norm=norm,
-        feedforward=feedforward,
+        attention_spec(value, bias=bias, dropout=value["attention_dropout"]),
+        norm=LayerNormSpec(1e-5, bias=affine, weight=affine),  # no key sets the epsilon
+        feedforward=PlainFeedForwardSpec(
+            value["ffn_dim"], value["activation_function"], bias, value["activation_dropout"]
+        ),
         block={"dropout": value["dropout"], "wiring": "pre" if before else "post"},
         positions=LearnedPositionsSpec(longest, first=2),
         projection=None if narrow is None else ProjectionSpec(narrow, bias=False, before_positions=True),
@@ -288,12 +288,13 @@ def _falcon(value: HFConfig) -> TransformerSpec:
     attention = rotary_attention({**value, "num_key_value_heads": key_heads}, bias=value["bias"])
     if value["alibi"]:
         attention = replace(attention, rotary=None, position_bias=AlibiSpec(attention.scale, bfloat16=True))
-    inner = value["ffn_hidden_size"] or 4 * value["hidden_size"]
     return transformer_spec(
         {**value, "max_position_embeddings": UNLIMITED} if value["alibi"] else value,
         attention,
         norm=LayerNormSpec(value["layer_norm_epsilon"]),
-        feedforward=PlainFeedForwardSpec(inner, value["activation"], value["bias"]),
+        feedforward=PlainFeedForwardSpec(
+            value["ffn_hidden_size"] or 4 * value["hidden_size"], value["activation"], value["bias"]
+        ),
         block={"wiring": _falcon_wiring(value), "dropout": value["hidden_dropout"]},
     )
 
@@ -310,8 +311,10 @@ def _falcon_problems(value: HFConfig) -> Iterator[str]:
     if new and not value["parallel_attn"]:
         yield "config.json: new_decoder_architecture = True needs parallel_attn = True"
     if norms not in ((None, 1, 2) if new else (None, 1)):
-        supported = "only 1, or 2 with new_decoder_architecture"
-        yield f"config.json: num_ln_in_parallel_attn = {norms!r} is not supported, {supported}"
+        yield (
+            f"config.json: num_ln_in_parallel_attn = {norms!r} is not supported, only 1, or 2 with "
+            "new_decoder_architecture"
+        )
 
 
 # Files with two norms side by side name them otherwise than files with norms one after the other.

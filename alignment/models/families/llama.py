@@ -96,10 +96,14 @@ def _mixtral(value: HFConfig) -> TransformerSpec:
     count, chosen = value["num_local_experts"], value["num_experts_per_tok"]
     if chosen > count:
         raise UserError(f"config.json: num_experts_per_tok = {chosen} is more than num_local_experts = {count}")
-    expert = GatedFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=False)
-    # As over there: the balance is part of the loss only where the router's logits are asked for.
-    balance_coef = value["router_aux_loss_coef"] if value["output_router_logits"] else 0.0
-    return transformer_spec(value, attention, feedforward=ExpertsSpec(expert, count, chosen, balance_coef=balance_coef))
+    experts = ExpertsSpec(
+        GatedFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=False),
+        count,
+        chosen,
+        # As over there: the balance is part of the loss only where the router's logits are asked for.
+        balance_coef=value["router_aux_loss_coef"] if value["output_router_logits"] else 0.0,
+    )
+    return transformer_spec(value, attention, feedforward=experts)
 
 
 MIXTRAL = llama_family(

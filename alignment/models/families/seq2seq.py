@@ -105,15 +105,19 @@ def _spec(value: HFConfig) -> EncoderDecoderSpec:
 def _problems(value: HFConfig) -> Iterator[str]:
     named, (activation, gated) = value["feed_forward_proj"], _feed_forward(value)
     if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        yield f"config.json: feed_forward_proj {named!r} is not one of {known}, perhaps with 'gated-' before it"
+        yield (
+            f"config.json: feed_forward_proj {named!r} is not one of {', '.join(ACTIVATIONS)}, perhaps with 'gated-' "
+            "before it"
+        )
     for key, said in zip(DERIVED, (activation, gated), strict=True):
         if value.get(key, said) != said:
             yield f"config.json: {key} = {value[key]!r} contradicts feed_forward_proj = {named!r}"
     buckets, far = value["relative_attention_num_buckets"], value["relative_attention_max_distance"]
     if far <= buckets // 2 or buckets % 2:
-        wanted = f"must be even, and relative_attention_max_distance = {far} more than half of it"
-        yield f"config.json: relative_attention_num_buckets = {buckets} {wanted}"
+        yield (
+            f"config.json: relative_attention_num_buckets = {buckets} must be even, and "
+            f"relative_attention_max_distance = {far} more than half of it"
+        )
 
 
 def _feed_forward(value: HFConfig) -> tuple[str, bool]:
@@ -155,8 +159,9 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
 def sequence_head(value: HFConfig, default_labels: int = 2) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token; BART has the same."""
     transform, dropout = TransformSpec(value["d_model"], "tanh", True), value["classifier_dropout"]
-    labels = num_labels(value, default_labels)
-    return ClassificationHeadSpec(labels, transform, dropout=dropout, input_dropout=dropout, pooling="last")
+    return ClassificationHeadSpec(
+        num_labels(value, default_labels), transform, dropout=dropout, input_dropout=dropout, pooling="last"
+    )
 
 
 SEQUENCE = (("classification_head.dense", "head.transform.dense"), ("classification_head.out_proj", "head.output"))
