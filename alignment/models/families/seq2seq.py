@@ -172,10 +172,8 @@ def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config
-    untied = config | {"tie_word_embeddings": False}
-    if config["model_type"] == "mt5":
-        return untied
-    return {SCALE: config.get("tie_word_embeddings", True)} | untied
+    scale = {} if config["model_type"] == "mt5" else {SCALE: config.get("tie_word_embeddings", True)}
+    return scale | config | {"tie_word_embeddings": False}
 
 
 def _family(name: str, stem: str, **more: Any) -> Family:
