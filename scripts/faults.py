@@ -37,7 +37,7 @@ from alignment.cli import explain, terminate
 from alignment.data.config import DataConfig
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.loading import load_model, load_tokenizer
-from alignment.models.huggingface import weight_files as model_files
+from alignment.models import safetensors_files as model_files
 from alignment.training import OptimConfig, Run, TrainingConfig, latest_checkpoint
 from alignment.training.backends import state_files
 

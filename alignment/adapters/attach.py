@@ -153,9 +153,9 @@ def save_adapter(
     task_type = next(name for name, classes in TASK_TYPES.items() if isinstance(model, classes))
     if isinstance(model, TokenClassifier | ExternalClassifier):
         task_type = {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
-    shared = {"base_model_name_or_path": base, "revision": revision, "task_type": task_type, "inference_mode": True}
-    config = {key: sorted(value) if isinstance(value, set) else value for key, value in (config | shared).items()}
-    write_json(directory / CONFIG, config)
+    config |= {"base_model_name_or_path": base, "revision": revision, "task_type": task_type, "inference_mode": True}
+    sets = {key: sorted(value) for key, value in config.items() if isinstance(value, set)}
+    write_json(directory / CONFIG, config | sets)
 
 
 def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:
@@ -176,8 +176,7 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
         if is_scalar_adapter(directory):
-            score = next((name for name in tensors if name.endswith("score.weight")), "")
-            weight = tensors.pop(score, None)
+            weight = tensors.pop(next((name for name in tensors if name.endswith("score.weight")), ""), None)
             wanted |= {str(_head_name(model)): weight} if with_head else {}
     _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
     return model

@@ -95,8 +95,10 @@ def _external_sites(model: ExternalModel) -> dict[str, dict[str, int]]:
             f"{FEED_FORWARD_OUTPUT.pattern!r}, or the layer itself, {FEED_FORWARD_MODULE.pattern!r}) in every layer, and "
             f"found {len(attention)} and {len(feed_forward)}; use LoRA instead"
         )
-    parts = {"attention": attention, "feedforward": feed_forward}
-    return {part: dict.fromkeys(found.values(), model.spec.width) for part, found in parts.items()}
+    return {
+        "attention": dict.fromkeys(attention.values(), model.spec.width),
+        "feedforward": dict.fromkeys(feed_forward.values(), model.spec.width),
+    }
 
 
 def _by_layer(names: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
@@ -145,8 +147,10 @@ class BottleneckKind(AdapterKind):
     def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         settings = asdict(next(iter(bottlenecks(model).values())).spec)
         del settings["kind"]
-        tensors = {name: value for name, value in state.items() if self.holds(name)}
-        return tensors, {"peft_type": self.peft_type, **settings}
+        return (
+            {name: value for name, value in state.items() if self.holds(name)},
+            {"peft_type": self.peft_type, **settings},
+        )
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> BottleneckSpec:
         own = {key: value for key, value in config.items() if key not in SHARED}

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.adapters.files import CONFIG, SPEC, build_spec, read_own_settings
+from alignment.adapters.files import CONFIG, SPEC, build_spec, read_adapter_config, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
 from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
@@ -23,11 +23,10 @@ from alignment.models.heads import LanguageHead
 from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
+from alignment.models.transformer import Transformer
 
-if TYPE_CHECKING:
-    from peft.utils.other import ModulesToSaveWrapper
-
-ROWS, COPY = "token_rows.rows", ".modules_to_save.default."
+DEFAULT = "default"  # peft's name of the one adapter that is trained
+ROWS, COPY = "token_rows.rows", f".modules_to_save.{DEFAULT}."
 ROWS_IN_FILE = ".token_adapter.trainable_tokens_delta"
 OPTIONS = {  # of peft's config, for every kind
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -108,11 +107,15 @@ def token_rows(model: nn.Module) -> TokenRows | None:
     return cast(TokenRows | None, getattr(model, "token_rows", None))
 
 
+def reading_stack(model: nn.Module) -> Transformer:
+    """The stack that reads the user's text: a decoder's or encoder's trunk, the encoder of an encoder-decoder."""
+    return cast(Transformer, model.get_submodule("trunk" if hasattr(model, "trunk") else "encoder"))
+
+
 def _embedding(model: nn.Module) -> nn.Embedding:
     if isinstance(model, ExternalModel):
         return cast(nn.Embedding, model.inner.get_input_embeddings())
-    trunk = getattr(model, "trunk", None)
-    return cast(nn.Embedding, (model.get_submodule("encoder") if trunk is None else trunk).embed)
+    return reading_stack(model).embed
 
 
 def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
@@ -142,7 +145,7 @@ def _embedding_in_file(model: AnyModel) -> str:
 # Modules that are trained as a whole
 
 
-def wrappers(model: nn.Module) -> "dict[str, ModulesToSaveWrapper]":
+def wrappers(model: nn.Module) -> dict[str, Any]:
     """The modules that are trained whole, by our names."""
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -152,11 +155,6 @@ def wrappers(model: nn.Module) -> "dict[str, ModulesToSaveWrapper]":
 def plain_name(name: str) -> str:
     """The name of a weight under an adapter as in the model without it."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def _put(model: nn.Module, name: str, module: object) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
 
 
 def _locations(model: AnyModel) -> dict[str, HFLocation]:
@@ -174,15 +172,14 @@ def _train_module(model: AnyModel, name: str) -> None:
     module = model.get_submodule(name)
     if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
         raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
-    wrapper = ModulesToSaveWrapper(module, "default")
+    wrapper = ModulesToSaveWrapper(module, DEFAULT)
     wrapper.modules_to_save.float().requires_grad_(True)
-    _put(model, name, wrapper)
+    model.set_submodule(name, wrapper)
 
 
 def _modules_named(model: AnyModel, text: str) -> list[str]:
     """Our names of the modules with weights that a name, ours or a file's, means."""
-    locations = _locations(model)
-    owners = {name.rpartition(".")[0]: location.name.rpartition(".")[0] for name, location in locations.items()}
+    owners = {ours.rpartition(".")[0]: place.name.rpartition(".")[0] for ours, place in _locations(model).items()}
     ours = [name for name in owners if f".{name}".endswith(f".{text}")]
     found = ours or [name for name, in_file in owners.items() if f".{in_file}".endswith(f".{text}")]
     if not found:
@@ -225,10 +222,10 @@ def _merge_extras(model: nn.Module) -> None:
             hook.remove()
         del model.token_rows
     for name, wrapper in wrappers(model).items():
-        trained = wrapper.modules_to_save["default"]
+        trained = wrapper.modules_to_save[DEFAULT]
         for parameter, old in zip(trained.parameters(), wrapper.original_module.parameters(), strict=True):
             parameter.data = parameter.data.to(old.dtype)
-        _put(model, name, trained)
+        model.set_submodule(name, trained)
 
 
 def replace_extras(model: nn.Module, state: State, plain: State) -> None:
@@ -280,12 +277,12 @@ def extras_from_file(model: nn.Module, tensors: State) -> dict[str, Tensor | Non
     return found
 
 
-def modules_of_file(config: Mapping[str, object], tensors: State) -> tuple[str, ...]:
-    """The modules in `modules_to_save` of a file that another program wrote, but for the head of a reward model.
+def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
+    """The modules in `modules_to_save` of a directory that another program wrote, but for the head of a reward model.
 
     A module that the file does not hold was not there either when it was written.
     """
-    named = tuple(f".{name}" for name in cast("list[str]", config.get("modules_to_save") or []))
+    named = tuple(f".{name}" for name in read_adapter_config(directory).get("modules_to_save") or [])
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
     return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
 
@@ -345,7 +342,7 @@ class InjectedKind(AdapterKind):
         """Put the adapter into the weights and remove it; all parameters are trainable afterwards."""
         for name, layer in self.layers(model).items():
             layer.merge(safe_merge=True)
-            _put(model, name, layer.get_base_layer())
+            model.set_submodule(name, layer.get_base_layer())
         if hasattr(model, "peft_config"):
             del model.peft_config
         _merge_extras(model)

@@ -7,12 +7,13 @@ has none.
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from alignment.adapters.extras import (
+    DEFAULT,
     InjectedKind,
     State,
     attach_extras,
@@ -21,18 +22,12 @@ from alignment.adapters.extras import (
     modules_of_file,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS
+from alignment.adapters.files import SPEC, WEIGHTS
 from alignment.adapters.layer_names import BEFORE, NO_LAYER, FileLayer, escaped, file_layers, matching_layers
 from alignment.adapters.specs import IA3_INPUTS, IA3_OUTPUTS, IA3Spec
 from alignment.errors import UserError
-from alignment.files import read_json_object
 from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
-
-if TYPE_CHECKING:
-    from peft.tuners.ia3 import IA3Layer
-
-DEFAULT = "default"
 
 
 class IA3Kind(InjectedKind):
@@ -41,7 +36,7 @@ class IA3Kind(InjectedKind):
     peft_type, weights = "IA3", ".ia3_l."
     options = frozenset({"feedforward_modules", "init_ia3_weights"})
 
-    def layers(self, model: nn.Module) -> "dict[str, IA3Layer]":
+    def layers(self, model: nn.Module) -> dict[str, Any]:
         """The linear layers with factors by name."""
         from peft.tuners.ia3 import IA3Layer
 
@@ -78,29 +73,28 @@ class IA3Kind(InjectedKind):
 
         adapted, (tensors, options) = self.layers(model), extras_to_file(model, state)
         inputs = {name for name, layer in adapted.items() if layer.is_feedforward}
-        layers: list[FileLayer] = []
-        for each, heights in self.file_parts(model):
+        layers = list(self.file_parts(model))
+        for each, heights in layers:
             parts = [
                 state[f"{name}.ia3_l.{DEFAULT}"].cpu() if name in adapted else torch.ones(height, 1)
                 for name, height in zip(each.layers, heights, strict=True)
             ]
             tensors[f"{BEFORE}{each.file_name}.ia3_l"] = fuse_rows(parts, each.groups)
-            layers.append(each)
-        config = IA3Config(
-            target_modules=sorted(each.file_name for each in layers),
-            feedforward_modules=sorted(each.file_name for each in layers if inputs & set(each.layers)),
-            fan_in_fan_out=any(each.transposed for each in layers),
+        return tensors, IA3Config(
+            target_modules=sorted(each.file_name for each, _ in layers),
+            feedforward_modules=sorted(each.file_name for each, _ in layers if inputs & set(each.layers)),
+            fan_in_fan_out=any(each.transposed for each, _ in layers),
             **cast(Any, options),
-        )
-        return tensors, config.to_dict()
+        ).to_dict()
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> IA3Spec:
         return self.read_options(IA3Spec, {}, config, directory)
 
     def from_file(self, model: nn.Module, spec: IA3Spec, tensors: State, directory: Path) -> dict[str, Tensor | None]:
         if not (directory / SPEC).is_file():
-            spec = _layers_of_file(tensors, file_layers(model))
-            spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
+            spec = replace(
+                _layers_of_file(tensors, file_layers(model)), modules_to_save=modules_of_file(directory, tensors)
+            )
         self.attach(model, spec)
         adapted, found = self.layers(model), dict[str, Tensor | None]()
         for layer, heights in self.file_parts(model):

@@ -63,16 +63,15 @@ def layer_sizes(layer: nn.Module) -> tuple[int, int]:
 
 def file_layers(model: nn.Module) -> list[FileLayer]:
     """Every linear layer as a Hugging Face file names it; none for a model that has no such file of its own."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     linear = linear_layers(model)
     if isinstance(model, ExternalModel):
-        plain = {
-            name: each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for name, each in linear.items()
-        }
-        return [  # those that are no nn.Linear are transformers' Conv1D
-            FileLayer(name.removeprefix(INNER), (name,), transposed=not isinstance(layer, nn.Linear))
-            for name, layer in plain.items()
+        return [  # those that are no nn.Linear, below an adapter, are transformers' Conv1D
+            FileLayer(
+                name.removeprefix(INNER),
+                (name,),
+                transposed=not isinstance(getattr(layer, "base_layer", layer), nn.Linear),
+            )
+            for name, layer in linear.items()
         ]
     if not isinstance(model, NativeModel):
         return []

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.adapters.extras import (
+    DEFAULT,
     Change,
     InjectedKind,
     State,
@@ -44,14 +45,13 @@ from alignment.adapters.layer_names import (
 )
 from alignment.adapters.specs import AdapterSpec, DoRASpec, LoRASpec, LowRankSpec
 from alignment.errors import UserError
-from alignment.files import read_json_object
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
 from alignment.settings import search_names
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-DEFAULT, START, INITIAL = "default", "start", "initial"
+START, INITIAL = "start", "initial"
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -290,32 +290,30 @@ class LoRAKind(InjectedKind):
         from peft import LoraConfig
 
         updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
-        spec, layers, ranks, alphas = spec_of(model, updates), [], {}, {}
-        for layer, heights in self.file_parts(model):
+        spec, parts, ranks, alphas = spec_of(model, updates), list(self.file_parts(model)), {}, {}
+        for layer, heights in parts:
             fused = _fused([updates.get(name) for name in layer.layers], heights, layer.groups)
             here, rank = f"{BEFORE}{layer.file_name}", len(fused.down)
             tensors |= {f"{here}.lora_A.weight": fused.down, f"{here}.lora_B.weight": fused.up}
             if fused.magnitude is not None:
                 tensors[f"{here}.lora_magnitude_vector"] = fused.magnitude
             by_rank = sqrt(rank) if spec.rank_stabilized else rank
-            layers.append(layer)
             if rank != spec.rank:
                 ranks[layer.file_name] = rank
             if rank != spec.rank or fused.scale != spec.alpha / by_rank:
                 alphas[layer.file_name] = fused.scale * by_rank
-        config = LoraConfig(
+        return tensors, LoraConfig(
             r=spec.rank,
             lora_alpha=cast(int, spec.alpha),
             lora_dropout=spec.dropout,
             use_rslora=spec.rank_stabilized,
             use_dora=isinstance(spec, DoRASpec),
-            target_modules=sorted(layer.file_name for layer in layers),
+            target_modules=sorted(layer.file_name for layer, _ in parts),
             rank_pattern=ranks,
             alpha_pattern=alphas,
-            fan_in_fan_out=any(layer.transposed for layer in layers),
+            fan_in_fan_out=any(layer.transposed for layer, _ in parts),
             **cast(Any, options),
-        )
-        return tensors, config.to_dict()
+        ).to_dict()
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
         rows = config.get("trainable_token_indices") or []
@@ -345,8 +343,10 @@ class LoRAKind(InjectedKind):
     ) -> dict[str, Tensor | None]:
         ours = (directory / SPEC).is_file()
         if not ours:
-            spec = _with_layers_of_file(spec, tensors, file_layers(model))
-            spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
+            spec = replace(
+                _with_layers_of_file(spec, tensors, file_layers(model)),
+                modules_to_save=modules_of_file(directory, tensors),
+            )
         downs = [tensor for name, tensor in tensors.items() if "lora_A" in name and tensor.dim()]
         check_size(max([spec.rank, *spec.rank_pattern.values()]), downs)
         attach_lora(model, spec)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.extras import AdapterKind, Change, State
+from alignment.adapters.extras import AdapterKind, Change, State, reading_stack
 from alignment.adapters.files import CONFIG, build_spec, check_size
 from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import PrefixSpec, PromptSpec
@@ -24,7 +24,6 @@ from alignment.models.external.models import ExternalModel, ExternalSeq2SeqModel
 from alignment.models.external.rectangles import accepts
 from alignment.models.layers import AttentionSpec
 from alignment.models.native_model import NativeModel
-from alignment.models.transformer import Transformer
 
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
 
@@ -99,8 +98,9 @@ class VirtualTokensKind(AdapterKind):
         vectors = tensors.pop("prompt_embeddings", None)
         check_size(spec.tokens, [] if vectors is None or not vectors.dim() else [vectors])
         self.attach(model, spec)
-        found = None if vectors is None else self.of_file(model, vectors, directory)
-        return {f"{self.attribute}.embedding.weight": found}
+        return {
+            f"{self.attribute}.embedding.weight": None if vectors is None else self.of_file(model, vectors, directory)
+        }
 
 
 # Prefixes
@@ -138,15 +138,14 @@ class PrefixKind(VirtualTokensKind):
             slots[:, :, 0] = keys_values.unflatten(1, (layers, -1))
             keys_values = slots.flatten(1)
         width = heads * head_dim
-        config = PrefixTuningConfig(
+        return {"prompt_embeddings": keys_values}, PrefixTuningConfig(
             num_virtual_tokens=len(keys_values),
             token_dim=width,
             num_transformer_submodules=2 if two_stacks else 1,
             num_attention_heads=heads,  # peft's "attention heads" are the key-value heads of the cache
             num_layers=2 * layers if two_stacks else layers,
             encoder_hidden_size=width,
-        )
-        return {"prompt_embeddings": keys_values}, config.to_dict()
+        ).to_dict()
 
     def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The slots that peft gives the layers of the model."""
@@ -234,14 +233,13 @@ class PromptKind(VirtualTokensKind):
         from peft import PromptTuningConfig
 
         vectors = state["soft_prompt.embedding.weight"]
-        config = PromptTuningConfig(
+        return {"prompt_embeddings": vectors}, PromptTuningConfig(
             num_virtual_tokens=len(vectors),
             token_dim=vectors.shape[1],
             num_transformer_submodules=1,  # an encoder-decoder's prompt stands before its source only
             num_attention_heads=1,  # peft asks for heads and layers, and does not use them
             num_layers=1,
-        )
-        return {"prompt_embeddings": vectors}, config.to_dict()
+        ).to_dict()
 
     def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The vectors; peft makes as many for the decoder of an encoder-decoder, and leaves them unused."""
@@ -254,7 +252,7 @@ class PromptKind(VirtualTokensKind):
 def _vector_width(model: AnyModel) -> int:
     """Width of a token's vector, E."""
     if isinstance(model, NativeModel):
-        spec = _reading_stack(model).spec
+        spec = reading_stack(model).spec
         return spec.width if spec.projection is None else spec.projection.width
     if not accepts(model.inner, "inputs_embeds"):
         raise UserError(
@@ -269,11 +267,4 @@ def _token_vectors(model: AnyModel, tokens: Tensor) -> Tensor:
     """Vectors of token ids [n] as the model reads them, [n, E]."""
     if isinstance(model, ExternalModel):
         return model.inner.get_input_embeddings()(tokens)
-    return _reading_stack(model).token_vectors(tokens)
-
-
-def _reading_stack(model: NativeModel) -> Transformer:
-    """The stack that reads the user's text: a decoder's or encoder's trunk, the encoder of an encoder-decoder."""
-    stack = model.get_submodule("encoder" if isinstance(model, Seq2SeqModel | Seq2SeqClassifier) else "trunk")
-    assert isinstance(stack, Transformer)
-    return stack
+    return reading_stack(model).token_vectors(tokens)

@@ -36,8 +36,11 @@ def checkpointed(keep: Keep) -> Callable[..., Any]:
     """
     if keep == "nothing":
         return partial(checkpoint, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _kept_operations(keep))
-    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _kept_operations(keep)),
+    )
 
 
 def checkpoint_calls(module: nn.Module, enabled: bool = True) -> None:

@@ -72,8 +72,9 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         before = select_rows(self.states(batch), batch.decoder.before)
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        labels = batch.decoder.target_labels
-        found = chunked_token_log_probs(self.head, before, labels, temperature=temperature, entropy=entropy)
+        found = chunked_token_log_probs(
+            self.head, before, batch.decoder.target_labels, temperature=temperature, entropy=entropy
+        )
         return LanguageOutput(found.log_probs, found.entropy)
 
     def padded_outputs(
@@ -86,8 +87,9 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
         read = self.read(self.encoder, batch.encoder)
-        source = Source(read.states, read.batch)
-        return self.decoder(batch.decoder, prefix=self.active_prefix(), source=source, cache=cache)
+        return self.decoder(
+            batch.decoder, prefix=self.active_prefix(), source=Source(read.states, read.batch), cache=cache
+        )
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included; room for a prefix is added."""
@@ -131,8 +133,11 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
     def outputs(self, batch: Ragged) -> ClassifierOutput:
         """Logits: [B, C] for sequences, [N, 2] for spans; UserError for a sequence without an end token."""
         read = self.read(self.encoder, batch)
-        target = shifted(batch, self.spec.start_token)
-        hidden = self.decoder(target, prefix=self.active_prefix(), source=Source(read.states, read.batch))
+        hidden = self.decoder(
+            shifted(batch, self.spec.start_token),
+            prefix=self.active_prefix(),
+            source=Source(read.states, read.batch),
+        )
         if self.task == "sequence":
             hidden = hidden[last_positions(batch, self.spec.end_token)]
         return ClassifierOutput(self.head(hidden))

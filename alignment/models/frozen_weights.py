@@ -162,6 +162,6 @@ def _float32_modules(model: nn.Module) -> Iterator[nn.Module]:
         heads = [model.get_submodule("head")] if inner is None else inner.children()
         yield from (head for head in heads if head is not trunk)
     yield from (module for module in model.modules() if getattr(module, "float32_only", False))
-    patterns = [*(getattr(inner, key, None) or () for key in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))]
-    names = {name for pattern in patterns for name in pattern}
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    names = {name for key in kept for name in getattr(inner, key, None) or ()}
     yield from (module for name, module in model.named_modules() if names.intersection(name.split(".")))

@@ -62,15 +62,19 @@ class LanguageModel(NativeModel[TransformerSpec]):
         before = read.states
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        labels = batch.target_labels
         found = chunked_token_log_probs(
-            self.head, before, labels, temperature=temperature, entropy=entropy, loss=token_loss
+            self.head, before, batch.target_labels, temperature=temperature, entropy=entropy, loss=token_loss
         )
-        balance = self._balance(router_logits, read.batch) if router_logits else None
         if values and self.value_head is None:
             raise ValueError("the model has no value head: see attach_value_head")
         valued = float32_logits(self.value_head, before).squeeze(-1) if values and self.value_head is not None else None
-        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=valued)
+        return LanguageOutput(
+            found.log_probs,
+            found.entropy,
+            self._balance(router_logits, read.batch) if router_logits else None,
+            losses=found.losses,
+            values=valued,
+        )
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""

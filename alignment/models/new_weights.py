@@ -89,10 +89,9 @@ def init_from_teacher(student: nn.Module, teacher: nn.Module) -> None:
     for name, parameter in student.named_parameters():
         source = teacher_parameters.get(_name_in_teacher(name, counts))
         if source is None or source.shape != parameter.shape:
-            found = "nothing" if source is None else tuple(source.shape)
             raise UserError(
-                f"distillation.copy_layers: the student's {name} is {tuple(parameter.shape)}, the teacher has {found}; "
-                "they may differ in their number of layers only"
+                f"distillation.copy_layers: the student's {name} is {tuple(parameter.shape)}, the teacher has "
+                f"{'nothing' if source is None else tuple(source.shape)}; they may differ in their number of layers only"
             )
         parameter.copy_(source)
 

@@ -49,8 +49,11 @@ def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
     attention = spec.attention
     assert isinstance(attention, AttentionSpec)
     inner, shared = (heads * attention.head_dim for heads in (attention.heads, attention.key_value_heads))
-    projections = 2 * width * (2 * inner + 2 * shared)
-    return projections + 4 * inner * keys_seen(attention, tokens) + _feedforward_operations(spec.feedforward, width)
+    return (
+        2 * width * (2 * inner + 2 * shared)  # the projections
+        + 4 * inner * keys_seen(attention, tokens)
+        + _feedforward_operations(spec.feedforward, width)
+    )
 
 
 def _feedforward_operations(spec: FeedForwardSpec, width: int) -> int:

@@ -111,5 +111,8 @@ def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segment
 def padded_values(padded: Padded, outputs: Tensor) -> ValueOutput:
     """The output of a scalar model's padded call from the outputs of each token, [N, k]; see `ValueOutput`."""
     plain = value_output(outputs)
-    members = None if plain.members is None else padded.restore(plain.members)
-    return ValueOutput(padded.restore(plain.values), outputs[padded.batch.last], members)
+    return ValueOutput(
+        padded.restore(plain.values),
+        outputs[padded.batch.last],
+        None if plain.members is None else padded.restore(plain.members),
+    )

@@ -46,18 +46,16 @@ def quantize_blocks(model: Model, quantize: Quantization) -> Model:
         weight = layer.weight.data if stored is None else stored.read()
         if torch.cuda.is_available():  # quantizing takes a CPU a second for a few million numbers
             weight = weight.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _quantized(layer, weight, quantize))
+        model.set_submodule(name, _quantized(layer, weight, quantize))
     return model
 
 
 def quantizable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Names and layers of the linear layers inside a model's blocks, which stand in lists of modules."""
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     routers = ROUTERS[getattr(model, "source", "native")]
     for name, module in model.named_modules():
-        inside = any(name.startswith(prefix) for prefix in lists)
-        if type(module) is nn.Linear and inside and name.rpartition(".")[2] not in routers:
+        if type(module) is nn.Linear and name.startswith(lists) and name.rpartition(".")[2] not in routers:
             yield name, module
 
 
@@ -159,8 +157,9 @@ def _nf4_class() -> type[nn.Linear]:
         def quantize(self, weight: Tensor) -> None:
             """Quantize a matrix [out, in] on its device and hold it."""
             # bitsandbytes keeps the quantized numbers on the parameter and their scales on the layer too.
-            held = bnb.nn.Params4bit(weight.float(), requires_grad=False, quant_type="nf4", module=self)
-            self.weight = held.to(weight.device)
+            self.weight = bnb.nn.Params4bit(weight.float(), requires_grad=False, quant_type="nf4", module=self).to(
+                weight.device
+            )
 
         def read_weight(self, dtype: torch.dtype) -> Tensor:
             """The matrix [out, in] in a type."""
@@ -207,8 +206,9 @@ def _int8_class() -> type[nn.Linear]:
 
         def quantize(self, weight: Tensor) -> None:
             """Quantize a matrix [out, in] on its device and hold it."""
-            held = bnb.nn.Int8Params(weight.float(), requires_grad=False, has_fp16_weights=False)
-            self.weight = held.to(weight.device)
+            self.weight = bnb.nn.Int8Params(weight.float(), requires_grad=False, has_fp16_weights=False).to(
+                weight.device
+            )
             self.register_buffer("scales", self.weight.SCB, persistent=False)
             self.state.SCB = self.weight.SCB  # where peft looks for it
 

@@ -1,7 +1,12 @@
-"""The files of a model directory: config.json, generation_config.json, and safetensors in one file or in shards, checked."""
+"""The files of a model directory: config.json, generation_config.json, and safetensors in one file or in shards.
 
+What is read is checked; weights are written while they come in.
+"""
+
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -10,13 +15,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.errors import UserError, raise_all
-from alignment.files import check_directory, read_json_object, write_json
+from alignment.files import check_directory, read_json_object, write_atomic, write_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION_CONFIG = "generation_config.json"  # stop tokens and defaults for other programs; our sampling ignores it
+SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys that count modules
 SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # config keys that are widths
@@ -117,8 +124,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _file_tensors(path: Path) -> dict[str, StoredTensor]:
-    tensors = read_safetensors(path)  # mapped, not read
-    return {name: StoredTensor(path, name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return {
+        name: StoredTensor(path, name, tensor.shape, tensor.dtype)
+        for name, tensor in read_safetensors(path).items()  # mapped, not read
+    }
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -141,6 +150,54 @@ def max_dtype(directory: Path) -> torch.dtype:
     types = {tensor.dtype for tensor in stored_tensors(directory).values()}
     (low,) = types if len(types) == 1 else (torch.float32,)
     return low if low in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_shard_bytes: int) -> torch.dtype:
+    """Write named tensors as they come; at most one shard of them is held at a time.
+
+    Up to `max_shard_bytes` they are model.safetensors; beyond, model-00001-of-00003.safetensors and so on with an
+    index, as transformers writes them: a tensor that no longer fits begins the next shard, one that is larger has its
+    own. Weight files of an earlier save are removed at the end.
+
+    Returns:
+        The type that most of the numbers have.
+    """
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []  # names in each that is written
+    shard_bytes, total_bytes, numbers = 0, 0, Counter[torch.dtype]()
+
+    def write_shard() -> None:
+        path = directory / f"model-{len(shards) + 1:05d}.safetensors"
+        write_atomic(path, lambda temporary: save_file(shard, temporary, metadata={"format": "pt"}))
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shard and shard_bytes + size > max_shard_bytes:
+            write_shard()
+            shard_bytes = 0
+        shard[name] = tensor
+        shard_bytes, total_bytes = shard_bytes + size, total_bytes + size
+        numbers[tensor.dtype] += tensor.numel()
+    write_shard()
+    _finish(shards, directory, {"total_parameters": sum(numbers.values()), "total_size": total_bytes})
+    return numbers.most_common(1)[0][0]
+
+
+def _finish(shards: list[list[str]], directory: Path, metadata: dict[str, int]) -> None:
+    """Give the shards their final names, write the index of more than one, and remove files of an earlier save."""
+    count, weight_map = len(shards), {}
+    for number, names in enumerate(shards, 1):
+        final = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        os.replace(directory / f"model-{number:05d}.safetensors", directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    if count > 1:
+        write_json(directory / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    kept = {*weight_map.values(), INDEX} if count > 1 else {WEIGHTS}
+    for path in directory.iterdir():
+        if path.name not in kept and (path.name in (WEIGHTS, INDEX) or SHARD.fullmatch(path.name)):
+            path.unlink()
 
 
 # generation_config.json

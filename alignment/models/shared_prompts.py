@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from alignment.models.layers.layer_contexts import shares_prompts
-from alignment.models.layers.rotary import RotarySpec, equal_angles
+from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySpec, equal_angles
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Sharing
@@ -52,7 +52,8 @@ def prompt_sharing(models: Sequence[object], *, wanted: bool, note: Callable[[st
             return False
         assert isinstance(model, NativeModel)
         for rotary in {getattr(layer.attention, "rotary", None) for layer in model.spec.layers}:
-            if rotary is not None and rotary.by_length:  # a reference may be the same model with its prefix off
+            # A reference may be the same model with its prefix off.
+            if rotary is not None and isinstance(rotary.scaling, DynamicScaling | LongScaling):
                 scaled |= {(rotary, 0), (rotary, model.virtual_tokens())}
     if not scaled:
         return True

@@ -72,8 +72,7 @@ class SharedWeights:
         elif isinstance(original, ExternalLanguageModel) and new_head is not None:
             scalar = external_scalar_over(share_weights(original))
         if scalar is None:
-            own = load_scalar_model(directory, dtype=None, device=device, new_head=new_head, members=members)
-            return store_frozen(own, self.weights)
+            return store_frozen(load_scalar_model(directory, None, device, new_head, members), self.weights)
         if new_head is not None:
             _draw_head(scalar, new_head, members)
         return scalar

@@ -37,10 +37,7 @@ def held_bytes(model: nn.Module) -> Bytes:
 
 def total_bytes(*models: nn.Module) -> int:
     """Bytes of the weights of several models together; what they share counts once."""
-    together: Bytes = {}
-    for model in models:
-        together |= held_bytes(model)
-    return sum(together.values())
+    return sum({place: size for model in models for place, size in held_bytes(model).items()}.values())
 
 
 def describe_weights(model: nn.Module) -> str:

@@ -28,6 +28,7 @@ from alignment.models.external.models import (
 from alignment.models.external.rectangles import scores_every_token
 from alignment.models.families.family import Architecture
 from alignment.models.heads import score_labels, score_outputs
+from alignment.models.init_weights import InitSpec, initialize_layer
 from alignment.models.safetensors_files import (
     CONFIG,
     HFConfig,
@@ -307,12 +308,9 @@ def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
     ]
 
 
-@torch.no_grad()
 def _initialize_heads(inner: "PreTrainedModel", trunk: str) -> None:
     """Initialize all linear layers outside the trunk."""
     std = getattr(inner.config, "initializer_range", 0.02)
     for name, module in inner.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith(f"{trunk}."):
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            initialize_layer(module, InitSpec(std, std))

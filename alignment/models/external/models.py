@@ -5,7 +5,7 @@ Documents are read in right-padded rectangles, so that the result of a document 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,6 @@ from alignment.models.outputs import (
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config keys for the longest document
 
 
@@ -65,11 +62,14 @@ class ExternalModel(Model):
     source = "transformers"
     inner: Any
 
-    def __init__(self, inner: "PreTrainedModel", config: HFConfig, task: str):
+    def __init__(self, inner: nn.Module, config: HFConfig, task: str):
         super().__init__(config, task)
         self.inner = inner
-        tables = [module for name, module in inner.named_modules() if name.endswith("position_embeddings")]
-        padding = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
+        padding = [
+            module.padding_idx
+            for name, module in inner.named_modules()
+            if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        ]
         self._first_position = max((index + 1 for index in padding if index is not None), default=0)  # 2 in Longformer
 
     @property
@@ -202,8 +202,7 @@ class ExternalMaskedLanguageModel(ExternalModel):
         self, batch: Ragged, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the labels at the batch's targets, or their logits."""
-        logits = self.token_logits(batch, batch.target_index)
-        return _target_output(logits, batch, temperature, entropy, return_logits)
+        return _target_output(self.token_logits(batch, batch.target_index), batch, temperature, entropy, return_logits)
 
 
 class ExternalSeq2SeqModel(ExternalDecoder):
@@ -216,8 +215,8 @@ class ExternalSeq2SeqModel(ExternalDecoder):
         self, batch: Seq2Seq, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the target tokens, or their logits."""
-        logits = self._decoder_logits(batch)[batch.decoder.before]
-        return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
+        before = self._decoder_logits(batch)[batch.decoder.before]
+        return _target_output(before, batch.decoder, temperature, entropy, return_logits)
 
     def padded_outputs(
         self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None

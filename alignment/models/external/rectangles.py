@@ -56,8 +56,8 @@ class VirtualTokens(NamedTuple):
 
         assert self.prefix is not None
         embedding: Any = inner.get_input_embeddings()
-        dtype = getattr(embedding, "compute_dtype", embedding.weight.dtype)  # frozen weights may be of a lower type
-        prefix = self.prefix.to(dtype)
+        # frozen weights may be of a lower type
+        prefix = self.prefix.to(getattr(embedding, "compute_dtype", embedding.weight.dtype))
         layers = prefix.transpose(2, 3)[:, :, None].expand(-1, -1, rows, -1, -1, -1)  # [layers, 2, B, K, P, head_dim]
         return DynamicCache([(keys, values) for keys, values in layers])
 
@@ -178,9 +178,8 @@ def can_share_cache(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUA
     rope = getattr(inner.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):  # angles that depend on the longest row of the batch
         return False
-    kinds: list[type] = [DynamicLayer]
-    if virtual.prefix is None:  # one lies before a row's padding, which windows would count
-        kinds.append(DynamicSlidingWindowLayer)
+    # A prefix lies before a row's padding, which windows would count.
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer) if virtual.prefix is None else (DynamicLayer,)
     return all(type(layer) in kinds for layer in DynamicCache(config=inner.config).layers)  # none: plain attention
 
 
@@ -235,10 +234,8 @@ class SharedCache(ExternalCache):
             prompt = prompt.to(vectors.dtype).expand(len(ids), -1, -1)
             inputs = {"inputs_embeds": vectors.scatter(1, columns, prompt)}
             mask = torch.arange(width + size, device=device) >= padding
-        if virtual.prefix is None:
-            self._past = DynamicCache(config=inner.config)
-        else:
-            self._past = virtual.decoder_cache(inner, len(ids))
+        no_prefix = virtual.prefix is None
+        self._past = DynamicCache(config=inner.config) if no_prefix else virtual.decoder_cache(inner, len(ids))
         self._mask = F.pad(mask.long(), (virtual.prefix_size, 0), value=1)
         self.lengths = self._mask.sum(1)
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, virtual.prefix_size :]

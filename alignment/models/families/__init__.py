@@ -1,22 +1,18 @@
 """The families of models that run as our own modules: from config to specification, and tables of weight names.
 
-Read family.py for what a family is, then llama.py, the shortest; llama_like.py and gemma.py say what differs from it.
+Read family.py for what a family is, then llama.py up to LLAMA, the shortest; the rest of it and gemma.py say what differs.
 """
 
 from alignment.errors import UserError
-from alignment.models.families.bart import BART
-from alignment.models.families.bert import BERT
-from alignment.models.families.bert_like import ALBERT, DISTILBERT, ELECTRA, ROBERTA
+from alignment.models.families.bert import ALBERT, BERT, DISTILBERT, ELECTRA, ROBERTA
 from alignment.models.families.config_keys import hint
 from alignment.models.families.deberta_v2 import DEBERTA_V2
 from alignment.models.families.family import Family
-from alignment.models.families.fused import BLOOM, FALCON, GPT_NEOX
 from alignment.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from alignment.models.families.gpt import GPT2, OPENAI_GPT, OPT
-from alignment.models.families.llama import LLAMA
-from alignment.models.families.llama_like import MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
+from alignment.models.families.gpt import BLOOM, FALCON, GPT2, GPT_NEOX, OPENAI_GPT, OPT
+from alignment.models.families.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from alignment.models.families.modernbert import MODERNBERT
-from alignment.models.families.t5 import MT5, T5
+from alignment.models.families.seq2seq import BART, MT5, T5
 from alignment.models.safetensors_files import HFConfig
 
 FAMILIES: dict[str, Family] = {

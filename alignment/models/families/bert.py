@@ -1,13 +1,18 @@
-"""BERT: learned positions, segments, post-norm layers; a masked language head and one that joins sentences.
+"""BERT, and families that are BERT but for a difference or two: RoBERTa, ELECTRA, ALBERT, DistilBERT.
 
-Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/bert`.
+BERT itself has learned positions, segments, post-norm layers; a masked language head and one that joins sentences. The
+head of ELECTRA's discriminator, which detects replaced tokens, is not loaded.
+
+Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/FAMILY`, and the papers named at each family.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from alignment.errors import UserError
 from alignment.models.families.decoders import attention_spec, transformer_spec
 from alignment.models.families.family import (
     BLOCK,
@@ -32,7 +37,7 @@ from alignment.models.layers import (
     PlainFeedForwardSpec,
 )
 from alignment.models.safetensors_files import HFConfig
-from alignment.models.transformer import TransformerSpec
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
@@ -110,10 +115,14 @@ def pooled_head(
     value: HFConfig, activation: str = "tanh", dropouts: tuple[str, ...] = DROPOUTS, *, both_sides: bool = False
 ) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer as wide as the hidden states, dropout after it or on `both_sides`."""
-    transform = TransformSpec(value["hidden_size"], activation, bias=True)
     dropout = dropout_of(value, *dropouts)
-    before = dropout if both_sides else 0.0
-    return ClassificationHeadSpec(num_labels(value), transform, dropout=dropout, pooling="first", input_dropout=before)
+    return ClassificationHeadSpec(
+        num_labels(value),
+        TransformSpec(value["hidden_size"], activation, bias=True),
+        dropout=dropout,
+        pooling="first",
+        input_dropout=dropout if both_sides else 0.0,
+    )
 
 
 def bert_spec(
@@ -141,8 +150,9 @@ def bert_spec(
 
 def language_head(value: HFConfig, activation: str, width: int) -> LanguageHeadSpec:
     """A dense layer of `width` with a norm, then the logits with a bias."""
-    norm = LayerNormSpec(value["layer_norm_eps"])
-    return LanguageHeadSpec(TransformSpec(width, activation, bias=True, norm=norm), bias=True)
+    return LanguageHeadSpec(
+        TransformSpec(width, activation, bias=True, norm=LayerNormSpec(value["layer_norm_eps"])), bias=True
+    )
 
 
 def bert_family(
@@ -225,4 +235,187 @@ BERT = bert_family(
     ignored_tensors=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
     language_bias="cls.predictions.",
     legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+)  # fmt: skip
+
+
+def _roberta(value: HFConfig) -> TransformerSpec:
+    """BERT without segments and pooler; its first rows of positions belong to padding.
+
+    Source: Liu et al. 2019, arXiv:1907.11692.
+    """
+    first = value["pad_token_id"] + 1
+    count = value["max_position_embeddings"] - first
+    if count < 1:
+        raise UserError(f"config.json: max_position_embeddings must be above pad_token_id + 1 = {first}")
+    return bert_spec(
+        value,
+        max_positions=count,
+        positions=LearnedPositionsSpec(count, first),
+        head=language_head(value, "gelu", value["hidden_size"]),  # this GELU whatever hidden_act says
+    )
+
+
+ROBERTA_PREDICTIONS = (
+    *names_under("lm_head.", "head.transform.", dense="dense", norm="layer_norm"),
+    ("lm_head.decoder.weight", "head.weight"),
+)
+DENSE_CLASSIFIER = (("classifier.dense", "head.transform.dense"), ("classifier.out_proj", "head.output"))
+
+
+ROBERTA = bert_family(
+    "roberta",
+    _roberta,
+    ("pad_token_id", "classifier_dropout"),
+    encoder_tasks("Roberta", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, both_sides=True)),
+    ignored_tensors=(r"roberta\.pooler\.dense\.(weight|bias)",),  # transformers' own; it was never trained
+    language_bias="lm_head.",
+)
+
+
+def _electra(value: HFConfig) -> TransformerSpec:
+    """BERT's layers with token vectors of their own width. The generator fills in masks; heads as RoBERTa's.
+
+    Source: Clark et al. 2020, arXiv:2003.10555.
+    """
+    narrow, width = value["embedding_size"], value["hidden_size"]
+    return bert_spec(
+        value,
+        projection=None if narrow == width else ProjectionSpec(narrow, bias=True, before_positions=False),
+        head=language_head(value, "gelu", narrow),  # this GELU whatever hidden_act says
+    )
+
+
+ELECTRA_PREDICTIONS = (
+    *names_under("generator_predictions.", "head.transform.", dense="dense", norm="LayerNorm"),
+    ("generator_lm_head", "head"),
+)
+ELECTRA = bert_family(
+    "electra",
+    _electra,
+    ("embedding_size", "classifier_dropout"),
+    encoder_tasks(
+        "Electra", ELECTRA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, activation="gelu", both_sides=True)
+    ),
+    names=(*bert_names("electra."), ("electra.embeddings_project", "trunk.project_in")),
+    # The summary is the head for multiple choice; the generator's size says how the discriminator was trained.
+    harmless=("generator_size", "summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"),
+    ignored_tensors=(r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",),
+)
+
+
+def _albert(value: HFConfig) -> TransformerSpec:
+    """One layer's weights used again and again, token vectors narrower than the layers, sentence order.
+
+    Source: Lan et al. 2019, arXiv:1909.11942.
+    """
+    layers, groups, width = value["num_hidden_layers"], value["num_hidden_groups"], value["embedding_size"]
+    if groups > layers:
+        raise UserError(f"config.json: num_hidden_groups = {groups} is more than num_hidden_layers = {layers}")
+    spec = bert_spec(
+        value,
+        projection=ProjectionSpec(width, bias=True, before_positions=False),
+        head=language_head(value, value["hidden_act"], width),
+    )
+    return replace(
+        spec, blocks=spec.blocks[:groups], order=tuple(int(layer / (layers / groups)) for layer in range(layers))
+    )
+
+
+ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.0."
+ALBERT_NAMES = (
+    *embedding_names("albert."),
+    ("albert.encoder.embedding_hidden_mapping_in", "trunk.project_in"),
+    *names_under(
+        ALBERT_LAYER + "attention.", BLOCK + "attention.", query="query", key="key", value="value", output="dense"
+    ),
+    *names_under(ALBERT_LAYER, BLOCK + "feedforward.", up="ffn", down="ffn_output"),
+    *names_under(ALBERT_LAYER, BLOCK, attention_norm="attention.LayerNorm", feedforward_norm="full_layer_layer_norm"),
+)
+ALBERT_PREDICTIONS = (
+    *names_under("predictions.", "head.transform.", dense="dense", norm="LayerNorm"),
+    ("predictions.decoder.weight", "head.weight"),
+)
+SENTENCE_ORDER = (
+    *ALBERT_PREDICTIONS,
+    ("albert.pooler", "next_sentence.transform.dense"),
+    ("sop_classifier.classifier", "next_sentence.output"),
+)
+ALBERT_CLASSIFIER = (("albert.pooler", "head.transform.dense"), *CLASSIFIER)
+ALBERT_DROPOUTS = ("classifier_dropout_prob", "hidden_dropout_prob")
+# Classes of the pooled first token; sentence-order prediction has the same shape.
+ALBERT_HEAD = partial(pooled_head, dropouts=ALBERT_DROPOUTS)
+ALBERT_KEPT = ("albert.pooler.weight", "albert.pooler.bias")
+
+ALBERT = bert_family(
+    "albert",
+    _albert,
+    ("embedding_size", "num_hidden_groups", "classifier_dropout_prob"),
+    {
+        **encoder_tasks(
+            "Albert", ALBERT_PREDICTIONS, ALBERT_CLASSIFIER, ALBERT_HEAD, dropouts=ALBERT_DROPOUTS, kept=ALBERT_KEPT
+        ),
+        "next_sentence": Task("AlbertForPreTraining", SENTENCE_ORDER, ALBERT_HEAD, kept_by_new_head=ALBERT_KEPT),
+    },
+    names=ALBERT_NAMES,
+    # Left over from the authors' own configs; zero or one everywhere.
+    harmless=("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks"),
+    fixed={"inner_group_num": (1,)},  # no published model has groups of several layers
+    ignored_tensors=(r"albert\.pooler\.(weight|bias)", r"sop_classifier\.classifier\.(weight|bias)"),
+    language_bias="predictions.",
+    new_model_config={"classifier_dropout_prob": 0.0},
+)
+
+
+def _distilbert(value: HFConfig) -> TransformerSpec:
+    """Half of BERT's layers, no segments, no pooler (Sanh et al. 2019, arXiv:1910.01108)."""
+    attention_spec(value, "n_heads", "dim")  # refuses heads that do not divide the width, by the names of these keys
+    renamed = {key: value[name] for key, name in DISTILBERT_KEYS.items()}
+    return bert_spec({**value, **renamed, "type_vocab_size": 0, "layer_norm_eps": 1e-12})
+
+
+def _distilbert_head(value: HFConfig) -> ClassificationHeadSpec:
+    return pooled_head({**value, "hidden_size": value["dim"]}, "relu", ("seq_classif_dropout",))
+
+
+DISTILBERT_KEYS = {  # BERT's name -> DistilBERT's
+    "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "dim",
+    "intermediate_size": "hidden_dim", "hidden_act": "activation", "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}  # fmt: skip
+DISTILBERT_STEM, DISTILBERT_LAYER = "distilbert.embeddings.", "distilbert.transformer.layer.{}."
+DISTILBERT_NAMES = (
+    *names_under(
+        DISTILBERT_STEM, "trunk.", embed="word_embeddings", positions="position_embeddings", embedding_norm="LayerNorm"
+    ),
+    *names_under(
+        DISTILBERT_LAYER + "attention.", BLOCK + "attention.",
+        query="q_lin", key="k_lin", value="v_lin", output="out_lin",
+    ),
+    *names_under(DISTILBERT_LAYER + "ffn.", BLOCK + "feedforward.", up="lin1", down="lin2"),
+    *names_under(DISTILBERT_LAYER, BLOCK, attention_norm="sa_layer_norm", feedforward_norm="output_layer_norm"),
+)  # fmt: skip
+DISTILBERT_PREDICTIONS = (
+    *names_under("vocab_", "head.transform.", dense="transform", norm="layer_norm"),
+    ("vocab_projector", "head"),
+)
+PRE_CLASSIFIER = (("pre_classifier", "head.transform.dense"), *CLASSIFIER)
+
+DISTILBERT = Family(
+    name="distilbert",
+    spec=_distilbert,
+    keys=(
+        *DISTILBERT_KEYS.values(), "vocab_size", "max_position_embeddings", "initializer_range", "qa_dropout",
+        "seq_classif_dropout", "tie_word_embeddings",
+    ),
+    names=DISTILBERT_NAMES,
+    trunk_prefix="distilbert.",
+    tasks={
+        **encoder_tasks("DistilBert", DISTILBERT_PREDICTIONS, PRE_CLASSIFIER, _distilbert_head, dropouts=("dropout",)),
+        "span": span_task("DistilBert", "qa_dropout"),
+    },
+    # sinusoidal_pos_embds says what a table of positions once started as; it is trained and saved like any other.
+    harmless=(*HARMLESS, "sinusoidal_pos_embds"),
+    fixed={**ENCODER_FIXED, "tie_weights_": (True,)},
+    ignored_tensors=(POSITION_IDS,),
+    new_model_config={"dropout": 0.0, "attention_dropout": 0.0},
 )  # fmt: skip

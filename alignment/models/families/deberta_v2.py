@@ -70,13 +70,12 @@ def _spec(value: HFConfig) -> TransformerSpec:
     absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
     longest = max(value["max_relative_positions"], 0) or value["max_position_embeddings"]
     attention = _attention(value, longest)
-    relative = max(value["position_buckets"], 0) or longest
     spec = bert_spec(
         value,
         attention,
         max_positions=value["max_position_embeddings"] if absolute else UNLIMITED,
         positions=LearnedPositionsSpec(value["max_position_embeddings"]) if absolute else None,
-        relative=relative if isinstance(attention, DisentangledSpec) else 0,
+        relative=(max(value["position_buckets"], 0) or longest) if isinstance(attention, DisentangledSpec) else 0,
         relative_norm=LayerNormSpec(value["layer_norm_eps"]) if "layer_norm" in _norms(value) else NoNormSpec(),
     )
     convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None
@@ -88,8 +87,8 @@ def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpe
     terms, dropout = set(_terms(value)), value["attention_probs_dropout_prob"]
     attention = attention_spec(value, dropout=dropout, causal=False)
     if not value["relative_attention"] or not terms:
-        scale = (attention.head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
-        return replace(attention, scale=scale)
+        # the terms count even where they do not act
+        return replace(attention, scale=(attention.head_dim * (1 + len(terms))) ** -0.5)
     return DisentangledSpec(
         attention.heads,
         attention.head_dim,

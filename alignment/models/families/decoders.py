@@ -41,8 +41,9 @@ def attention_spec(
         problems.append(f"config.json: num_key_value_heads = {shared} does not divide {heads} = {count}")
     raise_all(problems)
     head_dim = head_dim or value[width] // count
-    fields = {"scale": head_dim**-0.5, "bias": bias, "output_bias": bias, **more}
-    return AttentionSpec(count, shared or count, head_dim, **fields)
+    return AttentionSpec(
+        count, shared or count, head_dim, **{"scale": head_dim**-0.5, "bias": bias, "output_bias": bias, **more}
+    )
 
 
 def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> AttentionSpec:
@@ -123,8 +124,11 @@ def layer_ropes(value: HFConfig) -> HFConfig:
     """`rope_parameters` of a config that has a mapping for each of LAYER_TYPES; raises UserError for anything else."""
     given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
     ropes = given if isinstance(given, dict) else {}
-    wrong = [kind for kind in ropes if kind not in LAYER_TYPES]
-    problems = [f"config.json: rope_parameters has {kind!r}, which is not one of {known}" for kind in wrong]
+    problems = [
+        f"config.json: rope_parameters has {kind!r}, which is not one of {known}"
+        for kind in ropes
+        if kind not in LAYER_TYPES
+    ]
     if ropes is not given or not all(isinstance(rope, dict | None) for rope in ropes.values()):
         problems.append(f"config.json: rope_parameters must be a mapping of {known}, got {given!r}")
     raise_all(problems)

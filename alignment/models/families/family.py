@@ -171,7 +171,6 @@ def decoder_tasks(
         language: the ending of the language model's class name, and its head's name.
         classifier: keys of the dropout before a head for tokens that is named so; none: it is named score.
     """
-    tokens = (("classifier" if classifier else "score", "head.output"),)
 
     def last_token(value: HFConfig) -> ClassificationHeadSpec:
         return ClassificationHeadSpec(num_labels(value), pooling="last", bias=False)
@@ -180,7 +179,11 @@ def decoder_tasks(
         "language": Task(stem + language[0], ((f"{language[1]}.weight", "head.weight"),)),
         "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
         "sequence": Task(f"{stem}ForSequenceClassification", (("score", "head.output"),), last_token),
-        "tokens": Task(f"{stem}ForTokenClassification", tokens, token_head(*classifier)),
+        "tokens": Task(
+            f"{stem}ForTokenClassification",
+            (("classifier" if classifier else "score", "head.output"),),
+            token_head(*classifier),
+        ),
         "span": span_task(stem, trunk_prefix=span_prefix),
     }
     return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}

@@ -11,7 +11,7 @@ from alignment.errors import raise_all
 from alignment.models.families.decoders import layer_ropes, rotary_attention, transformer_spec, windows
 from alignment.models.families.family import BLOCK, Name, decoder_tasks, names_under
 from alignment.models.families.llama import LAYER, PROJECTIONS, QUERY_KEY_NORMS, llama_family
-from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
+from alignment.models.families.rope import ORIGINAL, ROPE_KEYS, shape_problems
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.layers import AttentionSpec, GatedFeedForwardSpec, RMSNormSpec
 from alignment.models.safetensors_files import HFConfig
@@ -102,11 +102,7 @@ def _gemma3(value: HFConfig) -> TransformerSpec:
     Layers that slide turn by `rope_local_base_freq`, layers that see everything by `rope_theta` and its scaling.
     """
     ropes, scaling = layer_ropes(value), value.get("rope_scaling") or {}
-    problems = []
-    if not isinstance(scaling, dict):
-        problems.append(f"config.json: rope_scaling must be a mapping, got {scaling!r}")
-    if ropes and scaling:
-        problems.append("config.json: rope_parameters and rope_scaling are both set; keep the one that should act")
+    problems = list(shape_problems(value))
     made_from, pattern = value.get("_sliding_window_pattern"), value["sliding_window_pattern"]
     if value["layer_types"] is None and made_from not in (None, pattern):
         problems.append("config.json: _sliding_window_pattern without layer_types; name sliding_window_pattern instead")

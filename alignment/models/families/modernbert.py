@@ -41,9 +41,6 @@ def _spec(value: HFConfig) -> TransformerSpec:
     # `local_attention` is the whole width of a window, half of it on either side, ends included.
     spans = windows(value, value["local_attention"] // 2 + 1, lambda layer: layer % every > 0)
     attention = attention_spec(value, bias=value["attention_bias"], causal=False)
-    feedforward = GatedFeedForwardSpec(
-        value["intermediate_size"], value["hidden_activation"], value["mlp_bias"], value["mlp_dropout"]
-    )
     ropes, thetas = layer_ropes(value), (value["global_rope_theta"], value["local_rope_theta"])
     rotaries = [  # of global and of local layers
         read_rotary({**value, "rope_theta": theta, "rope_parameters": ropes.get(kind)}, attention.head_dim)
@@ -53,7 +50,9 @@ def _spec(value: HFConfig) -> TransformerSpec:
         value,
         [replace(attention, window=span, rotary=rotaries[span is not None]) for span in spans],
         norm=norm,
-        feedforward=feedforward,
+        feedforward=GatedFeedForwardSpec(
+            value["intermediate_size"], value["hidden_activation"], value["mlp_bias"], value["mlp_dropout"]
+        ),
         max_positions=value["max_position_embeddings"],
         init=InitSpec(value["initializer_range"], value["initializer_range"] / math.sqrt(2 * len(spans))),
         embedding_dropout=value["embedding_dropout"],

@@ -39,15 +39,16 @@ def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
     Raises:
         UserError: naming every setting that is unknown or has a value that cannot be.
     """
-    raise_all(_shape_problems(value))
+    raise_all(shape_problems(value))
     found = value.get("rope_parameters") or value.get("rope_scaling") or {}
     given = {key: setting for key, setting in found.items() if setting is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)  # older files have both keys
     kind = "longrope" if kind == "su" else kind  # the first name of Phi-3's scaling
     if kind not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise UserError(f"config.json: rope_type {kind!r} is not one of {known}{hint(str(kind), ROPE_TYPES)}")
+        raise UserError(
+            f"config.json: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}{hint(str(kind), ROPE_TYPES)}"
+        )
     rope = {THETA: value.get(THETA, 10000.0), PARTIAL: value.get(PARTIAL, 1.0), **given}
     raise_all(_problems(rope, kind))
     width, longest = int(head_dim * rope[PARTIAL]), value["max_position_embeddings"]
@@ -63,7 +64,8 @@ def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
     return RotarySpec(float(rope[THETA]), width, SCALINGS[kind](rope, original, longest))
 
 
-def _shape_problems(value: HFConfig) -> Iterator[str]:
+def shape_problems(value: HFConfig) -> Iterator[str]:
+    """A message for each rotary setting that is not of its type, and for two of them where one should act."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(value.get(key), dict | None):
             yield f"config.json: {key} must be a mapping, got {value[key]!r}"
@@ -105,8 +107,9 @@ def _yarn(rope: HFConfig, original: int, longest: int) -> YarnScaling:
 def _long(rope: HFConfig, original: int, longest: int) -> LongScaling:
     factor = rope.get("factor", longest / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
-    return LongScaling(short, long, original, rope.get("attention_factor", default))
+    return LongScaling(
+        tuple(rope["short_factor"]), tuple(rope["long_factor"]), original, rope.get("attention_factor", default)
+    )
 
 
 SCALINGS: dict[str, Callable[[HFConfig, int, int], RotaryScaling | None]] = {

@@ -20,7 +20,6 @@ from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.heads import score_labels
-from alignment.models.huggingface.weight_files import write_weights
 from alignment.models.huggingface.weight_map import (
     HFLocation,
     StoredParameter,
@@ -46,6 +45,7 @@ from alignment.models.safetensors_files import (
     read_generation_config,
     stored_tensors,
     write_generation_config,
+    write_weights,
 )
 from alignment.models.transformer import Transformer
 
@@ -243,8 +243,10 @@ def hf_locations(model: Model) -> dict[str, HFLocation]:
         base = empty_model(model.config, model.task)
     shapes = {name: parameter.shape for name, parameter in base.state_dict().items()}
     prefix, usual = family.prefix(model.task), family.trunk_prefix
-    lines = (*family.names, *family.names_from_config(family.values(model.config)))
-    trunk = ((prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours) for hf, ours in lines)
+    trunk = (
+        (prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours)
+        for hf, ours in (*family.names, *family.names_from_config(family.values(model.config)))
+    )
     return map_weights(shapes, (*trunk, *family.tasks[model.task].names), family, base.spec)
 
 
@@ -294,7 +296,6 @@ def _real(device: str | torch.device) -> str | torch.device:
 
 def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
     """Initialize the modules of the named parameters, the parameters of a new head."""
-    init = getattr(model.spec, "decoder", model.spec).init
     for owner in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(owner)
         loaded = {name: x for name, x in module.named_parameters(recurse=False) if not x.is_meta}
@@ -302,7 +303,7 @@ def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, de
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         else:
-            initialize_layer(module, init, owner)
+            initialize_layer(module, model.spec.init, owner)
         for name, parameter in loaded.items():
             setattr(module, name, parameter)
 
@@ -311,13 +312,14 @@ def _check_tensors(
     directory: Path, tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], family: Family
 ) -> None:
     """Refuse, by name, unexpected and misshapen tensors, and missing ones that the family does not let a file omit."""
-    missing = sorted(shapes.keys() - tensors.keys() - set(family.zeros_if_missing))
-    problems = [f"{directory}: tensor {name} is missing" for name in missing]
+    missing = shapes.keys() - tensors.keys() - set(family.zeros_if_missing)
+    problems = [f"{directory}: tensor {name} is missing" for name in sorted(missing)]
     problems += [f"{directory}: unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys())]
-    for name in sorted(shapes.keys() & tensors.keys()):
-        found, wanted = tuple(tensors[name].shape), tuple(shapes[name])
-        if found != wanted:
-            problems.append(f"{directory}: tensor {name} has shape {found}, the config asks for {wanted}")
+    problems += [
+        f"{directory}: tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
+        for name in sorted(shapes.keys() & tensors.keys())
+        if tensors[name].shape != shapes[name]
+    ]
     raise_all(problems)
 
 

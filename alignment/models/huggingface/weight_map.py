@@ -63,8 +63,13 @@ def map_weights(
         hf, part, parts = by_ours[pattern_of(name)]
         numbers = [piece for piece in name.split(".") if piece.isdigit()]
         rows = tuple(shapes[other.format(*numbers)][0] for other in parts)
-        groups = key_heads if hf.endswith(family.interleaved) else 1
-        locations[name] = HFLocation(hf.format(*numbers), part, rows, hf.endswith(family.transposed), groups)
+        locations[name] = HFLocation(
+            hf.format(*numbers),
+            part,
+            rows,
+            transposed=hf.endswith(family.transposed),
+            groups=key_heads if hf.endswith(family.interleaved) else 1,
+        )
     return locations
 
 
@@ -136,8 +141,10 @@ class StoredParameter(NamedTuple):
 def stored_parameter(tensor: StoredTensor, location: HFLocation, dtype: torch.dtype | None) -> StoredParameter:
     """The place of a parameter; `dtype` None keeps the file's type, UserError where no model can compute in it."""
     if dtype is None and tensor.dtype not in COMPUTED:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"{tensor.path}: tensor {tensor.name} is {kind}, which no model computes in; name another type")
+        raise UserError(
+            f"{tensor.path}: tensor {tensor.name} is {str(tensor.dtype).removeprefix('torch.')}, which no model computes "
+            "in; name another type"
+        )
     return StoredParameter(tensor, location, dtype or tensor.dtype)
 
 

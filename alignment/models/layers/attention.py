@@ -145,6 +145,7 @@ class CrossAttention(Attention):
         """x: [N, D] -> [N, D]."""
         if context.cross_attend is None:
             raise ValueError("a decoder with cross-attention was called without an encoder's states")
-        dropout = self.spec.dropout if self.training else 0.0
-        mixed = context.cross_attend(self._heads(self.query(x)), self.project_key_value, dropout)
+        mixed = context.cross_attend(
+            self._heads(self.query(x)), self.project_key_value, self.spec.dropout if self.training else 0.0
+        )
         return self.output(mixed.reshape(len(x), -1))

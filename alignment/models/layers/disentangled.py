@@ -24,8 +24,11 @@ class ConvolutionSpec:
 
     def build(self, channels: int, dropout: nn.Module) -> "Convolution":
         """x [N, channels] -> [N, channels]."""
-        layer = nn.Conv1d(channels, channels, self.width, padding=self.width // 2, groups=self.groups)
-        return Convolution(layer, ACTIVATIONS[self.activation], dropout)
+        return Convolution(
+            nn.Conv1d(channels, channels, self.width, padding=self.width // 2, groups=self.groups),
+            ACTIVATIONS[self.activation],
+            dropout,
+        )
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,7 @@ class DisentangledAttention(nn.Module):
         )
         relative_query = self._heads(to_query(vectors)) if spec.position_to_content else None
         relative_key = self._heads(to_key(vectors)) if spec.content_to_position else None
-        dropout = spec.dropout if self.training else 0.0
-        mixed = []
-        masks = key_masks(layout, x.device)
+        mixed, masks = [], key_masks(layout, x.device)
         for q, k, v, real in zip(pad(query, layout), pad(key, layout), pad(value, layout), masks, strict=True):
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, T, K]
             positions = torch.arange(q.shape[2], device=q.device)
@@ -122,7 +123,9 @@ class DisentangledAttention(nn.Module):
             terms += [] if relative_query is None else [_scores_at(k, relative_query, rows.T).transpose(-1, -2)]
             bias = self.scale * sum(terms[1:], terms[0])
             bias = bias if real is None else bias.masked_fill(~real, -torch.inf)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=self.scale)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, dropout_p=spec.dropout if self.training else 0.0, scale=self.scale
+            )
             mixed.append(attended.transpose(1, 2))
         return self.output(unpad(mixed, layout).flatten(1))
 

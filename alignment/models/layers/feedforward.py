@@ -60,8 +60,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: _FeedForwardSpec, width: int):
         super().__init__()
-        gated = isinstance(spec, GatedFeedForwardSpec)
-        self.gate = nn.Linear(width, spec.width, bias=spec.bias) if gated else None
+        self.gate = nn.Linear(width, spec.width, bias=spec.bias) if isinstance(spec, GatedFeedForwardSpec) else None
         self.up = nn.Linear(width, spec.width, bias=spec.bias)
         self.down = nn.Linear(spec.width, width, bias=spec.bias)
         self.activation = ACTIVATIONS[spec.activation]

@@ -103,8 +103,7 @@ class Cache:
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""
-        rows = self.rows
-        return self.keys[layer][:rows, :, :width], self.values[layer][:rows, :, :width]
+        return self.keys[layer][: self.rows, :, :width], self.values[layer][: self.rows, :, :width]
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Hold `rows` documents (at least those held now; the new ones are empty) of up to `capacity` tokens each."""

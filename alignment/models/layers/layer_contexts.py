@@ -132,8 +132,9 @@ def padded_attentions(
     for layer, spec in enumerate(block.attention for block in layers):
         if isinstance(spec, AttentionSpec):
             layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
-            front = None if prefix is None else prefix[layer]
-            attends.append(padded_attention(spec, queries, keys, layer_masks, front))
+            attends.append(
+                padded_attention(spec, queries, keys, layer_masks, None if prefix is None else prefix[layer])
+            )
         elif prefix is not None:
             raise UserError("disentangled attention takes no prefix; use LoRA instead")
         else:

@@ -79,13 +79,12 @@ def shared_keys(batch: Ragged) -> PaddedLayout:
             first_keys[prompt].append(first)
     most = len(first_keys[0])  # of the first prompt: see `SharedPrompts`
     rounds = [[each[number] for each in first_keys if len(each) > number] for number in range(most)]
-    copies = [runs(starts, shared.lengths[: len(starts)]) for starts in rounds]
     return PaddedLayout(
         ((1, prompts + sum(batch.lengths)),),
         ((*shared.lengths, *batch.lengths),),
         torch.cat([keys, of_own]).to(device, non_blocking=True),
         torch.cat([keys.to(device, non_blocking=True), shared.documents]),
-        tuple(index.to(device, non_blocking=True) for index in copies),
+        tuple(runs(starts, shared.lengths[: len(starts)]).to(device, non_blocking=True) for starts in rounds),
     )
 
 
@@ -94,16 +93,19 @@ def shared_layouts(batch: Ragged, heads: int) -> tuple[PaddedLayout, PaddedLayou
     keys, shared = shared_keys(batch), batch.shared
     assert shared is not None
     [lengths] = keys.lengths
-    documents = choose_rectangles(batch.lengths, heads)
     rectangles = choose_rectangles(shared.lengths, heads)
-    rectangles += [([len(shared.lengths) + row for row in rows], columns) for rows, columns in documents]
+    rectangles += [
+        ([len(shared.lengths) + row for row in rows], columns)
+        for rows, columns in choose_rectangles(batch.lengths, heads)
+    ]
     queries, padded = (
         layout_of(sizes, narrowed(rectangles, sizes), batch.tokens.device) for sizes in (batch.pieces, lengths)
     )
     slots, source = padded.slots, padded.source
     assert slots is not None and source is not None and keys.slots is not None and keys.source is not None
-    copies = tuple(slots[index] for index in keys.copies)
-    return queries, PaddedLayout(padded.groups, padded.lengths, slots[keys.slots], keys.source[source], copies)
+    return queries, PaddedLayout(
+        padded.groups, padded.lengths, slots[keys.slots], keys.source[source], tuple(slots[x] for x in keys.copies)
+    )
 
 
 Rectangles = list[tuple[list[int], int]]  # the numbers of the documents in each rectangle, and its columns
@@ -115,8 +117,7 @@ def choose_rectangles(lengths: Sequence[int], heads: int) -> Rectangles:
     width_of: dict[int, int] = {}
     current = 0
     for width in sorted(set(rounded), reverse=True):
-        saved = rounded.count(width) * heads * (current**2 - width**2)
-        if not current or saved > CALL_COST:
+        if not current or rounded.count(width) * heads * (current**2 - width**2) > CALL_COST:  # what a call would save
             current = width
         width_of[width] = current
     columns = [width_of[width] for width in rounded]
@@ -131,8 +132,7 @@ def narrowed(rectangles: Rectangles, lengths: Sequence[int]) -> Rectangles:
 
 def layout_of(lengths: Sequence[int], rectangles: Rectangles, device: torch.device | str) -> PaddedLayout:
     """The layout of documents with these `lengths` in these rectangles."""
-    firsts = [0] * len(lengths)
-    size = 0
+    firsts, size = [0] * len(lengths), 0
     for rows, width in rectangles:
         for row in rows:
             firsts[row], size = size, size + width

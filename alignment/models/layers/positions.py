@@ -132,9 +132,10 @@ class BFloat16Alibi(nn.Module):
 def alibi_slopes(heads: int) -> list[float]:
     """2^(-8 h / n) for h = 1 ... n, the largest power of two within `heads`; the rest from between, every second of 2n."""
     largest = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * h / largest) for h in range(1, largest + 1)]
-    between = [2 ** (-4 * h / largest) for h in range(1, 2 * (heads - largest), 2)]
-    return slopes + between
+    return [
+        *(2 ** (-8 * h / largest) for h in range(1, largest + 1)),
+        *(2 ** (-4 * h / largest) for h in range(1, 2 * (heads - largest), 2)),
+    ]
 
 
 class RelativeBias(nn.Module):

@@ -83,11 +83,6 @@ class RotarySpec:
     width: int  # leading coordinates of each head that are rotated; the rest stay ("partial rotary")
     scaling: RotaryScaling | None = None
 
-    @property
-    def by_length(self) -> bool:
-        """True where the angles of a token depend on the length of its document, beyond the original context."""
-        return isinstance(self.scaling, DynamicScaling | LongScaling)
-
 
 Rotation = tuple[Tensor, Tensor]  # cosines [N, 1, W] and sines [N, 1, W / 2] of one forward, fp32; W coordinates turn
 

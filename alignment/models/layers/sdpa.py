@@ -30,10 +30,10 @@ def attend(
         [B, H, T, K].
     """
     if spec.softcap is None:
-        grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=spec.scale, enable_gqa=grouped
-        )
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=spec.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
     # No fused kernel caps scores.
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = spec.scale * (q @ k.transpose(-1, -2))
@@ -196,8 +196,9 @@ def cross_attentions(
             memory.append(key, value, source.batch.lengths)
         return attend(query, key, value, dropout)
 
-    attends = [padded_attention(replace(spec, causal=False), queries, keys, masks) for spec in specs]
-    return [partial(attend_source, attend) for attend in attends]
+    return [
+        partial(attend_source, padded_attention(replace(spec, causal=False), queries, keys, masks)) for spec in specs
+    ]
 
 
 def cached_cross_attention(memory: CrossAttentionCache, layer: int, spec: AttentionSpec) -> CrossAttentionFn:

@@ -1,20 +1,23 @@
-"""T5, version 1.1, Flan-T5, ByT5, mT5: biases for distances instead of positions, no scale on scores, no biases.
+"""Encoder-decoders: T5, version 1.1, Flan-T5, ByT5, mT5; BART.
 
-One table serves files with and without a classifier's head. mT5 is T5 1.1 in many languages; its logits are never
-scaled, and its files may have a head of their own.
+T5 has biases for distances instead of positions, no scale on scores, no biases. One table serves files with and without a
+classifier's head. mT5 is T5 1.1 in many languages; its logits are never scaled, and its files may have a head of their
+own. BART has learned positions on both sides, norms after each sum and after the embedding, biases everywhere.
 
 Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); Xue et al. 2021,
-arXiv:2010.11934 (mT5); transformers, `models/t5` and `models/mt5`.
+arXiv:2010.11934 (mT5); Lewis et al. 2019, arXiv:1910.13461 (BART); transformers, `models/FAMILY`.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
+from alignment.models.families.decoders import attention_spec
 from alignment.models.families.family import (
     CLASSIFIER,
     Family,
@@ -26,11 +29,14 @@ from alignment.models.families.family import (
     token_head,
 )
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
-from alignment.models.init_weights import FanInInitSpec
+from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
     GatedFeedForwardSpec,
+    LayerNormSpec,
+    LearnedPositionsSpec,
+    NoNormSpec,
     PlainFeedForwardSpec,
     RelativeBiasSpec,
     RMSNormSpec,
@@ -99,15 +105,19 @@ def _spec(value: HFConfig) -> EncoderDecoderSpec:
 def _problems(value: HFConfig) -> Iterator[str]:
     named, (activation, gated) = value["feed_forward_proj"], _feed_forward(value)
     if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        yield f"config.json: feed_forward_proj {named!r} is not one of {known}, perhaps with 'gated-' before it"
+        yield (
+            f"config.json: feed_forward_proj {named!r} is not one of {', '.join(ACTIVATIONS)}, perhaps with 'gated-' "
+            "before it"
+        )
     for key, said in zip(DERIVED, (activation, gated), strict=True):
         if value.get(key, said) != said:
             yield f"config.json: {key} = {value[key]!r} contradicts feed_forward_proj = {named!r}"
     buckets, far = value["relative_attention_num_buckets"], value["relative_attention_max_distance"]
     if far <= buckets // 2 or buckets % 2:
-        wanted = f"must be even, and relative_attention_max_distance = {far} more than half of it"
-        yield f"config.json: relative_attention_num_buckets = {buckets} {wanted}"
+        yield (
+            f"config.json: relative_attention_num_buckets = {buckets} must be even, and "
+            f"relative_attention_max_distance = {far} more than half of it"
+        )
 
 
 def _feed_forward(value: HFConfig) -> tuple[str, bool]:
@@ -149,8 +159,9 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
 def sequence_head(value: HFConfig, default_labels: int = 2) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token; BART has the same."""
     transform, dropout = TransformSpec(value["d_model"], "tanh", True), value["classifier_dropout"]
-    labels = num_labels(value, default_labels)
-    return ClassificationHeadSpec(labels, transform, dropout=dropout, input_dropout=dropout, pooling="last")
+    return ClassificationHeadSpec(
+        num_labels(value, default_labels), transform, dropout=dropout, input_dropout=dropout, pooling="last"
+    )
 
 
 SEQUENCE = (("classification_head.dense", "head.transform.dense"), ("classification_head.out_proj", "head.output"))
@@ -161,10 +172,8 @@ def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config
-    untied = config | {"tie_word_embeddings": False}
-    if config["model_type"] == "mt5":
-        return untied
-    return {SCALE: config.get("tie_word_embeddings", True)} | untied
+    scale = {} if config["model_type"] == "mt5" else {SCALE: config.get("tie_word_embeddings", True)}
+    return scale | config | {"tie_word_embeddings": False}
 
 
 def _family(name: str, stem: str, **more: Any) -> Family:
@@ -207,3 +216,104 @@ def _family(name: str, stem: str, **more: Any) -> Family:
 DEFAULTS = {"tie_word_embeddings": True, "decoder_start_token_id": None}
 T5 = _family("t5", "T5", spec=_spec, keys=(*KEYS, SCALE), defaults={**DEFAULTS, SCALE: None})
 MT5 = _family("mt5", "MT5", spec=_spec, keys=KEYS, defaults=DEFAULTS)
+
+
+EPS = 1e-5  # no key sets it
+
+
+def _bart_names(side: str) -> tuple[Name, ...]:
+    """The weight table of the encoder or the decoder."""
+    stack, layer, block = f"model.{side}.", f"model.{side}.layers.{{}}.", f"{side}.blocks.{{}}."
+    return (
+        *names_under(stack, f"{side}.", positions="embed_positions", embedding_norm="layernorm_embedding"),
+        *names_under(layer + "self_attn.", block + "attention.", **BART_PROJECTIONS),
+        *names_under(layer, block, attention_norm="self_attn_layer_norm", feedforward_norm="final_layer_norm"),
+        *names_under(layer, block + "feedforward.", up="fc1", down="fc2"),
+    )
+
+
+BART_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+BART_NAMES: tuple[Name, ...] = (
+    *_bart_names("encoder"),
+    *_bart_names("decoder"),
+    ("model.shared", "encoder.embed"),
+    ("model.decoder.embed_tokens", "decoder.embed"),
+    *names_under("model.decoder.layers.{}.encoder_attn.", "decoder.blocks.{}.cross.", **BART_PROJECTIONS),
+    ("model.decoder.layers.{}.encoder_attn_layer_norm", "decoder.blocks.{}.cross_norm"),
+)
+
+
+def _bart(value: HFConfig) -> EncoderDecoderSpec:
+    end = value.get("eos_token_id", 2)
+    return EncoderDecoderSpec(
+        encoder=_bart_stack(value, "encoder"),
+        decoder=_bart_stack(value, "decoder"),
+        start_token=value["decoder_start_token_id"],
+        end_token=end if isinstance(end, int) else None,
+    )
+
+
+def _bart_stack(value: HFConfig, side: str) -> TransformerSpec:
+    width, longest, decodes = value["d_model"], value["max_position_embeddings"], side == "decoder"
+    heads, dropout = f"{side}_attention_heads", value["attention_dropout"]
+    attention = attention_spec(value, heads, "d_model", dropout=dropout, causal=decodes)
+    block = BlockSpec(
+        attention=attention,
+        feedforward=PlainFeedForwardSpec(
+            value[f"{side}_ffn_dim"], value["activation_function"], bias=True, dropout=value["activation_dropout"]
+        ),
+        norm=LayerNormSpec(EPS),
+        dropout=value["dropout"],
+        wiring="post",
+        cross=replace(attention, causal=False) if decodes else None,
+    )
+    return TransformerSpec(
+        vocabulary=value["vocab_size"],
+        width=width,
+        max_positions=longest,
+        blocks=(block,) * value[f"{side}_layers"],
+        norm=NoNormSpec(),
+        init=InitSpec(value["init_std"], value["init_std"]),
+        tied_head=True,
+        positions=LearnedPositionsSpec(longest, first=2),  # the table has two rows more, one of them for padding
+        embedding_dropout=value["dropout"],
+        embedding_scale=width**0.5 if value["scale_embedding"] else 1.0,
+        embedding_norm=LayerNormSpec(EPS),
+        head=LanguageHeadSpec(offset=True),
+    )
+
+
+BART = Family(
+    name="bart",
+    spec=_bart,
+    keys=(
+        "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "encoder_ffn_dim",
+        "encoder_attention_heads", "decoder_layers", "decoder_ffn_dim", "decoder_attention_heads",
+        "activation_function", "dropout", "attention_dropout", "activation_dropout", "classifier_dropout", "init_std",
+        "scale_embedding", "decoder_start_token_id",
+    ),
+    names=BART_NAMES,
+    trunk_prefix="model.",
+    tasks={
+        "language": Task(
+            "BartForConditionalGeneration", (("lm_head.weight", "head.weight"), ("final_logits_bias", "head.offset"))
+        ),
+        "sequence": Task("BartForSequenceClassification", SEQUENCE, partial(sequence_head, default_labels=3)),
+        "span": span_task("Bart"),
+    },
+    # Of training and generation, or older names of keys that are there as well.
+    harmless=(
+        "classif_dropout", "extra_pos_embeddings", "force_bos_token_to_be_generated", "gradient_checkpointing",
+        "num_hidden_layers", "output_past", "save_step", "student_decoder_layers", "student_encoder_layers",
+    ),
+    fixed={
+        "add_bias_logits": (False,), "add_final_layer_norm": (False,), "decoder_layerdrop": (0.0, None),
+        "do_blenderbot_90_layernorm": (False,), "encoder_layerdrop": (0.0, None), "is_decoder": (False,),
+        "is_encoder_decoder": (True,), "normalize_before": (False,), "normalize_embedding": (True,),
+        "static_position_embeddings": (False,), "tie_word_embeddings": (True,),
+    },
+    ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
+    tied_copies=(("model.encoder.embed_tokens.weight", "model.shared.weight"),),
+    zeros_if_missing=("final_logits_bias",),
+    new_model_config={"dropout": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 2},
+)  # fmt: skip
