@@ -193,10 +193,13 @@ def _delete(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.sha256()
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except PermissionError as error:
+        raise UserError(f"{path}: may not be read: permission denied") from error
     return digest.hexdigest()
 
 
