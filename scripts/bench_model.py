@@ -167,7 +167,7 @@ def losses(bench: Bench, *, gradient: bool) -> tuple[Call, Call]:
 
 def decoding(bench: Bench) -> tuple[Call, Call]:
     """64 tokens after prompts of up to 64, greedily, no end token: prefill and decoding."""
-    from alignment.generation.decode import decode_responses
+    from alignment.generation.engine import decode_responses
     from alignment.generation.sampling import SamplingConfig
 
     prompts = [row[:NEW_TOKENS] for row in bench.documents]

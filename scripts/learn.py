@@ -27,10 +27,9 @@ from typing import Any
 import measuring
 import torch
 
+from alignment.algorithms import pretrain
 from alignment.algorithms.finetune import finetune
-from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption
-from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.algorithms.pretrain import DistillationConfig, Masked, PretrainConfig, SpanCorruption
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
 from alignment.loading import load_model, load_tokenizer
@@ -154,7 +153,7 @@ def spans(folder: Path, seeds: list[int] | None, steps: int | None) -> bool:
 @torch.no_grad()
 def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[float, float, float, float]:
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
-    from alignment.algorithms.pretrain.objectives import collate_for_objective
+    from alignment.algorithms.pretrain import collate_for_objective
     from alignment.data.pretraining.corruption import fixed_seed_rows
     from alignment.data.pretraining.prepare import prepare_text
     from alignment.data.text.special_tokens import sentinel_ids

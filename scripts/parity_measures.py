@@ -27,7 +27,7 @@ from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.decode import decode_responses
+from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.huggingface.checkpoint import hf_locations, load_pretrained, save_model, to_hf
 from alignment.ragged import Ragged, Seq2Seq

@@ -174,10 +174,8 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 
 def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **changes: Any) -> tuple[Any, Any]:
     """A stage's `run` function and a small config for it."""
-    from alignment.algorithms import dpo, reward, sft
-    from alignment.algorithms.online_dpo import online_dpo
+    from alignment.algorithms import dpo, online_dpo, pretrain, reward, sft
     from alignment.algorithms.ppo import ppo
-    from alignment.algorithms.pretrain import pretrain
     from alignment.data.config import DataConfig
     from alignment.training import OptimConfig, TrainingConfig
 

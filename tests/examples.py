@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from alignment.data.batches import Example, join_examples
+from alignment.data.batches import Example
 from alignment.data.rows.records import Demonstration, Messages, Tools
 from alignment.data.text.chat import encode_dialogues
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -23,8 +23,9 @@ def ranked_example(
     """K responses to one prompt, with their places."""
     values: dict[str, Any] = {} if ranks is None else {"ranks": list(ranks)}
     values |= {} if margin is None else {"margin": margin}
-    joined = join_examples(responses)
-    return Example(joined.documents, joined.masks, row_id, source, values)
+    documents = [ids for response in responses for ids in response.documents]
+    masks = [mask for response in responses for mask in response.masks]
+    return Example(documents, masks, row_id, source, values)
 
 
 def labeled_example(response: Example, desirable: bool, row_id: str) -> Example:

@@ -14,7 +14,7 @@ from alignment.algorithms.reward import EnsembleConfig, NormalizeConfig
 from alignment.commands.export import export_model
 from alignment.errors import UserError
 from alignment.reward_model import load_reward_model, member_count
-from alignment.reward_model.canaries import read_canaries
+from alignment.reward_model.model import read_canaries
 from alignment.training import TrainingConfig
 
 TEXTS = [("How is the pool?", " Fine."), ("How is the pool?", " I do not know about that."), "A text alone."]

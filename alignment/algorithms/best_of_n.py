@@ -240,8 +240,7 @@ def sample_and_score(
             rows=range(start, start + len(some)), batch_size=config.batch_size,
         )  # fmt: skip
         given.append(rewards.part_scores(some, sampled.token_ids, sampled.ended))
-        pairs = zip(sampled.token_ids, sampled.ended, strict=True)
-        texts += [response_text(tokenizer, ids, end) for ids, end in pairs]
+        texts += [response_text(tokenizer, *pair) for pair in zip(sampled.token_ids, sampled.ended, strict=True)]
         lengths += map(len, sampled.token_ids)
         ended += sampled.ended
         print(f"best_of_n: {len(texts)} of {len(rows)} responses", file=sys.stderr)

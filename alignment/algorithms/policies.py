@@ -105,10 +105,9 @@ def load_value_model(
 ) -> Policy:
     """Load a model with one number per token to train: a reward model or PPO's value model."""
     start, bases = open_checkpoint(source), bases or SharedWeights()
-    advice = "a reward model is trained on a decoder's last token; start from a decoder"
-    if output is None:
-        advice = "a value model needs a value at every token; set value_model=policy"
-    _refuse_unless_decoder(start, advice)
+    of_reward = "a reward model is trained on a decoder's last token; start from a decoder"
+    of_value = "a value model needs a value at every token; set value_model=policy"
+    _refuse_unless_decoder(start, of_value if output is None else of_reward)
     if head is None and start.is_adapter and is_scalar_adapter(start.directory):  # the head is the adapter's
         new_head, members = "zero", score_rows(start.directory)
     else:
@@ -196,6 +195,8 @@ def _load_start(
     (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. Any other adapter of the
     start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
     """
+    from alignment.adapters.attach import attach, load_adapter, merge_adapter, read_spec
+
     model: Any
     device, attaches = start_device(adapter, reader.weights), adapter is not None
     base = revision = None
@@ -204,7 +205,6 @@ def _load_start(
     elif not start.is_adapter:
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
-        from alignment.adapters.attach import load_adapter, merge_adapter, read_spec
         from alignment.adapters.lora import can_stack, keep_as_start
 
         earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
@@ -221,31 +221,23 @@ def _load_start(
         elif can_stack(earlier, adapter):
             model = keep_as_start(read(reader.frozen(start.base, device=device), start.directory))
         else:
-            model, base, revision = _merged_start(start, tokenizer, output, reader), _base_folder(output), None
+            model = merge_adapter(read(reader.own(start.base, dtype=None), start.directory))  # in the checkpoint's type
+            base, revision = _write_base(model, tokenizer, output), None
+            model = store_frozen(model, reader.weights)
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is not None and attaches:
-        from alignment.adapters.attach import attach
-
         train_in_float32(attach(model, adapter, tokenizer=tokenizer))
     return Policy(model, tokenizer, adapter, base, revision, start.source, disabled_is_start=attaches)
 
 
-def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
-    """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
-    from alignment.adapters.attach import load_adapter, merge_adapter
-
-    model = reader.own(start.base, dtype=None)  # in the checkpoint's type
-    model = merge_adapter(load_adapter(model, start.directory, with_head=reader.with_head))
-    base = _base_folder(output)
+def _write_base(model: NativeModel | ExternalModel, tokenizer: Tokenizer, output: str | None) -> str | None:
+    """Write the weights of a start with its adapter merged to `output/base`, and return it; None without an output."""
+    base = None if output is None else str((Path(output) / "base").resolve())
     if base is not None and launched_rank() == 0:
         set_special_tokens(model, tokenizer)
         with atomic_directory(Path(base)) as folder:
             save_model(model, folder)
-    return store_frozen(model, reader.weights)
-
-
-def _base_folder(output: str | None) -> str | None:
-    return None if output is None else str((Path(output) / "base").resolve())
+    return base
 
 
 def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
-from torch import Tensor, nn
+from torch import Tensor
 
 from alignment.adapters.files import member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
@@ -19,17 +19,20 @@ from alignment.errors import UserError
 from alignment.loading import Checkpoint, architecture_of, set_special_tokens
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.heads import score_labels
+from alignment.models.model import evaluation_mode
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
 from alignment.reward_model.model import (
     AdapterEnsemble,
     Calibration,
+    Canaries,
     Encoded,
     RewardModel,
+    canary_ids,
     fit_calibration,
     score_encoded,
+    weights_precision,
 )
 from alignment.settings import Settings
 from alignment.training import Engine, TrainingConfig
@@ -102,10 +105,6 @@ def _encoder_start(
         start.directory, "scalar", torch.float32 if adapter is None else None, start_device(adapter, weights),
         new_head=True, config=score_labels(members),
     )  # fmt: skip
-    if not isinstance(model, SequenceClassifier):
-        raise UserError(
-            f"{source}: transformers' class for this encoder gives no score of a whole text; take another one"
-        )
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is not None:
         store_frozen(model, weights)
@@ -120,9 +119,10 @@ def save_reward_model(
     if isinstance(model, AdapterEnsemble):
         return _save_ensemble(engine, policy, model, output, extra_files=extra_files)
     if isinstance(model, SequenceClassifier) and policy.adapter is not None:
-        return _save_merged_encoder(
-            engine, policy, model, output, max_shard_size=max_shard_size, extra_files=extra_files
-        )
+        from alignment.algorithms.finetune.model import save_classifier
+
+        set_special_tokens(model, policy.tokenizer)
+        return save_classifier(engine, policy.tokenizer, output, max_shard_size=max_shard_size, extra_files=extra_files)
     return save_policy(engine, policy, output, max_shard_size=max_shard_size, extra_files=extra_files)
 
 
@@ -148,34 +148,6 @@ def _save_ensemble(
         write_members(folder, len(members))
 
     return save_output(engine, output, policy.tokenizer, list(names), write)
-
-
-def _save_merged_encoder(
-    engine: Engine,
-    policy: Policy,
-    model: SequenceClassifier,
-    output: str | Path,
-    *,
-    max_shard_size: str,
-    extra_files: WriteFiles,
-) -> Path:
-    """The encoder with its adapter merged into the weights, in float32."""
-    from alignment.algorithms.finetune.model import classifier_state, read_names
-    from alignment.models.huggingface.checkpoint import save_model
-
-    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        set_special_tokens(model, policy.tokenizer)
-        state = classifier_state(model, dict(tensors))
-        save_model(model, folder, tensors=state.items(), max_shard_size=max_shard_size)
-        extra_files(folder)
-
-    names = read_names(model, engine.backend.unwrapped.state_dict())
-    return save_output(engine, output, policy.tokenizer, names, write)
-
-
-def networks_of(model: nn.Module) -> list[nn.Module]:
-    """The networks that read a batch: the members of an ensemble of adapters, or the model itself."""
-    return list(model.members) if isinstance(model, AdapterEnsemble) else [model]
 
 
 @dataclass(frozen=True)
@@ -221,15 +193,12 @@ def measure_reference(
 
     Without references scores stay as they are; `theta` is the parameter of ties, where the loss has one.
     """
-    model = engine.backend.unwrapped
-    was_training = model.training
-    engine.model.eval()
-    scores = scores_of(engine, canary_ids(RewardModel(policy.model, policy.tokenizer)), training)
     calibration = Calibration()
-    if references is not None:
-        calibration = fit_calibration(scores_of(engine, references, training).mean(-1), "responses of the rows")
-    engine.model.train(was_training)
-    precision = weights_precision(model)
+    with evaluation_mode(engine.model):
+        scores = scores_of(engine, canary_ids(RewardModel(policy.model, policy.tokenizer)), training)
+        if references is not None:
+            calibration = fit_calibration(scores_of(engine, references, training).mean(-1), "responses of the rows")
+    precision = weights_precision(engine.backend.unwrapped)
     precision = "half" if precision == "float32" and training.precision == "bf16" else precision
     return Canaries(scores, precision, loss), replace(calibration, theta=theta)
 
@@ -237,10 +206,9 @@ def measure_reference(
 def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
     """Raw scores by the model in training, [n, k]; every rank computes all of them."""
     with torch.no_grad(), engine.backend.autocast():
-        if isinstance(engine.backend.unwrapped, SequenceClassifier):
-            return score_encoded(engine.model, texts, training.tokens_per_forward)
-        plain = [Encoded(text.ids, [0] * len(text.ids)) for text in texts]
-        return score_encoded(engine.model, plain, training.tokens_per_forward)
+        if not isinstance(engine.backend.unwrapped, SequenceClassifier):
+            texts = [Encoded(text.ids, [0] * len(text.ids)) for text in texts]
+        return score_encoded(engine.model, texts, training.tokens_per_forward)
 
 
 def write_reference(canaries: Canaries, calibration: Calibration, directory: Path) -> None:

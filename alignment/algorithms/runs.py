@@ -116,12 +116,9 @@ def row_files(config: object) -> dict[str, list[Path]]:
 
 def check_data(config: RunConfig) -> None:
     """Refuse a run whose result its evaluation decides without rows for that, and streamed rows for so many epochs."""
-    data = getattr(config, "data", None)
-    if not isinstance(data, DataConfig):
-        return
-    if config.training.best_metric is not None and not data.evaluates:
+    if config.training.best_metric is not None and not config.data.evaluates:
         raise UserError(NO_EVALUATION)
-    if data.streaming and config.training.max_steps is None:
+    if config.data.streaming and config.training.max_steps is None:
         raise UserError(
             "training.max_steps is missing: with data.streaming the number of rows is not known, so that training.epochs "
             "gives the run no end; set training.max_steps, or data.streaming=false"
@@ -170,8 +167,7 @@ def read_examples(
 
 def check_rows(model: nn.Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once."""
-    lengths = column_of(examples, "longest")
-    np.minimum(lengths, max_length, out=lengths)
+    lengths = np.minimum(column_of(examples, "longest"), max_length)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     ways += ", or take a model with a longer context"
     check_row_lengths(model, lengths, lambda row: examples[row].row_id, ways, new_tokens)

@@ -3,6 +3,7 @@
 Pretraining and the text beside PPO have the same loss function.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,21 +12,38 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.policies import Role, load_policy, note_memory, save_policy
+from alignment.algorithms.policies import Policy, Role, load_policy, note_memory, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
-from alignment.algorithms.samples import SamplesConfig, response_writer
-from alignment.data.batches import collate, collate_whole
+from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenize import last_span
 from alignment.loading import load_tokenizer
 from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
+from alignment.models.model import check_lengths, evaluation_mode
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings, refusal
-from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Settings, refusal
+from alignment.training import Engine, LossFn, LossSum, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.terms import ONE_SOURCE, Sources
+
+
+@dataclass(frozen=True)
+class SamplesConfig(Settings):
+    """The choice of responses that are written during a run.
+
+    Attributes:
+        prompts: number of prompts: the first held-out ones, or of the training rows where none are held out.
+        max_new_tokens: longest response, end token included.
+        temperature: 0 takes the likeliest token each time. The random numbers are the same at every evaluation.
+    """
+
+    prompts: PositiveInt = 4
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -145,3 +163,43 @@ def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_l
         return LossSum(loss.total + balance, {**loss.metrics, "balance_loss": balance}, means)
 
     return loss_fn
+
+
+# Responses to a few fixed prompts, written to the run's samples.jsonl at every evaluation
+
+
+def response_writer(
+    config: SamplesConfig, policy: Policy, engine: Engine, examples: Sequence[Example], run: Run
+) -> Callable[[int], None]:
+    """Return a function that writes responses of the model in training after an update, given its number; collective.
+
+    A prompt is all that comes before the last response of an example.
+
+    Raises:
+        UserError: a prompt and its response do not fit the model's positions.
+    """
+    model, tokenizer = engine.backend.unwrapped, policy.tokenizer
+    chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
+    prompts = [prompt_of(example) for example in chosen]
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+    lengths = [(example.row_id, len(ids)) for example, ids in zip(chosen, prompts, strict=True)]
+    check_lengths(model, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
+
+    def write(step: int) -> None:
+        from alignment.generation import SamplingConfig, decode_responses, response_text  # only a run with samples
+
+        sampling = SamplingConfig(config.max_new_tokens, config.temperature)
+        # Whole on every rank, so that rank 0 can sample by itself.
+        with evaluation_mode(model), engine.backend.full_parameters():
+            if run.is_main:
+                found = decode_responses(policy.model, prompts, sampling, sorted(stop_token_ids(tokenizer)))
+                for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True):
+                    run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended))
+
+    return write
+
+
+def prompt_of(example: Example) -> list[int]:
+    """Token ids of all that comes before an example's last response."""
+    end = max((index + 1 for index, counts in enumerate(example.mask) if counts), default=len(example.mask))
+    return list(example.ids[: max(1, last_span(example.mask[:end]))])

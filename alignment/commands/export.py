@@ -25,8 +25,13 @@ from alignment.models.quantization import read_quantization, require_bitsandbyte
 from alignment.models.safetensors_files import max_dtype, read_config
 from alignment.models.weights_config import Quantization
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.reward_model.canaries import check_canaries, read_canaries, score_canaries, weights_precision
-from alignment.reward_model.model import read_calibration
+from alignment.reward_model.model import (
+    check_canaries,
+    read_calibration,
+    read_canaries,
+    score_canaries,
+    weights_precision,
+)
 
 
 def export_model(

@@ -99,13 +99,6 @@ class Example:
         return self.values["extra"]
 
 
-def join_examples(parts: Sequence[Example], **values: Any) -> Example:
-    """The documents of all parts as one example, with the name and the source of the first."""
-    documents = [ids for part in parts for ids in part.documents]
-    masks = [mask for part in parts for mask in part.masks]
-    return Example(documents, masks, parts[0].row_id, parts[0].source, values)
-
-
 @dataclass(frozen=True)
 class PairBatch(RaggedBatch):
     """B pairs as 2B documents: all chosen, then all rejected in the same order. Its weight is B."""

@@ -1,4 +1,4 @@
-"""Beam search over unpadded prompts. Nothing is random here; sampling is in decode.py.
+"""Beam search over unpadded prompts. Nothing is random here; sampling is in engine.py.
 
 Ties, length penalty and the end of the search follow transformers' `generate(num_beams=...)`, so that both find the same
 tokens. One step: extend every beam by every token, keep the best candidates of each prompt, move those that end to the
@@ -14,7 +14,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
-from alignment.generation.decode import Generation
+from alignment.generation.engine import Generation
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
 from alignment.generation.sampling import TokenHistory, limit_repeats
 from alignment.models.external.rectangles import ExternalCache

@@ -1,4 +1,4 @@
-"""Text in, text out: `generate` over sampling (decode.py) and beam search (beam_search.py)."""
+"""Text in, text out: `generate` over sampling (engine.py) and beam search (beam_search.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, naming_panics
 from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.decode import Generation, decode_responses
+from alignment.generation.engine import Generation, decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop
 from alignment.models.model import Model, check_lengths, evaluation_mode
 

@@ -367,7 +367,8 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Scalar, nats.
 
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class).
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class); task #2 of section 3.1: class 0
+        of a pair is "B follows A", 1 "B comes from another text".
     """
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -389,18 +390,3 @@ def span_loss(logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2; the half is that of google-research/bert, run_squad.py.
     """
     return 0.5 * label_loss(torch.cat(logits.unbind(-1)), torch.cat([starts, ends]))
-
-
-def next_sentence_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of whether sentence B follows sentence A, summed over pairs.
-
-    Args:
-        logits: of "B follows A", [:, 0], and "B comes from another text", [:, 1], [B, 2].
-        labels: 0 or 1, [B].
-
-    Returns:
-        Scalar, nats.
-
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1, task #2.
-    """
-    return label_loss(logits, labels)

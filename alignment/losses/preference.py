@@ -52,6 +52,14 @@ def preference_metrics(margins: Tensor) -> dict[str, Tensor]:
     return {"accuracy": ((margins > 0).float() + ties / 2).sum(), "ties": ties.sum(), "margin": margins.sum()}
 
 
+class Measured(NamedTuple):
+    """Metrics of a micro-batch."""
+
+    sums: dict[str, Tensor]  # over what the batch's weight counts
+    means: dict[str, tuple[Tensor, Tensor]]  # (sum, weight) of metrics with a weight of their own
+    accuracy: Tensor  # of each thing that the weight counts, [B]
+
+
 # Pairs of log-ratios
 
 

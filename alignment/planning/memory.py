@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alignment.algorithms.pretrain.objectives import distillation_loss_fn
+from alignment.algorithms.pretrain import distillation_loss_fn
 from alignment.data.batches import TokenizedRow
 from alignment.generation.sampling import sampling_log_probs
 from alignment.losses import language

@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import nn
 
-from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.reward import RewardConfig
-from alignment.algorithms.reward_losses import OBJECTIVES
+from alignment.algorithms.reward import OBJECTIVES, RewardConfig
 from alignment.config.yaml_source import read_yaml
 from alignment.data.batches import TokenizedRow
 from alignment.data.config import DataConfig

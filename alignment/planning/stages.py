@@ -17,12 +17,10 @@ from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
-from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.pretrain.objectives import task_of
-from alignment.algorithms.pretrain.pretrain import PretrainConfig
-from alignment.algorithms.reward import RewardConfig
-from alignment.algorithms.reward_losses import OBJECTIVES
+from alignment.algorithms.pretrain import PretrainConfig, task_of
+from alignment.algorithms.reward import OBJECTIVES, RewardConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.config.load import build, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
@@ -146,7 +144,7 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
         )  # fmt: skip
     policy = Network(start, updates=config.epochs, forwards=2, adapter=config.adapter)
     networks = _with_reference(config, policy, 1, near)
-    if config.has_own_value_model:
+    if config.has_value_model and not config.shares_trunk:
         value = start if config.value_model == "policy" else judges["reward model"]
         networks["value model"] = Network(value, "scalar", config.epochs, 1, config.adapter)
     networks |= scoring

@@ -19,8 +19,15 @@ from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
-from alignment.reward_model.canaries import check_canaries, read_canaries
-from alignment.reward_model.model import AdapterEnsemble, Combine, Network, RewardModel, read_calibration
+from alignment.reward_model.model import (
+    AdapterEnsemble,
+    Combine,
+    Network,
+    RewardModel,
+    check_canaries,
+    read_calibration,
+    read_canaries,
+)
 
 Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 
@@ -46,14 +53,8 @@ def load_reward_model(
         UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the canary
             texts have other scores than when the model was saved.
     """
-    directory = find_directory(source)
-    if _is_encoder(directory):
-        require_bitsandbytes(quantize)
-        model = load_pretrained(directory, "scalar", torch_dtype(dtype), "cpu" if quantize else device)
-        model = model if quantize is None else quantize_blocks(model, quantize).to(device)
-    else:
-        model = load_reward_network(source, dtype, device, quantize=quantize)
-    return _with_files(model, source, directory, combine, std_coef)
+    model = load_reward_network(source, dtype, device, quantize=quantize)
+    return _with_files(model, source, find_directory(source), combine, std_coef)
 
 
 def load_frozen_reward_model(
@@ -83,14 +84,17 @@ def load_reward_network(
     *,
     quantize: Quantization | None = None,
 ) -> Any:
-    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer."""
+    """Load the model of a reward model's directory or adapter in eval mode, without its tokenizer."""
     require_bitsandbytes(quantize)
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
         weights = WeightsConfig(cast(Any, str(dtype).removeprefix("torch.")), quantize)
         return _ensemble(members, SharedWeights(weights), device)
-    load = partial(load_scalar_model, dtype=torch_dtype(dtype), device="cpu" if quantize else device)
-    model = _load_reward_base(source, directory, load)
+    options: dict[str, Any] = {"dtype": torch_dtype(dtype), "device": "cpu" if quantize else device}
+    if _is_encoder(directory):
+        model = load_pretrained(directory, "scalar", **options)
+    else:
+        model = _load_reward_base(source, directory, partial(load_scalar_model, **options))
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
     return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
 

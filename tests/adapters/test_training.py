@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, PrefixSpec, PromptSpec, attach
-from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import Causal, Masked, SpanCorruption
+from alignment.algorithms import pretrain
+from alignment.algorithms.pretrain import Causal, Masked, SpanCorruption
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model

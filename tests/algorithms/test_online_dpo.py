@@ -10,9 +10,14 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.online_dpo.judges import pair_scorer
-from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, max_and_min, sample_and_update
+from alignment.algorithms.online_dpo import (
+    OnlineDPOConfig,
+    build_online_state,
+    make_pairs,
+    max_and_min,
+    pair_scorer,
+    sample_and_update,
+)
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.setup import read_data

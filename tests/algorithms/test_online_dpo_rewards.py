@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from alignment.algorithms.online_dpo.online_dpo import build_online_state, make_pairs, sample_and_update
+from alignment.algorithms.online_dpo import build_online_state, make_pairs, sample_and_update
 from alignment.algorithms.ppo import rollout
 from alignment.algorithms.ppo.metrics import sample_metrics
 from alignment.algorithms.ppo.rollout import collect, draw_samples

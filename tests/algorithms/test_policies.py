@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import reward, sft
+from alignment.algorithms import pretrain, reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.ppo.metrics import sample_columns, texts_of
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
-from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.runs import read_split
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig

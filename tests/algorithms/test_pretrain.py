@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import (
+from alignment.algorithms import pretrain
+from alignment.algorithms.pretrain import (
     Causal,
     DistillationConfig,
     Infilling,

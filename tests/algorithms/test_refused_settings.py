@@ -13,8 +13,7 @@ from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
-from alignment.algorithms.samples import SamplesConfig
-from alignment.algorithms.sft import SFTConfig
+from alignment.algorithms.sft import SamplesConfig, SFTConfig
 from alignment.data.config import DataConfig
 from alignment.rewards.specs import LengthSpec, RewardSpec
 from alignment.training import TrainingConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.reward_losses import objective_loss_fn
+from alignment.algorithms.reward import objective_loss_fn
 from alignment.data.batches import Example, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.losses.preference import bradley_terry_loss

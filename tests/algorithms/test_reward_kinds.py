@@ -10,8 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.reward import EnsembleConfig
-from alignment.algorithms.reward_losses import bootstrap_counts, objective_loss_fn
+from alignment.algorithms.reward import EnsembleConfig, bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import Example, collate_pairs, collate_rankings
 from alignment.data.config import DataConfig

@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_weights(adapter, checkpoints, make_stage, 
 
 
 def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make_stage, tmp_path, read_metrics):
-    from alignment.algorithms.pretrain import pretrain
+    from alignment.algorithms import pretrain
     from alignment.loading import load_model, load_tokenizer
 
     data = DataConfig(train=world["pretrain"], evaluation=world["pretrain_heldout"], max_length=128)
@@ -59,7 +59,7 @@ def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make
 
 
 def test_a_model_with_too_few_embeddings_is_refused_before_training(world, checkpoints, make_stage, tmp_path):
-    from alignment.algorithms.pretrain import pretrain
+    from alignment.algorithms import pretrain
 
     shape = {
         "model_type": "llama", "vocab_size": 200, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,

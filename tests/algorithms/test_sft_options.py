@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from alignment.algorithms.samples import SamplesConfig, prompt_of
+from alignment.algorithms.sft import SamplesConfig, prompt_of
 from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.algorithms.samples import SamplesConfig
+from alignment.algorithms.sft import SamplesConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.training import TrainingConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignment.generation.decode import decode_responses
+from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.build import build_language_model, build_model
 from alignment.models.layers import layer_contexts, sdpa

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from alignment.adapters.specs import LoRASpec
-from alignment.generation.decode import decode_responses
+from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.loading import load_model
 

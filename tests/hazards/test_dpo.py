@@ -3,13 +3,14 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, kin
-from alignment.algorithms.dpo.kin import GlobalInputs, PreferenceUpdates, RewardShift, cost_of_kin
+from alignment.algorithms.dpo.kin import GlobalInputs, PreferenceUpdates, cost_of_kin
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.data.batches import Example, collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
@@ -82,10 +83,12 @@ def test_bcos_shift_is_the_mean_over_all_updates_so_far():
     [loss] = DPOConfig(policy="p", data=DataConfig(train="t"), output="o", loss="bco", beta=0.3).losses
     first = torch.tensor([[-2.0, -4.0, -4.0, -4.0]] * 3)
     second = torch.tensor([[-2.0, -1.0, -8.0, -5.0]])
-    shift, found = RewardShift(), []
+    unused: Any = None
+    updates = PreferenceUpdates(unused, unused, unused, unused, unused)
+    found = []
     for pairs in (first, second):
-        shift.add(pairs)
-        found.append(shift.mean)
+        updates.add_to_shift(pairs)
+        found.append(updates.shift)
     assert found == pytest.approx([1.0, 2.0])
     responses = ResponseLogProbs(second[0, :2], second[0, 2:], torch.ones(2))
     cost = cost_of_kin(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2

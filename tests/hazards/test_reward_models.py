@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alignment.algorithms.reward import NormalizeConfig
-from alignment.algorithms.reward_losses import objective_loss_fn, score_metrics
+from alignment.algorithms.reward import NormalizeConfig, objective_loss_fn, score_metrics
 from alignment.data.batches import Example, StepBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
@@ -18,8 +17,7 @@ from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
 from alignment.reward_model import load_frozen_reward_model, load_reward_model
-from alignment.reward_model.canaries import CANARIES, TEXTS
-from alignment.reward_model.model import fit_calibration
+from alignment.reward_model.model import CANARIES, TEXTS, fit_calibration
 from alignment.training.terms import shard_rows
 from tests.examples import pair_example
 

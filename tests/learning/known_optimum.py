@@ -175,7 +175,7 @@ def train(world: World, beta: float, settings: dict, faults: dict) -> TablePolic
     state = PPOState(
         policy=Engine(start, optim, training, total_steps=updates),
         value=Engine(TableCritic(values), OptimConfig(learning_rate=rate, schedule="constant", max_grad_norm=0), training,
-                     total_steps=updates) if config.has_own_value_model else None,
+                     total_steps=updates) if config.has_value_model and not config.shares_trunk else None,
         reference=torch.no_grad()(reference),
         score=lambda prompts, responses, ended: faults.get("reward_sign", 1.0)
         * world.reward[[number_of(response) for response in responses]],

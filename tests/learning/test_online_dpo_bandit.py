@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.algorithms.online_dpo import OnlineDPOConfig, sample_and_update
-from alignment.algorithms.online_dpo.online_dpo import OnlineDPOState, updates_of
+from alignment.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOState, sample_and_update, updates_of
 from alignment.algorithms.policies import Policy, Reference
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.losses.language import IGNORED, label_loss, next_sentence_loss, span_loss
+from alignment.losses.language import IGNORED, label_loss, span_loss
 
 
 def logits(*probabilities: list[float]) -> torch.Tensor:
@@ -38,5 +38,5 @@ def test_the_span_loss_is_half_of_both_ends_and_padding_takes_no_probability():
 def test_the_next_sentence_loss_counts_class_zero_as_following():
     # B follows with probability 3/4: label 0 costs log 4/3, label 1 log 4
     table = logits([0.75, 0.25], [0.75, 0.25])
-    assert next_sentence_loss(table[:1], torch.tensor([0])).item() == pytest.approx(math.log(4 / 3), rel=1e-6)
-    assert next_sentence_loss(table, torch.tensor([0, 1])).item() == pytest.approx(math.log(16 / 3), rel=1e-6)
+    assert label_loss(table[:1], torch.tensor([0])).item() == pytest.approx(math.log(4 / 3), rel=1e-6)
+    assert label_loss(table, torch.tensor([0, 1])).item() == pytest.approx(math.log(16 / 3), rel=1e-6)

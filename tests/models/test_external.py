@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.adapters import PrefixSpec, attach
 from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.decode import decode_responses
+from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.external.load import load_external, save_external
 from alignment.models.external.rectangles import RereadCache, SharedCache, groups_with_little_padding

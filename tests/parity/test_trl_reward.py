@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.reward_losses import RewardLoss, objective_loss_fn
+from alignment.algorithms.reward import RewardLoss, objective_loss_fn
 from alignment.data.batches import Example, collate_pairs, collate_rankings, collate_steps
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.loading import load_tokenizer

@@ -13,7 +13,7 @@ from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.algorithms.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of

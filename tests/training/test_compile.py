@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from alignment.errors import UserError
-from alignment.generation.decode import decode_responses
+from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged

@@ -47,8 +47,7 @@ def run(config: DPOConfig) -> Path:
 
         bases = SharedWeights(config.weights, shared=shares_weights())
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, bases=bases)
-        for examples in (train, held_out):
-            check_rows(policy.model, examples, config.data.max_length)
+        check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
 

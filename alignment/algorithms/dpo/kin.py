@@ -6,7 +6,7 @@ the loss. DPO itself needs none of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -132,25 +132,6 @@ def cost_of_kin(
             return loss.spec.function(chosen, rejected, **loss.parameters)
 
 
-class RewardShift:
-    """The mean log-ratio of the chosen and the rejected responses of all updates so far: BCO's shift over beta, nats.
-
-    Attributes:
-        mean: of the log-ratios, nats; 0 before the first update.
-        pairs: number of pairs whose log-ratios they are.
-
-    Source: Jung et al. 2024, arXiv:2404.04656 (a moving average).
-    """
-
-    def __init__(self) -> None:
-        self.mean, self.pairs = 0.0, 0
-
-    def add(self, pairs: Tensor) -> None:
-        """Take in the pairs of an update, [n, 4] as in `GlobalInputs`."""
-        self.pairs += len(pairs)
-        self.mean += (mean_log_ratio(pairs) - self.mean) * len(pairs) / self.pairs
-
-
 def mean_log_ratio(pairs: Tensor) -> float:
     """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
     policy, reference = pairs.double().split(2, dim=1)
@@ -160,7 +141,7 @@ def mean_log_ratio(pairs: Tensor) -> float:
 PreferenceLossFn = Callable[..., LossSum]  # (micro-batch, inputs=ALONE) -> its sums
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreferenceUpdates:
     """Updates and evaluations of a policy that learns from preferences.
 
@@ -171,7 +152,11 @@ class PreferenceUpdates:
         reference: gives log-probabilities that no batch holds; None where no loss needs them.
         collate: rows -> micro-batches.
         bos: the token at the beginning of every row; None where there is none.
-        shift: BCO's, over the updates so far; an evaluation leaves it as it is.
+        shift: BCO's over beta, nats: the mean log-ratio of the chosen and the rejected responses of all updates so far; 0
+            before the first one. An evaluation leaves it as it is.
+        pairs: number of pairs whose log-ratios they are.
+
+    Source: BCO's moving average: Jung et al. 2024, arXiv:2404.04656.
     """
 
     engine: Engine
@@ -180,16 +165,17 @@ class PreferenceUpdates:
     reference: LogProbModel | None
     collate: Callable[[Sequence[Any]], Sequence[Any]]
     bos: int | None = None
-    shift: RewardShift = field(default_factory=RewardShift)
+    shift: float = 0.0
+    pairs: int = 0
 
     def state(self) -> dict[str, float] | None:
         """BCO's shift, for checkpoints; None without one."""
-        return {"shift": self.shift.mean, "pairs": self.shift.pairs} if self.shift.pairs else None
+        return {"shift": self.shift, "pairs": self.pairs} if self.pairs else None
 
     def restore(self, state: object) -> None:
         """Go on from what `state` returned."""
         if isinstance(state, dict):
-            self.shift.mean, self.shift.pairs = float(state["shift"]), int(state["pairs"])
+            self.shift, self.pairs = float(state["shift"]), int(state["pairs"])
 
     def update(self, step: int, rows: Sequence[Example]) -> dict[str, float]:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
@@ -222,12 +208,17 @@ class PreferenceUpdates:
         pairs, first = self._pairs(batches, shared) if needed & {"shift", "order"} else (None, 0)
         if pairs is not None and "shift" in needed:
             if shared:
-                self.shift.add(pairs)
-            shift = self.shift.mean if self.shift.pairs else mean_log_ratio(pairs)
+                self.add_to_shift(pairs)
+            shift = self.shift if self.pairs else mean_log_ratio(pairs)
         if "kl" in needed:
             kl = self._reference_point([row for row in rows if "desirable" in row.values], shared)
         mean_tokens = self._mean_tokens(batches, shared) if self.config.sft_weight else None
         return GlobalInputs(kl, shift, pairs, first, mean_tokens)
+
+    def add_to_shift(self, pairs: Tensor) -> None:
+        """Take in the pairs of an update, [n, 4] as in `GlobalInputs`."""
+        self.pairs += len(pairs)
+        self.shift += (mean_log_ratio(pairs) - self.shift) * len(pairs) / self.pairs
 
     def _reference_point(self, rows: Sequence[Example], shared: bool) -> Tensor:
         """KTO's z0 = max(0, mean log-ratio of the global batch's responses after other rows' prompts), nats; 0 of one row.

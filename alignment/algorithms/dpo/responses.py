@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from statistics import fmean as mean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,11 @@ from torch import Tensor
 from alignment.algorithms.dpo.config import WeightedLoss
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
 from alignment.errors import raise_all
-from alignment.losses.preference import f_divergence_scores, preference_metrics
+from alignment.losses.preference import Measured, f_divergence_scores, preference_metrics
 from alignment.losses.ranking import is_preferred, prompt_accuracy
 from alignment.models.outputs import LogProbModel
 from alignment.ragged import Ragged
 from alignment.training import Run
-
-Means = dict[str, tuple[Tensor, Tensor]]
 
 MOMENTS = (
     "margin_squared",
@@ -101,17 +99,9 @@ def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> No
 # Metrics of a micro-batch
 
 
-class WatchedMetrics(NamedTuple):
-    """Metrics of one micro-batch."""
-
-    sums: dict[str, Tensor]  # over its rows
-    means: Means  # with weights of their own
-    accuracy: Tensor  # of each row, [B]
-
-
 def metrics_of(
     responses: ResponseLogProbs, batch: PreferenceBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
-) -> WatchedMetrics:
+) -> Measured:
     """Metrics of a batch of any kind."""
     if isinstance(batch, PairBatch):
         return pair_metrics(responses, loss)
@@ -120,7 +110,7 @@ def metrics_of(
     return ranking_metrics(responses, batch, loss)
 
 
-def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
+def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> Measured:
     """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference."""
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
@@ -139,12 +129,12 @@ def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetr
     similar = lead.abs() <= SIMILAR * torch.maximum(chosen_tokens, rejected_tokens)
     bins = {"chosen_shorter": (lead < 0) & ~similar, "similar_length": similar, "chosen_longer": (lead > 0) & ~similar}
     means = {f"margin_{name}": masked_mean(margins, mask) for name, mask in bins.items()}
-    return WatchedMetrics(metrics, means, (margins > 0).float() + (margins == 0).float() / 2)
+    return Measured(metrics, means, (margins > 0).float() + (margins == 0).float() / 2)
 
 
 def desirability_metrics(
     responses: ResponseLogProbs, batch: UnpairedBatch, loss: WeightedLoss, kl: Tensor | float = 0.0
-) -> WatchedMetrics:
+) -> Measured:
     """Sums over responses, and means over the desirable ones (as chosen_...) and the others (as rejected_...).
 
     A response counts as judged right where its reward lies on the side of the reference point that its label says; half
@@ -157,10 +147,10 @@ def desirability_metrics(
     if loss.spec.needs == "kl":
         metrics["kl"] = torch.as_tensor(kl, device=rewards.device) * len(rewards)
     means = split_means({"reward": rewards, **log_probs_and_changes(responses)}, desirable, ~desirable)
-    return WatchedMetrics(metrics, means, right)
+    return Measured(metrics, means, right)
 
 
-def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> WatchedMetrics:
+def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> Measured:
     """Sums over prompts of accuracy and margin, each the mean over a prompt's ordered pairs; means over best and worst."""
     rewards = responses.rewards(loss)
     ranks, mask = padded_groups(batch.ranks, batch)  # [B, K]
@@ -171,7 +161,7 @@ def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: Weigh
     worst = torch.where(mask, ranks, -1).amax(1)[batch.groups]
     values = {"reward": rewards, **log_probs_and_changes(responses)}
     means = split_means(values, batch.ranks == 0, batch.ranks == worst)
-    return WatchedMetrics({"accuracy": accuracy.sum(), "margin": margin.sum()}, means, accuracy)
+    return Measured({"accuracy": accuracy.sum(), "margin": margin.sum()}, means, accuracy)
 
 
 def log_probs_and_changes(responses: ResponseLogProbs) -> dict[str, Tensor]:
@@ -181,7 +171,7 @@ def log_probs_and_changes(responses: ResponseLogProbs) -> dict[str, Tensor]:
     return {"log_prob": policy, **changes}
 
 
-def split_means(values: Mapping[str, Tensor], preferred: Tensor, other: Tensor) -> Means:
+def split_means(values: Mapping[str, Tensor], preferred: Tensor, other: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Means of per-response values, [D], over the preferred and the other responses, as chosen_NAME and rejected_NAME."""
     sides = {"chosen": preferred, "rejected": other}
     return {f"{side}_{name}": masked_mean(each, mask) for name, each in values.items() for side, mask in sides.items()}
@@ -259,9 +249,8 @@ def notes_of(lines: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each metric over the lines that have it as a finite number."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        for name, value in line.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                values[name].append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    finite = [
+        {name: x for name, x in line.items() if isinstance(x, int | float) and math.isfinite(x)} for line in lines
+    ]
+    names = dict.fromkeys(name for line in finite for name in line)
+    return {name: mean([line[name] for line in finite if name in line]) for name in names}

@@ -1,26 +1,23 @@
 """Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from alignment.adapters.files import is_adapter
 from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.finetune.model import (
-    classifier_state,
     freeze,
     label_config,
-    read_names,
+    save_classifier,
     set_training_mode,
     start_classifier,
     unwrap,
 )
 from alignment.algorithms.finetune.scoring import finetune_loss_fn, predict_examples, task_metrics
-from alignment.algorithms.policies import save_output, tokenizer_settings
+from alignment.algorithms.policies import tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.config import DataConfig, Part
 from alignment.data.tasks import (
@@ -37,7 +34,6 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.loading import architecture_of, find_directory, load_tokenizer
 from alignment.models.families import family_of, is_external_type
-from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
 from alignment.models.transformer import TransformerSpec
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -164,7 +160,7 @@ def run(config: FinetuneConfig) -> Path:
         set_training_mode(model, config.frozen_trunk)
         loss_fn = finetune_loss_fn(engine.model, form.task, config.language_coef)
         evaluate = partial(evaluate_task, config, form, engine, held_out) if held_out else None
-        finish = partial(save, config, form, engine, model, tokenizer)
+        finish = partial(save, config, form, engine, tokenizer)
         fit(engine, stream, collate_tasks, loss_fn, training=config.training, run=run, evaluate=evaluate, save=finish)
         return run.output / "model"
 
@@ -232,18 +228,11 @@ def evaluate_task(
     return {f"held_out_{name}": value for name, value in metrics.items()}
 
 
-def save(config: FinetuneConfig, form: TaskFormat, engine: Engine, model: nn.Module, tokenizer: Tokenizer) -> Path:
-    """Write `output/model` in Hugging Face layout and return it; config.json keeps what `predict` needs to read rows."""
-
-    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        classifier = unwrap(model)
-        # Hugging Face's decoders look for the last token that is no padding; an end token must not count as such.
-        pad = tokenizer.pad_token_id
-        if classifier.source == "native":  # another encoder may count its positions from the id of its padding
-            classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
-        classifier.config["task_specific_params"] = {"finetune": asdict(form)}
-        state, size = classifier_state(model, dict(tensors)), config.training.max_shard_size
-        save_model(classifier, folder, tensors=state.items(), max_shard_size=size)
-
-    names = read_names(model, engine.backend.unwrapped.state_dict())
-    return save_output(engine, config.output, tokenizer, names, write)
+def save(config: FinetuneConfig, form: TaskFormat, engine: Engine, tokenizer: Tokenizer) -> Path:
+    """Write `output/model` and return it; config.json keeps what `predict` needs to read rows."""
+    classifier, pad = unwrap(engine.backend.unwrapped), tokenizer.pad_token_id
+    # Hugging Face's decoders look for the last token that is no padding; an end token must not count as such.
+    if classifier.source == "native":  # another encoder may count its positions from the id of its padding
+        classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+    classifier.config["task_specific_params"] = {"finetune": asdict(form)}
+    return save_classifier(engine, tokenizer, config.output, max_shard_size=config.training.max_shard_size)

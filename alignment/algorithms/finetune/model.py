@@ -3,7 +3,7 @@
 Rows become its inputs in data/tasks.py; losses and metrics are in scoring.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from alignment.adapters.attach import attach, merged_state
 from alignment.adapters.specs import MergeableSpec
-from alignment.algorithms.policies import start_device
+from alignment.algorithms.policies import save_output, start_device
 from alignment.data.tasks import FinetuneTask
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.language import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
 from alignment.models.external.models import ExternalClassifier
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import VocabularyHead
-from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.models.huggingface.weight_map import read_parameters
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers.padded_layout import select_rows
@@ -30,6 +31,7 @@ from alignment.models.quantization import dequantized, is_quantized
 from alignment.models.transformer import TransformerSpec
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged
+from alignment.training import Engine
 
 HEADS = {  # the task of our model classes that each fine-tuning task trains
     "classification": "sequence",
@@ -175,3 +177,22 @@ def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Te
     state |= {f"{name}.weight": dequantized(layer).cpu() for name, layer in _quantized_layers(model).items()}
     state = {name.removeprefix("classifier."): x.float() for name, x in state.items()}
     return merged_state(unwrap(model), state)
+
+
+def save_classifier(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    output: str | Path,
+    *,
+    max_shard_size: str,
+    extra_files: Callable[[Path], None] = lambda folder: None,
+) -> Path:
+    """Write `output/model` in Hugging Face layout, any adapter merged into the weights, in float32, and return it."""
+    model = engine.backend.unwrapped
+
+    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        state = classifier_state(model, dict(tensors))
+        save_model(unwrap(model), folder, tensors=state.items(), max_shard_size=max_shard_size)
+        extra_files(folder)
+
+    return save_output(engine, output, tokenizer, read_names(model, model.state_dict()), write)

@@ -249,11 +249,6 @@ class UpdateSettings(Settings):
         return self.has_value_model and self.value_model == "shared"
 
     @property
-    def has_own_value_model(self) -> bool:
-        """True where the value model is a network of its own."""
-        return self.has_value_model and not self.shares_trunk
-
-    @property
     def whitens_advantages(self) -> bool:
         """`whiten_advantages`, with None as the method has it."""
         return self.advantages in ("gae", "reinforce++") if self.whiten_advantages is None else self.whiten_advantages
@@ -302,11 +297,6 @@ class HeldOutConfig(Settings):
             "{found}",
         ),
     )
-
-    @property
-    def reward_models(self) -> list[str]:
-        """Directories of its reward models."""
-        return reward_models_of(self.reward_model, self.rewards)
 
 
 @dataclass(frozen=True)
@@ -448,7 +438,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def judging_models(self) -> list[str]:
         """Directories of the reward models and of those that score held-out prompts."""
-        return [*self.reward_models, *(self.held_out.reward_models if self.held_out else [])]
+        held_out = self.held_out
+        return self.reward_models + (reward_models_of(held_out.reward_model, held_out.rewards) if held_out else [])
 
     @property
     def samples_differ(self) -> bool:

@@ -93,9 +93,12 @@ def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict
         "ended_share": rollout.ended.float(),
     }
     known = ~rollout.scores.isnan()
-    sums = [torch.where(known, rollout.scores, 0.0).float().sum(), known.float().sum()]
-    sums += [column.float().sum() for column in per_response.values()]
-    sums.append(known.new_tensor(float(len(known)), dtype=torch.float32))
+    sums = [
+        torch.where(known, rollout.scores, 0.0).float().sum(),
+        known.float().sum(),
+        *(column.float().sum() for column in per_response.values()),
+        known.new_tensor(float(len(known)), dtype=torch.float32),
+    ]
     total, scored, *others, number = reduce(torch.stack(sums)).tolist()
     metrics = {"score": total / max(1.0, scored), "unscored_share": (number - scored) / number}
     metrics |= {name: other / number for name, other in zip(per_response, others, strict=True)}
@@ -164,12 +167,12 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
         k2 = kl_estimates(rollout.log_probs, rollout.reference_log_probs)["k2"]
         means["kl_k2"] = torch.where(mask, k2, 0.0).sum(1)
     means["empty_share"] = (lengths == 1) & rollout.ended
-    repetition = [repeated_share(response) for response in rollout.responses]
-    means["repetition"] = torch.tensor(repetition, device=mask.device)
+    means["repetition"] = torch.tensor([repeated_share(tokens) for tokens in rollout.responses], device=mask.device)
     found = moments({"response_tokens": lengths, **means}, group) | moments(token_columns(rollout), group)
     found |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
-    kept = [f"{name}_mean" for name in ("advantage", "return", "value")]
-    kept += [f"{name}_std" for name in ("score", "response_tokens", "advantage", "return")]
+    kept = (
+        "advantage_mean", "return_mean", "value_mean", "score_std", "response_tokens_std", "advantage_std", "return_std",
+    )  # fmt: skip
     shortest, longest = group.max(torch.stack([-lengths.min(), lengths.max()])).tolist()
     found |= {name: found[f"{name}_mean"] for name in means}
     extremes = {"response_tokens_min": -float(shortest), "response_tokens_max": float(longest)}
@@ -285,9 +288,12 @@ def utilization(
     if not all(forward.values()):
         return {}
     passes = metrics.get("updates", config.epochs * config.minibatches) / config.minibatches
-    work = {"sampling": forward["policy"], "forward": sum(forward.values())}
-    work["policy"] = passes * (1 + BACKWARD) * forward["policy"]
-    work["value"] = passes * (1 + BACKWARD) * forward.get("value model", 0.0)
+    work = {
+        "sampling": forward["policy"],
+        "forward": sum(forward.values()),
+        "policy": passes * (1 + BACKWARD) * forward["policy"],
+        "value": passes * (1 + BACKWARD) * forward.get("value model", 0.0),
+    }
     seconds = {name: metrics.get(f"seconds_{name}", 0.0) for name in work}
     available = {name: seconds[name] * peak * 1e12 / tokens for name in work if seconds[name] > 0 and work[name] > 0}
     if not available:
@@ -329,28 +335,45 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
     start = {name: sum(values) / BASELINE for name, values in _columns(alarms.start, BASELINE).items()}
     start, last = defaultdict(lambda: math.nan, start), _columns(alarms.recent, WINDOW)
     if now["entropy"] < ENTROPY_LEFT * start["entropy"]:
-        fell = f"entropy fell to {now['entropy']:.3g} nats per token from {start['entropy']:.3g} at the start"
-        yield "entropy", f"{fell}; raise kl_coef, or set entropy_coef"
+        yield (
+            "entropy",
+            f"entropy fell to {now['entropy']:.3g} nats per token from {start['entropy']:.3g} at the start; raise kl_coef, "
+            "or set entropy_coef",
+        )
     if start["repetition"] >= 0 and repeats(now["repetition"], start["repetition"]):
-        rose = f"{now['repetition']:.0%} of the n-grams of a response repeat earlier ones, {start['repetition']:.0%}"
-        yield "repetition", f"{rose} at the start; look at samples.jsonl"
+        yield (
+            "repetition",
+            f"{now['repetition']:.0%} of the n-grams of a response repeat earlier ones, {start['repetition']:.0%} at the "
+            "start; look at samples.jsonl",
+        )
     distinct = now["distinct_share"]
     if distinct < DISTINCT_LEFT * start["distinct_share"]:
-        fell = f"{distinct:.0%} of the responses are distinct, {start['distinct_share']:.0%} at the start"
-        yield "distinct responses", f"{fell}; raise kl_coef, or lower the learning rate"
+        yield (
+            "distinct responses",
+            f"{distinct:.0%} of the responses are distinct, {start['distinct_share']:.0%} at the start; raise kl_coef, or "
+            "lower the learning rate",
+        )
     elif distinct < LEAST_DISTINCT and now["response_tokens"] >= LONG_RESPONSE:
-        said = f"{distinct:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice"
-        yield "distinct responses", said
+        yield (
+            "distinct responses",
+            f"{distinct:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice",
+        )
     before, ended = start["ended_share"], sum(last.get("ended_share", [WINDOW])) / WINDOW
     if before >= 0 and ended < ENDED:
         long = "max_new_tokens, or train the policy to end its responses"
-        said = f"{ended:.0%} of the last responses end by themselves, {before:.0%} at the start"
-        yield "missing ends", f"{said}; raise {'missing_end_penalty' if before >= ENDED else long}"
+        yield (
+            "missing ends",
+            f"{ended:.0%} of the last responses end by themselves, {before:.0%} at the start; raise "
+            f"{'missing_end_penalty' if before >= ENDED else long}",
+        )
     kl = last.get("kl", [0.0])
     mean, responses = sum(kl) / WINDOW, WINDOW * alarms.recent[-1].get("responses", 1.0)
     if max(kl) < 0 and mean < least_kl(sum(last["kl_k3"]) / WINDOW if "kl_k3" in last else abs(mean), responses):
-        said = f"kl was below 0 in the last {WINDOW} iterations, {mean:.3g} nats on average: the responses do not come from"
-        yield "KL negative", f"{said} the policy that is scored; see sampling_error and sampling_kl"
+        yield (
+            "KL negative",
+            f"kl was below 0 in the last {WINDOW} iterations, {mean:.3g} nats on average: the responses do not come from the "
+            "policy that is scored; see sampling_error and sampling_kl",
+        )
     scores = {name: values for name, values in last.items() if name.startswith("score") and all_equal(values)}
     if flat := ", ".join(f"{name} = {values[-1]:.4g}" for name, values in scores.items()):
         yield "score flat", f"the same in the last {WINDOW} iterations: {flat}; nothing is learned from it"

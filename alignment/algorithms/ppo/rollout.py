@@ -347,11 +347,15 @@ def ragged_groups(
     share_prompts: Sharing,
 ) -> list[tuple[list[int], Ragged]]:
     """Row numbers and tokens of the groups of `group_rollouts`."""
-    found = []
-    for rows in group_rollouts(prompts, responses, limit, share_prompts):
-        parts = [prompts[i] for i in rows], [responses[i] for i in rows], [numbers[i] for i in rows]
-        found.append((rows, ragged_of(*parts, share_prompts=share_prompts)))
-    return found
+    return [
+        (
+            rows,
+            ragged_of(
+                [prompts[i] for i in rows], [responses[i] for i in rows], [numbers[i] for i in rows], share_prompts
+            ),
+        )
+        for rows in group_rollouts(prompts, responses, limit, share_prompts)
+    ]
 
 
 def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
@@ -363,8 +367,6 @@ def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
 
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
     """Micro-batches of the given rows of a rollout that has its advantages."""
-    if rollout.advantages is None or rollout.returns is None:
-        raise ValueError("the rollout has no advantages yet: see add_advantages")
     documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
     numbers, batches = [rollout.numbers[i] for i in rows], []
     for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
@@ -378,10 +380,8 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
 
 def response_mask(responses: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """True at each token of B responses of at most R tokens, [B, R]."""
-    mask = torch.zeros(len(responses), max(map(len, responses)), dtype=torch.bool, device=device)
-    for row, tokens in enumerate(responses):
-        mask[row, : len(tokens)] = True
-    return mask
+    lengths = torch.tensor([len(tokens) for tokens in responses], device=device)
+    return torch.arange(int(lengths.max()), device=device) < lengths[:, None]
 
 
 def to_rectangle(flat: Tensor, mask: Tensor) -> Tensor:

@@ -159,8 +159,9 @@ def note_distant_start(config: PPOConfig, run: Run) -> None:
 def build_engines(config: PPOConfig, data: RolloutData, bases: SharedWeights) -> tuple[Engine, Engine | None, Policy]:
     """The engines of policy and value model (None without a network of its own), and the policy as it was loaded."""
     start = load_start(config, data, bases)
-    value_start = start_value_model(config, data.tokenizer, bases) if config.has_own_value_model else None
-    if value_start is not None:
+    value_start = None
+    if config.has_value_model and not config.shares_trunk:
+        value_start = start_value_model(config, data.tokenizer, bases)
         check_prompts(value_start, config, data)
     if data.texts is not None and config.pretrain is not None:
         check_rows(start.model, data.texts.rows, config.pretrain.max_length)
@@ -264,8 +265,7 @@ def sampling_bytes(config: SamplingSettings, prompts: Sequence[Example], state: 
     """Bytes of the cache and of the logits of one batch of samples on one device."""
     model = state.policy.backend.unwrapped
     if isinstance(model, NativeModel):
-        layers = [layer.attention for layer in model.spec.layers]
-        cached = sum(2 * attention.key_value_heads * attention.head_dim for attention in layers)
+        cached = sum(2 * layer.attention.key_value_heads * layer.attention.head_dim for layer in model.spec.layers)
     else:
         assert isinstance(model, ExternalModel)
         shape = model.inner.config.get_text_config()  # at most as many heads as queries have

@@ -1,41 +1,132 @@
-"""Online DPO: PPO's rollout and DPO's update. The run and its iteration: sample, judge, make pairs, learn from them.
+"""Online DPO: a policy learns from pairs of its own responses, which a reward model or a judge has ranked.
+
+The rollout is PPO's, updates and losses are those of DPO's family. An iteration: sample, judge, make pairs, learn from them.
 
 Left out: no value model, no responses of other models, no losses of single responses.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
+from alignment.algorithms.dpo.config import PreferenceConfig
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.kin import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
-from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.judges import gold_scorer, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, Role, reference_of
+from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
 from alignment.algorithms.ppo.state import SamplingState, Saved
 from alignment.algorithms.runs import open_run, sources_of
-from alignment.data.batches import Example, collate_pairs, join_examples
+from alignment.data.batches import Example, collate_pairs
+from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.generation import response_text
+from alignment.hotel_world.gold import gold_score
+from alignment.hotel_world.grammar import is_prompt
+from alignment.losses.preference_table import LOSSES
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Sharing
-from alignment.rewards.combine import MOST_UNSCORED
+from alignment.rewards.combine import MOST_UNSCORED, Scorer
 from alignment.rewards.functions import function_files, load_own
-from alignment.rewards.specs import unnormalized_if_single
+from alignment.rewards.specs import check_rewards, reward_models_of, unnormalized_if_single
+from alignment.settings import NonNegativeFloat, Rule, refusal
 from alignment.training import Engine, Run
 from alignment.training.distributed import ProcessGroup, shares_weights
+
+# Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
+PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
+    """Settings of one run of online DPO: the keys of `PreferenceConfig` and `SamplingSettings`, and its own.
+
+    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss is one of pairs, or several with
+    their weights; odpo's margins are differences of scores. The loss takes log-probabilities at temperature 1, whatever the
+    temperature of the samples.
+
+    Attributes:
+        data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
+        judge: the judge of which response is better. reward_model (given as `reward_model`, or as `rewards`), gold (the true
+            reward of the hotel data set, for its prompts only), or module:function, which is given prompts, responses
+            shown first and responses shown second, and gives for each the verdict for the one shown first: 1, 0.5, 0, or
+            None where it cannot say. Each two responses to a prompt are shown to it in both orders.
+        rewards: see `SamplingSettings`; a single entry that does not say `normalize` is not normalized, and a response
+            without a score is in no pair.
+        responses_per_prompt: responses sampled to each prompt, at least 2; the best and the worst become a pair.
+        tie_margin: largest difference of two scores that is a tie; a prompt whose best and worst response tie gives no
+            pair. With a judge of pairs, scores are shares of comparisons won.
+    """
+
+    judge: str = "reward_model"
+    responses_per_prompt: Annotated[int, Interval(ge=2)] = 2
+    tie_margin: NonNegativeFloat = 0.0
+
+    RULES = (
+        Rule(
+            "judge",
+            lambda c: c.judge not in ("reward_model", "gold") and ":" not in c.judge,
+            "{self.judge!r} is unknown; there are reward_model, gold and module:function",
+        ),
+        Rule(
+            "judge",
+            lambda c: c.judge == "reward_model" and c.reward_model is None and not c.rewards,
+            "must be said: judge=reward_model with reward_model=DIR or a list `rewards` of entries, judge=module:function, or "
+            "judge=gold for prompts of the generated hotel world alone",
+        ),
+        Rule(
+            "rewards",
+            lambda c: (c.reward_model is not None or c.rewards) and refusal(check_rewards, c.reward_model, c.rewards),
+        ),
+        Rule(
+            "judge",
+            lambda c: c.judge != "reward_model" and (c.reward_model is not None or c.rewards),
+            "{self.judge} reads no reward_model and no rewards; leave them out, or set judge=reward_model",
+        ),
+        Rule(
+            "loss",
+            lambda c: [loss.name for loss in c.losses if loss.spec.rows != "comparisons"],
+            "{found} learns from other rows than the pairs that online DPO makes; take one of "
+            + ", ".join(name for name, spec in LOSSES.items() if spec.rows == "comparisons"),
+        ),
+        Rule(
+            "data.evaluation",
+            lambda c: c.data.evaluates,
+            "is not read, nor evaluation_share: online_dpo evaluates nothing while it trains; leave it out, and compare the "
+            "results on held-out prompts with `alignment evaluate winrate`",
+        ),
+        Rule(
+            "training.keep_best",
+            lambda c: c.training.best_metric is not None,
+            "has no effect, nor early_stopping: online DPO evaluates nothing while it runs; leave it out",
+        ),
+    )
+
+    @property
+    def holds_reference(self) -> bool:
+        """True where the reference is asked during the updates, as a network or as the policy with its adapter off."""
+        return self.refers
+
+    @property
+    def judging_models(self) -> list[str]:
+        """Directories of the reward models, in the order of `rewards`."""
+        return reward_models_of(self.reward_model, self.rewards)
 
 
 @dataclass
@@ -150,17 +241,13 @@ def make_pairs(
     compared = shaped - config.missing_end_penalty * rollout.score_deviation * (~rollout.ended).float()
     best, worst, tied, unjudged = max_and_min(compared.view(-1, count), config.tie_margin)
 
-    def example(i: int) -> Example:
-        prompt, response, row = rollout.prompts[i], rollout.responses[i], rollout.rows[i]
-        mask = [False] * len(prompt) + [True] * len(response)
-        return Example.single([*prompt, *response], mask, row.row_id, row.source)
-
     pairs, scores = [], []
     for prompt, usable in enumerate((~tied & ~unjudged).tolist()):
         chosen, rejected = (prompt * count + int(side[prompt]) for side in (best, worst))
         if usable and rollout.responses[chosen] != rollout.responses[rejected]:
             lead = float(compared[chosen] - compared[rejected])
-            pair = join_examples([example(chosen), example(rejected)], margin=lead)
+            row, responses = rollout.rows[chosen], [rollout.responses[chosen], rollout.responses[rejected]]
+            pair = Example.answered(rollout.prompts[chosen], responses, row.row_id, row.source, margin=lead)
             pairs.append((rollout.numbers[chosen], pair))
             scores.append([float(rollout.scores[chosen]), float(rollout.scores[rejected])])
     sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
@@ -172,8 +259,11 @@ def make_pairs(
         )
     metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
     if number:
-        metrics |= {"chosen_score": chosen / number, "rejected_score": rejected / number}
-        metrics |= {"score_margin": (chosen - rejected) / number}
+        metrics |= {
+            "chosen_score": chosen / number,
+            "rejected_score": rejected / number,
+            "score_margin": (chosen - rejected) / number,
+        }
     everyone = sorted((pair for part in group.gather_objects(pairs) for pair in part), key=lambda pair: pair[0])
     return [pair for _, pair in everyone], metrics
 
@@ -193,3 +283,72 @@ def update_policy(
                 history.append(updates.update(step, [pairs[row] for row in rows]))
     names = dict.fromkeys(name for metrics in history for name in metrics)
     return {name: float(np.mean([metrics[name] for metrics in history if name in metrics])) for name in names}
+
+
+# Who scores the responses: a reward model, the hotel data set's gold reward, or a judge of pairs
+
+
+def require_hotel_prompts(prompts: Sequence[Example]) -> None:
+    """Refuse prompts that the gold reward cannot score."""
+    others = [prompt.row_id for prompt in prompts if not is_prompt(prompt.prompt)]
+    if others:
+        raise UserError(
+            f"{others[0]}: judge=gold judges only prompts of the generated hotel world, and {len(others)} of "
+            f"{len(prompts)} are none; take judge=reward_model with reward_model=DIR, or judge=module:function"
+        )
+
+
+def gold_scorer(tokenizer: Tokenizer) -> Scorer:
+    """Scores by the true reward of the hotel data set."""
+
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+        texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
+        return torch.tensor(gold_score([str(prompt.prompt) for prompt in prompts], texts))
+
+    return score
+
+
+def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: int) -> Scorer:
+    """Scores that are shares of comparisons won: each two responses to a prompt are judged in both orders.
+
+    A prompt of which some comparison was not judged has no scores (not a number). Equal texts tie without being judged.
+    """
+
+    def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+        texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
+        starts = range(0, len(texts), responses_per_prompt)
+        shown = [
+            (start + one, start + other)
+            for start in starts
+            for i, j in combinations(range(responses_per_prompt), 2)
+            for one, other in ((i, j), (j, i))
+        ]
+        records = [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]
+        different = [(one, other) for one, other in shown if texts[one] != texts[other]]
+        verdicts = judged(judge, records, texts, different)
+        won = torch.zeros(len(texts))
+        for one, other in shown:
+            verdict = verdicts.get((one, other), 0.5)
+            won[one] += float("nan") if verdict is None else verdict
+            won[other] += float("nan") if verdict is None else 1 - verdict
+        shares = won.view(-1, responses_per_prompt) / (2 * (responses_per_prompt - 1))
+        return shares.masked_fill(shares.isnan().any(1, keepdim=True), float("nan")).view(-1)
+
+    return score
+
+
+def judged(
+    judge: PairJudge, prompts: Sequence[Prompt], texts: Sequence[str], shown: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], float | None]:
+    """The judge's verdict on each comparison, for the response shown first."""
+    if not shown:
+        return {}
+    ones, others = [one for one, _ in shown], [other for _, other in shown]
+    verdicts = list(judge([prompts[i] for i in ones], [texts[i] for i in ones], [texts[i] for i in others]))
+    wrong = [verdict for verdict in verdicts if verdict is not None and not 0 <= verdict <= 1]
+    if len(verdicts) != len(shown) or wrong:
+        found = f"{len(verdicts)} verdicts on {len(shown)} comparisons" if not wrong else f"the verdict {wrong[0]!r}"
+        raise UserError(
+            f"judge: it gave {found}; for each comparison it must give 1, 0.5 or 0 for the response shown first, or None"
+        )
+    return dict(zip(shown, verdicts, strict=True))

@@ -1,1 +1,0 @@
-"""Pretraining: next-token, masked, prefix, infilling and span objectives."""
