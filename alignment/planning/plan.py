@@ -15,7 +15,7 @@ from torch import nn
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
-from alignment.config.yaml_source import read_yaml
+from alignment.config.yaml_source import read_yaml, strings
 from alignment.data.batches import TokenizedRow
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare, prepare_with
@@ -239,16 +239,10 @@ def characters_of(record: Record) -> int:
     if isinstance(record, Text):
         return len(record.text)
     if isinstance(record, Demonstration) and record.messages is not None:
-        return _length(record.messages)
+        return sum(map(len, strings(record.messages)))
     replies = replies_of(record)
     prompts = 1 if isinstance(record, Prompt | Steps) else len(replies)
-    return sum(map(len, replies)) + prompts * _length(record.prompt)
-
-
-def _length(value: object) -> int:
-    if isinstance(value, Mapping | list):
-        return sum(map(_length, value.values() if isinstance(value, Mapping) else value))
-    return len(value) if isinstance(value, str) else 0
+    return sum(map(len, replies)) + prompts * sum(map(len, strings(record.prompt)))
 
 
 def run_length(
