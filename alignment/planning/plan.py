@@ -320,17 +320,11 @@ def _choose(config: StageConfig) -> int:
     # Processes of a CPU run share the memory of their machine.
     own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
     memory = int(min(values[0] for values in group.gather([own])))
-    # Rank 0 traces the model: the others would find the same, and may have less time.
-    tokens, refused = 0, ""
-    if group.is_main:
+
+    def largest() -> int:
         layout = layout_from_env(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
-        try:
-            tokens = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
-        except UserError as error:
-            refused = str(error)
-    tokens, refused = group.broadcast_object((tokens, refused))
-    if refused:
-        raise UserError(refused)
-    return tokens
+        return make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
+
+    return group.on_main(largest)  # it traces the model: the others would find the same, and may have less time
