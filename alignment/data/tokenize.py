@@ -94,11 +94,14 @@ def tokenize_demonstrations(
         if not made:
             counts.drop(EMPTY, row.row_id)
             continue
+        heads_cut = tails_cut = False
         for head, mask, tail in made:
             kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
-            note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+            heads_cut |= len(head) > len(kept_head)
+            tails_cut |= len(tail) > len(kept_tail)
             kept_mask = truncate_left(mask, len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
             examples.append(Example.single(kept_head + kept_tail, kept_mask, row.row_id))
+        note_cuts(counts, row.row_id, heads_cut, tails_cut)  # once, however many turns stand apart
     return counted(examples, counts)
 
 
