@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -141,14 +142,13 @@ def make_plan(
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
         return plan_at(config, layout, device, DEFAULT_TOKENS if tokens == "auto" else tokens, data=data, near=near)
-    plans: dict[int, Plan] = {}
 
-    def needed(tokens: int) -> int:
-        plans[tokens] = plan_at(config, layout, device, tokens, data=data, near=near)
-        return plans[tokens].needed
+    @cache
+    def plan(tokens: int) -> Plan:
+        return plan_at(config, layout, device, tokens, data=data, near=near)
 
     row, most = token_range(config, workload_of(config, near), layout, device, data)
-    return plans[largest_that_fits(needed, device.memory, row=row, most=most)]
+    return plan(largest_that_fits(lambda tokens: plan(tokens).needed, device.memory, row=row, most=most))
 
 
 def token_range(config: StageConfig, stage: Workload, layout: Layout, device: Device, data: Data) -> tuple[int, int]:

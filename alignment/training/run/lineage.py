@@ -30,8 +30,11 @@ def identity_of(
     config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
 ) -> dict[str, Any]:
     """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint."""
-    hashes = input_hashes(config, files)
-    return {"config": without_runtime_keys(config), "data": hashes, "parents": parent_hashes(parents)}
+    return {
+        "config": without_runtime_keys(config),
+        "data": input_hashes(config, files),
+        "parents": parent_hashes(parents),
+    }
 
 
 def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> bool:
