@@ -61,8 +61,11 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
             counts.note_cut(TEXT_CUT, row.row_id)
-        pieces = split_document(ids, max_length, bos)
-        examples += [Example.single(piece, [True] * len(piece), row.row_id) for piece in pieces]
+        later = [
+            [ids[start - 1] if bos is None else bos, *ids[start : start + max_length - 1]]
+            for start in range(max_length, len(ids), max_length - 1)
+        ]
+        examples += [Example.single(piece, [True] * len(piece), row.row_id) for piece in [ids[:max_length], *later]]
     return counted(examples, counts)
 
 
@@ -305,15 +308,6 @@ def even_slices(length: int, most: int) -> list[slice]:
     number = -(-length // most)
     edges = [length * edge // number for edge in range(number + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def split_document(ids: list[int], max_length: int, bos: int | None) -> list[list[int]]:
-    """Successive pieces of at most `max_length` >= 2 ids, the later ones led in by `bos` or the token before."""
-    later = [
-        [ids[start - 1] if bos is None else bos, *ids[start : start + max_length - 1]]
-        for start in range(max_length, len(ids), max_length - 1)
-    ]
-    return [ids[:max_length], *later]
 
 
 def truncate(
