@@ -45,14 +45,10 @@ def sync(path: Path) -> None:
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it over `path`, which a full disk leaves as it was."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
-    with _neighbor(path, Path.touch) as temporary, explain_full_disk(path, temporary):
+    with _neighbor(path, Path.touch) as temporary:
         write(temporary)
         sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -77,16 +73,12 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     `path` is complete at every moment, old or new. Where the system cannot exchange two names in one step, a process
     killed between two renames leaves no `path`: then `remove_leftovers` restores the old one.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
-    with _neighbor(path, Path.mkdir) as temporary, explain_full_disk(path, temporary):
+    with _neighbor(path, Path.mkdir) as temporary:
         yield temporary
         for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
         _replace(temporary, path)
-        sync(path.parent)
 
 
 def remove_directory(path: Path) -> None:
@@ -130,7 +122,12 @@ def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
 
 @contextmanager
 def _neighbor(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield a new locked hidden file or directory beside `path`; whatever has its name at the end is deleted."""
+    """Yield a new locked hidden file or directory beside `path`, which takes its place inside the block.
+
+    Whatever has the hidden name at the end is deleted.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
     while True:
         temporary = _hidden_name(path, "partial")
         create(temporary)
@@ -138,7 +135,9 @@ def _neighbor(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
         if descriptor is not None or temporary.exists():  # otherwise another process removed it as a leftover
             break
     try:
-        yield temporary
+        with explain_full_disk(path, temporary):
+            yield temporary
+            sync(path.parent)
     finally:
         _delete(temporary)
         if descriptor is not None:
@@ -214,6 +213,17 @@ def cache_directory(named: str | None = None) -> Path:
 def hash_of(value: object) -> str:
     """Hex SHA-256 of a JSON-like value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hashes_below(directory: Path, pattern: str = "*") -> dict[str, str]:
+    """SHA-256 of every file below a directory whose name matches, by its path from there."""
+    files = sorted(file for file in directory.rglob(pattern) if file.is_file())
+    return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
+
+
+def code_hash() -> str:
+    """Hash of the package's source: results of other code are not results of this one."""
+    return hash_of(hashes_below(Path(__file__).parent, "*.py"))
 
 
 def check_directory(directory: Path) -> None:

@@ -130,7 +130,8 @@ def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
         value = getattr(settings, name)
         if options and isinstance(value, str) and value not in options:
             yield name, f"must be {' or '.join(map(repr, options))}, got {value!r}"
-        for number, (bound, limit) in itertools.product(_numbers(value), bounds):
+        numbers = (x for _, x in leaves(value) if isinstance(x, (int, float)) and not isinstance(x, bool))
+        for number, (bound, limit) in itertools.product(numbers, bounds):
             inside = {"gt": number > limit, "ge": number >= limit, "lt": number < limit, "le": number <= limit}
             if not inside[bound]:  # also where the number is NaN
                 yield name, f"{limit_text(bound, limit)}, got {number}{default_text(type(settings), name)}"
@@ -158,13 +159,13 @@ def _parts(hint: object) -> Iterator[object]:
         yield from _parts(part)
 
 
-def _numbers(value: object) -> Iterator[float]:
-    """Numbers anywhere in a value; a truth value is none."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _numbers(item)
+def leaves(value: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
+    """The values inside of mappings and lists, however deep, each with its key."""
+    if not isinstance(value, (list, tuple, Mapping)):
+        yield key, value
+        return
+    for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from leaves(item, (*key, name))
 
 
 class _Reader:

@@ -7,7 +7,9 @@ from torch.testing import assert_close
 from alignment import load_reward_model
 from alignment.algorithms.scoring import RewardSource
 from alignment.data.config import DataConfig
-from alignment.data.rows.records import Prompt
+from alignment.data.encoder_inputs import encode_comparisons
+from alignment.data.rows.records import Comparison, Prompt
+from alignment.data.tokenize import EQUAL
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
@@ -47,6 +49,12 @@ def test_pairs_and_texts_score_as_in_transformers(directory):
     alone = model(**reward.tokenizer(TEXTS[1], return_tensors="pt")).logits[0, 0]
     assert_close(reward.score([*pairs, TEXTS[1]]), torch.stack([*expected, alone]), atol=1e-5, rtol=1e-5)
     assert expected[0] != expected[1]
+
+
+def test_a_pair_that_is_equal_once_cut_is_dropped_and_not_counted_as_cut():
+    tokenizer = train_wordpiece(["one two three"], 60)
+    _, counts = encode_comparisons([Comparison("", "one one one two", "one one one three", None, "r1")], tokenizer, 5)
+    assert counts.dropped == {EQUAL: 1} and counts.cut == {}
 
 
 def test_a_prompt_of_messages_is_refused(directory):

@@ -26,9 +26,9 @@ from typing import (
     get_type_hints,
 )
 
-from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
+from alignment.config.yaml_source import SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, suggest, without_secrets
-from alignment.settings import BOUNDS, broken_rules, default_text, deferred_checks, limit_text
+from alignment.settings import BOUNDS, Key, broken_rules, default_text, deferred_checks, leaves, limit_text
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -290,13 +290,20 @@ def data_folder() -> Path:
     return Path(os.environ.get("ALIGNMENT_DATA") or "../shared/data")
 
 
+def config_that_writes(output: str, near: Path | None = None) -> Path | None:
+    """The config of the run with this `output`: one in the folder `near`, else a packaged one; None: no config has it."""
+    own = [] if near is None else sorted(near.glob("*.yaml"))
+    for path in [*own, *packaged_names("configs").values()]:
+        values = read_yaml(path).values if path.parent.name not in ("evaluate", "launch") else None
+        if isinstance(values, dict) and "data" in values and values.get("output") == output:
+            return path
+    return None
+
+
 def packaged_writer(output: str) -> str | None:
     """The command that runs the packaged config with this `output`; None where no config has it."""
-    root = packaged_folder("configs")
-    for path in sorted(root.glob("*/*.yaml")):
-        if path.parent.name not in ("evaluate", "launch") and (read_yaml(path).values or {}).get("output") == output:
-            return f"alignment {path.parent.name.replace('_', '-')} {path.parent.name}/{path.stem}"
-    return None
+    path = config_that_writes(output)
+    return None if path is None else f"alignment {path.parent.name.replace('_', '-')} {path.parent.name}/{path.stem}"
 
 
 # Checking
@@ -343,13 +350,11 @@ def _validate(cls: type[T], values: object) -> tuple[T | None, list[tuple[Key, s
         return None, explain_errors(cls, values, error.errors(include_url=False))
 
 
-def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[tuple[Key, str]]:
+def _numbers_out_of_range(values: object) -> Iterator[tuple[Key, str]]:
     """Keys of numbers too large or too small to compute with; pydantic refuses infinite ones."""
-    if isinstance(values, (dict, list)):
-        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
-            yield from _numbers_out_of_range(value, (*key, name))
-    elif is_number(values) and (0 < abs(values) < SMALLEST or LARGEST < abs(values) < math.inf) and not is_hidden(key):
-        yield key, f"must be 0 or between {SMALLEST} and {LARGEST} (64 bits) in size"
+    for key, value in leaves(values):
+        if is_number(value) and (0 < abs(value) < SMALLEST or LARGEST < abs(value) < math.inf) and not is_hidden(key):
+            yield key, f"must be 0 or between {SMALLEST} and {LARGEST} (64 bits) in size"
 
 
 @functools.cache

@@ -128,15 +128,10 @@ def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
         return f"section of kind {kind}" if kind else "section"
     if "const" in value or "enum" in value:
         return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
-    match value.get("type"):
-        case "array":
-            return f"list of {type_text(value.get('items', {}), definitions)}" if value.get("items") else "list"
-        case "object":
-            return "mapping"
-        case None:
-            return "any"
-        case kind:
-            return str(kind)
+    if value.get("type") == "array" and value.get("items"):
+        return f"list of {type_text(value['items'], definitions)}"
+    kind = str(value.get("type", "any"))
+    return {"array": "list", "object": "mapping"}.get(kind, kind)
 
 
 def describe_keys(cls: type, stage: str, width: int, topic: str | None = None) -> str:

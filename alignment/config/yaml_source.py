@@ -1,7 +1,7 @@
 """YAML with the file and line of every key, dotted overrides, and `${...}` references. What keys mean is not known here."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from alignment.errors import UserError, raise_all
+from alignment.settings import Key, leaves
 
-Key = tuple[str | int, ...]
 REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # ${name}, replaced by `fill`
 MAX_BYTES = 2**18  # per file; a config has a few thousand, and PyYAML takes seconds for so many
 MAX_VALUES = 10_000  # per document, every alias expanded
@@ -191,13 +191,9 @@ def references(value: object) -> set[str]:
     return {name for text in strings(value) for name in REFERENCE.findall(text)}
 
 
-def strings(value: object) -> Iterator[str]:
+def strings(value: object) -> list[str]:
     """Every text in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from strings(item)
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, str)]
 
 
 def fill(value: object, names: Mapping[str, object]) -> Any:

@@ -26,7 +26,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.files import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.files import atomic_directory, cache_directory, hash_of, remove_directory, sha256
+from alignment.files import atomic_directory, cache_directory, hash_of, hashes_below, remove_directory, sha256
 
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
@@ -134,8 +134,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Hash of the files that the tokenizer would be saved as: vocabulary, special tokens, chat template."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        files: dict[str, object] = {str(path.relative_to(folder)): sha256(path) for path in paths}
+        files: dict[str, object] = {**hashes_below(Path(folder))}
         config = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
     return hash_of({**files, "tokenizer_config.json": {name: x for name, x in config.items() if name not in ORIGIN}})
 
@@ -143,8 +142,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 @functools.lru_cache(maxsize=1)
 def preparation_code_hash() -> str:
     """Hash of the source of every module that reads or tokenizes rows: all of alignment/data."""
-    folder = Path(__file__).parent
-    return hash_of({str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*.py"))})
+    return hash_of(hashes_below(Path(__file__).parent, "*.py"))
 
 
 # As `alignment data cache` lists and clears it

@@ -8,7 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
@@ -310,10 +311,10 @@ class Checks:
                 self.seen["preferences"].update([(key, better < worse)] if key % self.weight == 0 else ())
             if self._draws(record.row_id):
                 self._add_texts(checked_row(record))
-        for example in examples if self.special is not None else ():
-            for fault in TOKEN_FAULTS if self._draws(example.row_id) else ():
-                if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.special):
-                    self._add_rows(fault.name, self.weight, [example.row_id])
+        if self.special is not None:
+            for row_id, own in groupby(examples, attrgetter("row_id")):  # pieces and turns apart are one row
+                if self._draws(row_id):
+                    self._add_tokens(row_id, list(own))
 
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
@@ -331,6 +332,13 @@ class Checks:
     def _draws(self, row_id: str) -> bool:
         """True for the one row in `weight` whose texts and tokens are checked."""
         return self.weight == 1 or crc32(row_id.encode("utf-8", "surrogatepass")) % self.weight == 0
+
+    def _add_tokens(self, row_id: str, examples: Sequence[TokenizedRow]) -> None:
+        """Check the tokens of one row's examples."""
+        for fault in TOKEN_FAULTS:
+            checked = fault.name != "no stop token" or self.kind != "text"
+            if checked and any(fault.found(example, self.special) for example in examples):
+                self._add_rows(fault.name, self.weight, [row_id])
 
     def _add_texts(self, row: CheckedRow) -> None:
         """Check one row's texts: its prompt, and each response by itself."""

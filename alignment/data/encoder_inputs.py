@@ -6,6 +6,7 @@ the segments (transformers: token_type_ids) of a batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -59,8 +60,6 @@ def encode_responses(
             continue
         budget = text_budget(max_length, template.size(2 if row.prompt else 1))
         kept_head, kept = truncate(head, tails, budget, None) if row.prompt else ([], [tail[:budget] for tail in tails])
-        shorter = any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True))
-        note_cuts(counts, row.row_id, len(head) > len(kept_head), shorter)
         if isinstance(row, Comparison) and kept[0] == kept[1]:
             counts.drop(EQUAL, row.row_id)
         elif ordered and len(set(cast("Ranking", row).ranks)) == 1:
@@ -69,18 +68,14 @@ def encode_responses(
             texts = [template.encode(kept_head, tail) if row.prompt else template.encode(tail) for tail in kept]
             masks = [[part == 1 for part in text.segments] for text in texts]
             values = label_values(row, range(len(texts)))
+            shorter = any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True))
+            note_cuts(counts, row.row_id, len(head) > len(kept_head), shorter)
             encoded.append(Example([text.ids for text in texts], masks, row.row_id, values=values))
     return counted(encoded, counts)
 
 
 encode_comparisons = encode_rankings = encode_responses  # a record says how it is judged
-
-
-def encode_ordered_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[Example], Tally]:
-    """`encode_responses` without rankings whose responses are all tied."""
-    return encode_responses(rows, tokenizer, max_length, ordered=True)
+encode_ordered_rankings = partial(encode_responses, ordered=True)  # without those whose responses are all tied
 
 
 def with_segments(batch: Ragged) -> Ragged:

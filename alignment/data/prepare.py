@@ -130,8 +130,10 @@ def prepare_with(
     examples = prepare_tables(preparation, config, tokenizer, part=part)
     counts = require_enough(examples.tally, config, part)
     if config.evaluation_share is not None:
-        examples = view_of_part(examples, config, part)
-        return examples, examples.tally
+        views = [_view(cast(Table, table), config.evaluation_share, part) for table in tables_of(examples)]
+        view = views[0] if len(views) == 1 else JoinedTables(views)
+        _require_rows(view, config, part, len(examples))
+        return view, view.tally
     if part == "evaluation" and not config.streaming:
         counts.trained_on = trained_on(prepare_tables(preparation, config, tokenizer, part="train"), examples)
     return examples, counts
@@ -320,15 +322,8 @@ def rows_of_part(
     return found, _without(counts, len(sides[True]), [row.row_id for row in sides[True][:SHOWN_IDS]])
 
 
-def view_of_part(rows: Rows, config: DataConfig, part: Part) -> Rows:
-    """The examples of prepared training rows that belong to a part, in their order; the tables on disk are the same."""
-    views = [_view(cast(Table, table), config.evaluation_share or 0.0, part) for table in tables_of(rows)]
-    view = views[0] if len(views) == 1 else JoinedTables(views)
-    _require_rows(view, config, part, len(rows))
-    return view
-
-
 def _view(table: Table, share: float, part: Part) -> Table:
+    """The examples of prepared training rows that belong to a part, in their order; the table on disk is the same."""
     out = held_out(table.column("prompt_hash"), share)
     view = table.select(np.flatnonzero(out == (part == "evaluation")), key=hash_of([table.key, share, part]))
     evaluation = view if part == "evaluation" else table.select(np.flatnonzero(out), key="")

@@ -269,7 +269,8 @@ class StreamedOrder(Generic[Row]):
         """The rows of a batch with their epochs."""
         if step < 0:
             raise IndexError(f"step {step} lies outside the stream")
-        if step < self._last[0]:
+        newest, rows = self._last
+        if step < newest or (step == newest and not rows):  # after `restore` the newest batch has no rows yet
             self.restore(self._unread)
         while self._last[0] < step:
             number = self._last[0] + 1

@@ -168,9 +168,10 @@ class Table(_Joinable):
     def open(cls, directory: Path, manifest: Manifest, *, cached: bool = False, notes: Sequence[str] = ()) -> "Table":
         """The table in a directory. Its files are mapped at once, so that they stay readable when the cache is cleared."""
         maps = [_mapped(directory / name) for name in FILES]
-        arrays = [np.frombuffer(data or b"", dtype) for data, dtype in zip(maps, FILES.values(), strict=True)]
-        tokens, runs, documents, rows, values = arrays
-        encoded = EncodedExamples(tokens, runs, documents.reshape(-1, 2), rows.reshape(-1, len(COLUMNS)), values)
+        flat = EncodedExamples(
+            *(np.frombuffer(data or b"", dtype) for data, dtype in zip(maps, FILES.values(), strict=True))
+        )
+        encoded = flat._replace(documents=flat.documents.reshape(-1, 2), rows=flat.rows.reshape(-1, len(COLUMNS)))
         return cls(encoded, manifest, directory=directory, cached=cached, notes=notes, maps=maps)
 
     def __len__(self) -> int:

@@ -106,7 +106,7 @@ def read_labeled(
     def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
         return parse_rows(
             read_raw(each.source, str(each.split)),
-            lambda values, row_id: LabeledRow(*READERS[task](values), row_id),
+            lambda values, row_id: [LabeledRow(*READERS[task](values), row_id)],
             columns=each.columns or {},
             max_rows=left,
         )

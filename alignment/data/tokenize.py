@@ -3,6 +3,7 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar
 
@@ -60,8 +61,11 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
             counts.note_cut(TEXT_CUT, row.row_id)
-        pieces = split_document(ids, max_length, bos)
-        examples += [Example.single(piece, [True] * len(piece), row.row_id) for piece in pieces]
+        later = [
+            [ids[start - 1] if bos is None else bos, *ids[start : start + max_length - 1]]
+            for start in range(max_length, len(ids), max_length - 1)
+        ]
+        examples += [Example.single(piece, [True] * len(piece), row.row_id) for piece in [ids[:max_length], *later]]
     return counted(examples, counts)
 
 
@@ -93,11 +97,14 @@ def tokenize_demonstrations(
         if not made:
             counts.drop(EMPTY, row.row_id)
             continue
+        heads_cut = tails_cut = False
         for head, mask, tail in made:
             kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
-            note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+            heads_cut |= len(head) > len(kept_head)
+            tails_cut |= len(tail) > len(kept_tail)
             kept_mask = truncate_left(mask, len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
             examples.append(Example.single(kept_head + kept_tail, kept_mask, row.row_id))
+        note_cuts(counts, row.row_id, heads_cut, tails_cut)  # once, however many turns stand apart
     return counted(examples, counts)
 
 
@@ -136,13 +143,7 @@ def tokenize_responses(
 
 
 tokenize_comparisons = tokenize_labels = tokenize_rankings = tokenize_responses  # a record says how it is judged
-
-
-def tokenize_ordered_rankings(
-    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
-) -> tuple[list[Example], Tally]:
-    """`tokenize_rankings` without those whose responses are all tied."""
-    return tokenize_rankings(rows, tokenizer, max_length, ordered=True)
+tokenize_ordered_rankings = partial(tokenize_responses, ordered=True)  # without those whose responses are all tied
 
 
 def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:
@@ -307,15 +308,6 @@ def even_slices(length: int, most: int) -> list[slice]:
     number = -(-length // most)
     edges = [length * edge // number for edge in range(number + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def split_document(ids: list[int], max_length: int, bos: int | None) -> list[list[int]]:
-    """Successive pieces of at most `max_length` >= 2 ids, the later ones led in by `bos` or the token before."""
-    later = [
-        [ids[start - 1] if bos is None else bos, *ids[start : start + max_length - 1]]
-        for start in range(max_length, len(ids), max_length - 1)
-    ]
-    return [ids[:max_length], *later]
 
 
 def truncate(

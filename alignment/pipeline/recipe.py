@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 from alignment.config.load import build, code_folders, find_packaged
-from alignment.config.yaml_source import Key, SourcedYaml, fill, overlay, override, read_yaml, references
+from alignment.config.yaml_source import SourcedYaml, fill, overlay, override, read_yaml, references
 from alignment.errors import UserError, raise_all, suggest
-from alignment.settings import NonNegativeInt, Rule, Settings
+from alignment.settings import Key, NonNegativeInt, Rule, Settings, leaves
 
 FOLDERS = ("configs", "data", "recipe")  # names for `${...}`, in addition to stages and the seed
 RESERVED = (*FOLDERS, "seed", "matrix")
@@ -241,14 +241,9 @@ def read_metric(directory: Path, metric: str, over: Over = "last") -> float | No
     return found[over]
 
 
-def flatten_numbers(value: object, key: str = "") -> dict[str, float]:
+def flatten_numbers(value: object) -> dict[str, float]:
     """Numbers in nested mappings and lists, by dotted keys."""
-    if not isinstance(value, dict | list):
-        return {key: float(value)} if isinstance(value, (int, float)) else {}
-    found: dict[str, float] = {}
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-        found |= flatten_numbers(item, f"{key}.{name}" if key else str(name))
-    return found
+    return {".".join(map(str, key)): float(leaf) for key, leaf in leaves(value) if isinstance(leaf, (int, float))}
 
 
 def read_json(path: Path) -> dict[str, Any]:

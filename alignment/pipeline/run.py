@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, references, strings
 from alignment.errors import UserError, raise_all, suggest
-from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
+from alignment.files import code_hash, hash_of, hashes_below, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageEntry, check_expectations, read_json, read_recipe
 from alignment.pipeline.stages import STAGES, find_stage, missing_data, stage_file, with_micro_batch, write_page
 
@@ -153,13 +153,7 @@ def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | N
     # A plain word may be a directory's name by chance; it counts only if the directory holds a model.
     if not os.path.isdir(path) or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
         return None
-    return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
-
-
-def code_hash() -> str:
-    """Hash of the package's source: results of other code are not results of this one."""
-    package = Path(__file__).parents[1]
-    return hash_of({str(path.relative_to(package)): sha256(path) for path in sorted(package.rglob("*.py"))})
+    return hashes_below(path)
 
 
 # Running

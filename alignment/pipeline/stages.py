@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
 
-from alignment.config.yaml_source import Key
 from alignment.errors import UserError
+from alignment.settings import Key
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",

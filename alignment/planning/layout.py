@@ -170,7 +170,7 @@ def _parts(model: nn.Module) -> tuple[list[list[nn.Parameter]], list[nn.Paramete
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the weights that are sharded; the quantized ones are whole on every device."""
-    return sum(x.numel() * x.element_size() for x in tensors if x.is_floating_point())
+    return sum(x.nbytes for x in tensors if x.is_floating_point())
 
 
 def read_layout(launch: str | None, gpus: int | None) -> Layout:

@@ -186,7 +186,7 @@ class Tracer:
         for roles, tensor in holders.values():
             role = SHARED if len(roles) > 1 else next(iter(roles))
             cut = role in self._trained and tensor.is_floating_point()  # FSDP2 and ZeRO leave the others whole
-            held[f"{WEIGHTS} of {role}"] += int(_bytes(tensor) * (self.layout.weights_share if cut else 1.0))
+            held[f"{WEIGHTS} of {role}"] += int(tensor.nbytes * (self.layout.weights_share if cut else 1.0))
         return dict(held)
 
     def _optimizer_bytes(self, role: str) -> int:
@@ -196,7 +196,7 @@ class Tracer:
         trained = {name: x for name, x in self.networks[role].named_parameters() if x.requires_grad}
         hidden = hidden_matrices(self.networks[role]) if optim.name == "muon" else {}
         state = optimizer_bytes({name: tuple(x.shape) for name, x in trained.items()}, optim, hidden=hidden)
-        masters = sum(map(_bytes, trained.values())) if self.layout.has_masters else 0
+        masters = sum(x.nbytes for x in trained.values()) if self.layout.has_masters else 0
         return int((state + masters) * self.layout.optimizer_share)
 
     def peaks(self, rows: DeviceRows, room: int | None) -> list[Peak]:
@@ -361,10 +361,6 @@ def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
     sizes, masks = [len(ids) for ids in row.documents], getattr(row, "masks", None)
     common = common_prompt(row.documents, masks) if masks is not None and allowed(share, sizes) else 0
     return [(size, max(size - 1, 1)) for size in (sizes[0], *(size - common for size in sizes[1:]))]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def make_fake(models: Iterable[nn.Module], mode: FakeTensorMode) -> None:

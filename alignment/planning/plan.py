@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +16,7 @@ from torch import nn
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
-from alignment.config.yaml_source import read_yaml
+from alignment.config.yaml_source import read_yaml, strings
 from alignment.data.batches import TokenizedRow
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare, prepare_with
@@ -141,14 +142,13 @@ def make_plan(
     data, tokens = data or Data(), config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
         return plan_at(config, layout, device, DEFAULT_TOKENS if tokens == "auto" else tokens, data=data, near=near)
-    plans: dict[int, Plan] = {}
 
-    def needed(tokens: int) -> int:
-        plans[tokens] = plan_at(config, layout, device, tokens, data=data, near=near)
-        return plans[tokens].needed
+    @cache
+    def plan(tokens: int) -> Plan:
+        return plan_at(config, layout, device, tokens, data=data, near=near)
 
     row, most = token_range(config, workload_of(config, near), layout, device, data)
-    return plans[largest_that_fits(needed, device.memory, row=row, most=most)]
+    return plan(largest_that_fits(lambda tokens: plan(tokens).needed, device.memory, row=row, most=most))
 
 
 def token_range(config: StageConfig, stage: Workload, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
@@ -239,16 +239,10 @@ def characters_of(record: Record) -> int:
     if isinstance(record, Text):
         return len(record.text)
     if isinstance(record, Demonstration) and record.messages is not None:
-        return _length(record.messages)
+        return sum(map(len, strings(record.messages)))
     replies = replies_of(record)
     prompts = 1 if isinstance(record, Prompt | Steps) else len(replies)
-    return sum(map(len, replies)) + prompts * _length(record.prompt)
-
-
-def _length(value: object) -> int:
-    if isinstance(value, Mapping | list):
-        return sum(map(_length, value.values() if isinstance(value, Mapping) else value))
-    return len(value) if isinstance(value, str) else 0
+    return sum(map(len, replies)) + prompts * sum(map(len, strings(record.prompt)))
 
 
 def run_length(
@@ -326,17 +320,11 @@ def _choose(config: StageConfig) -> int:
     # Processes of a CPU run share the memory of their machine.
     own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
     memory = int(min(values[0] for values in group.gather([own])))
-    # Rank 0 traces the model: the others would find the same, and may have less time.
-    tokens, refused = 0, ""
-    if group.is_main:
+
+    def largest() -> int:
         layout = layout_from_env(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
-        try:
-            tokens = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
-        except UserError as error:
-            refused = str(error)
-    tokens, refused = group.broadcast_object((tokens, refused))
-    if refused:
-        raise UserError(refused)
-    return tokens
+        return make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
+
+    return group.on_main(largest)  # it traces the model: the others would find the same, and may have less time

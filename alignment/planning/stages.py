@@ -22,7 +22,7 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.pretrain import PretrainConfig, task_of
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
 from alignment.algorithms.sft import SFTConfig
-from alignment.config.load import build, packaged_folder
+from alignment.config.load import build, config_that_writes, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
 from alignment.data.rows.records import Kind
 from alignment.errors import UserError, suggest
@@ -232,7 +232,7 @@ def find_start(source: str, near: Path | None = None) -> Start:
             return replace(below, adapters=_on_top(below.adapters, read_spec(path)))
         config = read_config(path)
         return Start(config, config_dtype(config), str(path.resolve()))
-    if (writer := _config_that_writes(path, near)) is not None:
+    if path.name == "model" and (writer := config_that_writes(str(path.parent), near)) is not None:
         return _start_of_run(source, writer, near)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
         raise UserError(f"{source}: {missing_directory(path)}, and no config writes it")
@@ -269,18 +269,6 @@ def packaged_bases() -> dict[str, tuple[str, HFConfig]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         found |= dict.fromkeys(content["hub_ids"], (path.name, content["config"]))
     return found
-
-
-def _config_that_writes(path: Path, near: Path | None) -> Path | None:
-    """The config file whose run writes `path`, which ends in `model`: one in the user's folder, else a packaged one."""
-    if path.name != "model":
-        return None
-    own = [] if near is None else sorted(near.glob("*.yaml"))
-    for file in [*own, *sorted(packaged_folder("configs").glob("*/*.yaml"))]:
-        values = read_yaml(file).values if file.parent.name not in ("evaluate", "launch") else None
-        if isinstance(values, dict) and "data" in values and values.get("output") == str(path.parent):
-            return file
-    return None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -121,6 +121,19 @@ class ProcessGroup:
         """Rank 0's picklable value, on every rank; what other ranks pass is ignored."""
         by_rank: list[Any] = self.gather_objects(value if self.is_main else None)
         return by_rank[0]
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """The picklable result of a function that rank 0 alone calls, on every rank; its UserError is raised on all."""
+        found: Any = None
+        if self.is_main:
+            try:
+                found = function()
+            except UserError as error:
+                found = error
+        found = self.broadcast_object(found)
+        if isinstance(found, UserError):
+            raise found
+        return found
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""

@@ -23,6 +23,8 @@ from alignment.training.optim import OptimConfig, check_optimizer, learning_rate
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, averages, flatten_sums, unwrap_batch
 
+SHOWN_NAMES = 20  # of a message
+
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is not finite. The weights are those before the update; the engine must not be used again."""
@@ -152,11 +154,9 @@ class Engine:
         metrics = {"loss": sum(term.coef * loss for term, loss in zip(terms, losses, strict=True))}
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
         metrics |= {term.key("loss"): loss for term, loss in zip(terms, losses, strict=True) if term.name}
-        by_term: list[dict[tuple[str, str], float]] = [{} for _ in terms]
-        for (position, name), total in zip(names, metric_totals, strict=True):
-            by_term[position][name] = total
-        for term, term_totals, weight in zip(terms, by_term, weights, strict=True):
-            metrics |= {term.key(name): value for name, value in averages(term_totals, weight).items()}
+        for position, (term, weight) in enumerate(zip(terms, weights, strict=True)):
+            own = {name: total for (of, name), total in zip(names, metric_totals, strict=True) if of == position}
+            metrics |= {term.key(name): value for name, value in averages(own, weight).items()}
         return metrics
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -241,8 +241,10 @@ def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -
     getattr(model, method)(*arguments)
 
 
-def _join_names(names: Sequence[str], cap: int = 20) -> str:
-    """At most `cap` names, for a message."""
+def _join_names(names: Sequence[str]) -> str:
+    """At most `SHOWN_NAMES` names, for a message."""
     if not names:
         return "(unnamed)"
-    return ", ".join(names[:cap]) + (f" and {len(names) - cap} more" if len(names) > cap else "")
+    return ", ".join(names[:SHOWN_NAMES]) + (
+        f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    )

@@ -174,19 +174,14 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     """Resume engines and random states from the run's newest checkpoint; returns the state saved with it and its `step`."""
     process_group = process_group_of(engines)
     run.random_start = generator_states()
-    newest: tuple[Path | None, str] = None, ""
-    if process_group.is_main:  # it verifies the checkpoint; an error is raised on every rank
-        try:
-            if not training.resume and any(checkpoints(run.checkpoints)):
-                why = f"training.resume is off, and {run.checkpoints} holds checkpoints"
-                raise UserError(f"{why}; remove them, or choose another output")
-            newest = latest_checkpoint(run.checkpoints), ""
-        except UserError as error:
-            newest = None, str(error)
-    path, problem = process_group.broadcast_object(newest)
-    if problem:
-        raise UserError(problem)
-    if path is None:
+
+    def newest() -> Path | None:
+        if not training.resume and any(checkpoints(run.checkpoints)):
+            why = f"training.resume is off, and {run.checkpoints} holds checkpoints"
+            raise UserError(f"{why}; remove them, or choose another output")
+        return latest_checkpoint(run.checkpoints)
+
+    if (path := process_group.on_main(newest)) is None:
         if run.is_main and (lines := read_log(run.output / "metrics.jsonl")[0]):
             run.note(f"{lines[-1][0]} updates of an earlier start are lost: there is no checkpoint to go on from")
         return None

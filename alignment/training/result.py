@@ -148,12 +148,11 @@ class Result:
             return
         ended = self._engine.step if ended is None else ended
         problems, which = [], f"step {ended}"
-        if self.best is not None:
-            group = self._engine.process_group
-            problems = group.broadcast_object(self._problems(self.best) if group.is_main else [])
+        if (best := self.best) is not None:
+            problems = self._engine.process_group.on_main(lambda: self._problems(best))
             if not problems:
-                self._engine.load(self._path(self.best))
-                which = f"step {self.best.step}, the best by {self.best.metric} ({self.best.value:.6g})"
+                self._engine.load(self._path(best))
+                which = f"step {best.step}, the best by {best.metric} ({best.value:.6g})"
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
             self._run.note(f"model/ holds {average}{which}; the run ended at step {ended}")

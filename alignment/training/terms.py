@@ -104,13 +104,13 @@ def shard_rows(
     return [ZeroWeightBatch(batch) for batch in collate([rows[0]])]
 
 
+@dataclass
 class MetricSums:
     """Sums of one term's losses and metrics on this rank, kept on the device: nothing is fetched during the update."""
 
-    def __init__(self) -> None:
-        self.totals: list[Tensor] = []
-        self.batches: list[Batch] = []
-        self.metrics: dict[tuple[str, str], Tensor] = {}  # as `LossSum.named_sums`
+    totals: list[Tensor] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    metrics: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # as `LossSum.named_sums`
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""

@@ -93,6 +93,13 @@ def test_order_depends_on_the_seed_and_on_nothing_that_was_asked_before(bpe, fol
     assert streamed(bpe, folder, seed=4).rows_at(0) != rows[0]
 
 
+def test_a_resumed_stream_gives_the_batch_before_its_state_too(bpe, folder):
+    whole, resumed = streamed(bpe, folder), streamed(bpe, folder)
+    rows = [whole.rows_at(step) for step in range(3)]
+    resumed.restore(whole.state())  # after batch 2
+    assert [resumed.rows_at(step) for step in (2, 1)] == [rows[2], rows[1]]
+
+
 @pytest.mark.parametrize("mixing", ["concatenate", "weights"])
 def test_a_resumed_stream_goes_on_the_same_at_every_step(bpe, folder, tmp_path, mixing):
     """96 rows: steps lie inside windows of 10, on their borders, and on those of epochs of 37 (concatenate) or 16."""

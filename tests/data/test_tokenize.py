@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from alignment.data.checks import Checks
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text, choose_turns
 from alignment.data.text import chat
 from alignment.data.tokenize import (
     EMPTY,
@@ -44,6 +45,23 @@ def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):
     assert bytes_only.decode(example.ids) == "<s>mpt" + letters(40)[:12]
     assert example.mask == [False] * 4 + [True] * 12
     assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1}
+
+
+def test_a_row_whose_turns_stand_apart_is_cut_once(chatml):
+    dialogue = [{"role": role, "content": role} for role in ("user", "assistant") * 3]
+    rows = choose_turns([Demonstration(dialogue[:-1], "assistant", "r1", dialogue)], "each")
+    examples, counts = tokenize_demonstrations(rows, chatml, 8)
+    assert len(examples) == 3 and counts.cut == {PROMPT_CUT: 1}
+
+
+def test_cut_turns_that_stand_apart_are_no_missing_stop_tokens(chatml):
+    dialogue = [{"role": role, "content": role * 9} for role in ("user", "assistant") * 3]
+    rows = choose_turns([Demonstration(dialogue[:-1], "assistant", "r1", dialogue)], "each")
+    examples, counts = tokenize_demonstrations(rows, chatml, 8)
+    checks = Checks("demonstrations", chatml)
+    checks.add(rows, examples)
+    assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1} and checks.faults["no stop token"] == (1, ["r1"])
+    assert "no stop token" not in [each.name for each in checks.findings(counts, max_cut_share=1.0, max_length=8)]
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 4, 5, 9, 17])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from alignment.errors import UserError
+from alignment.ragged import fill_groups
 from alignment.training import (
     Engine,
     LossSum,
@@ -17,7 +18,6 @@ from alignment.training import (
     ZeroWeightBatch,
     shard_rows,
 )
-from alignment.training.backends.base import buckets
 from tests.training.toys import (
     Scale,
     ToyBatch,
@@ -159,9 +159,8 @@ def test_running_out_of_memory_says_which_setting_to_lower():
         engine.update(Term(toy_batches(toy_rows(0), [8]), loss_fn))
 
 
-def test_buckets_keep_order_and_size():
-    sizes = [[tensor.numel() for tensor in bucket] for bucket in buckets([torch.zeros(n) for n in (3, 3, 9, 1)], 6)]
-    assert sizes == [[3, 3], [9], [1]]
+def test_groups_of_gradients_keep_order_and_size():
+    assert fill_groups(range(4), [3, 3, 9, 1], 6) == [[0, 1], [2], [3]]
 
 
 def test_two_engines_live_side_by_side():

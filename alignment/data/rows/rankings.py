@@ -104,8 +104,10 @@ def _ranking(
     margin = number_field(row, "margin")
     if margin is not None and len(responses) > 2:
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
-    places = _dense_ranks(ranks or [-score for score in scores])
-    return Ranking(prompt, tuple(responses), tuple(places), row_id, tuple(scores) or None, margin)
+    numbers = ranks or [-score for score in scores]
+    order = sorted(set(numbers))
+    places = tuple(order.index(number) for number in numbers)
+    return Ranking(prompt, tuple(responses), places, row_id, tuple(scores) or None, margin)
 
 
 def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
@@ -124,12 +126,6 @@ def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[i
     if missing:
         raise BadRow("ranking", "leaves out a response", f"number {missing[0]} of {len(responses)}, from 0")
     return [found[index] for index in range(len(responses))]
-
-
-def _dense_ranks(numbers: Sequence[float]) -> list[int]:
-    """The place of each number among the distinct ones, the lowest 0."""
-    order = sorted(set(numbers))
-    return [order.index(number) for number in numbers]
 
 
 def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:

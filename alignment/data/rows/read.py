@@ -35,8 +35,9 @@ OPTIONAL = {  # columns that rows may have beside those of their format
 }  # fmt: skip
 
 Row = TypeVar("Row")
-# columns and location of a row -> what it holds; raises BadRow or SkippedRow
-Parse = Callable[[Columns, str], Row | list[Row]]
+Parse = Callable[
+    [Columns, str], list[Row]
+]  # columns and location of a row -> what it holds; raises BadRow or SkippedRow
 
 
 class RowFormat(NamedTuple):
@@ -186,8 +187,7 @@ def parse_rows(
             parsed.problems.append(row.problem)
             continue
         try:
-            found = parse(rename_columns(row.values, columns), row.location)
-            records = found if isinstance(found, list) else [found]
+            records = parse(rename_columns(row.values, columns), row.location)
             if len(records) > 1:
                 parsed.counts.rows += len(records) - 1
                 parsed.counts.note(EXPANDED, row.location)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.ragged import fill_groups
 from alignment.training.backends import state_files
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import (
@@ -226,26 +227,15 @@ class ReplicatedBackend(Backend):
         for parameter in present:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in buckets([parameter.grad for parameter in present if parameter.grad is not None]):
+        gradients = [parameter.grad for parameter in present if parameter.grad is not None]
+        sizes = [gradient.numel() for gradient in gradients]
+        for numbers in fill_groups(range(len(sizes)), sizes, BUCKET_ELEMENTS):
+            bucket = [gradients[number] for number in numbers]
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
-            pieces = flat.split([gradient.numel() for gradient in bucket])
+            pieces = flat.split([sizes[number] for number in numbers])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
-
-
-def buckets(tensors: list[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Tensor]]:
-    """The tensors in order, in groups of at most `elements` elements each; a single larger tensor goes alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.numel() > elements:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket
 
 
 def check_finite(model: nn.Module) -> None:

@@ -32,7 +32,15 @@ import numpy as np
 import torch
 
 from alignment.errors import UserError, raise_all
-from alignment.files import atomic_directory, hash_of, remove_directory, remove_leftovers, sha256, write_json
+from alignment.files import (
+    atomic_directory,
+    hash_of,
+    hashes_below,
+    remove_directory,
+    remove_leftovers,
+    sha256,
+    write_json,
+)
 from alignment.training.distributed import ProcessGroup
 from alignment.training.engine import Engine
 from alignment.training.optim import trainable_parameters
@@ -96,9 +104,7 @@ def save_checkpoint(
             write_json(directory / STATE, saved | {"environment": _environment(process_group.size)})
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, random_states)
-            files = sorted(file for file in directory.rglob("*") if file.is_file())
-            digests = {file.relative_to(directory).as_posix(): sha256(file) for file in files}
-            manifest = {"format": 4, "step": step, "files": digests}
+            manifest = {"format": 4, "step": step, "files": hashes_below(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
         # Later steps belong to another run, and what has no valid manifest is no checkpoint.

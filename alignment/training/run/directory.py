@@ -93,7 +93,7 @@ class Run:
                 if not self.finished:
                     self._open(config, stage, trackers, again=again)
             except BaseException:
-                self.close()
+                self._resources.close()
                 raise
         if launched_size() > 1:
             self.finished = init_distributed().broadcast_object(self.finished)
@@ -131,16 +131,12 @@ class Run:
         if error is None and self.total and self.is_main:
             self._lineage["finished"] = self.total
             write_json(self.output / "lineage.json", self._lineage)
-        self.close()
+        self._resources.close()
         if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
             self._print("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
         elif error is None and self.requested:
             self._print(f"signal {self.requested[0]} came when the run was finished; its model is written")
             signal.raise_signal(self.requested[0])  # now with the effect that it has outside a run
-
-    def close(self) -> None:
-        """Restore the signal handlers, close the trackers and release the lock."""
-        self._resources.close()
 
     def steps(self, first: int, total: int) -> Iterator[int]:
         """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request: then SystemExit.

@@ -5,13 +5,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.files import hash_of, sha256
+from alignment.files import code_hash, hash_of, hashes_below, sha256
+from alignment.settings import leaves
 
 ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
@@ -29,8 +30,11 @@ def identity_of(
     config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
 ) -> dict[str, Any]:
     """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint."""
-    hashes = input_hashes(config, files)
-    return {"config": without_runtime_keys(config), "data": hashes, "parents": parent_hashes(parents)}
+    return {
+        "config": without_runtime_keys(config),
+        "data": input_hashes(config, files),
+        "parents": parent_hashes(parents),
+    }
 
 
 def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> bool:
@@ -146,7 +150,9 @@ def input_hashes(
         streamed = data.get("streaming") and key.startswith("data.train")
         return hash_of_ends(path) if streamed else sha256(path)
 
-    named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if os.path.isfile(text)}
+    values = {".".join(map(str, key)): leaf for key, leaf in leaves(config) if not RESUMABLE_KEYS.intersection(key)}
+    texts = {key: leaf for key, leaf in values.items() if isinstance(leaf, str)}
+    named = {key: hash_input(key, Path(text)) for key, text in texts.items() if os.path.isfile(text)}
     return named | {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
 
 
@@ -177,14 +183,12 @@ def hub_commit(name: str) -> str | None:
 
 def directory_hash(directory: Path) -> str:
     """Hash of the names and contents of all files below a directory."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return hash_of({file.relative_to(directory).as_posix(): sha256(file) for file in files})
+    return hash_of(hashes_below(directory))
 
 
 def code_version() -> dict[str, Any]:
     """This library's source as one hash, its git commit if it has one, and the versions of the main dependencies."""
     package = Path(__file__).resolve().parents[2]
-    sources = {file.relative_to(package).as_posix(): sha256(file) for file in sorted(package.rglob("*.py"))}
     names = ("torch", "transformers", "accelerate", "peft", "safetensors", "deepspeed", "bitsandbytes")
     versions = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
     versions["python"] = platform.python_version()
@@ -194,17 +198,4 @@ def code_version() -> dict[str, Any]:
         commit = done.stdout.strip() if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired):
         commit = None  # installed without git: the source hash has to do
-    return {"source": hash_of(sources), "commit": commit, "versions": versions}
-
-
-def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every string in a config with its dotted key, except under resumable keys."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, entry in value.items():
-            if name not in RESUMABLE_KEYS:
-                yield from _strings(entry, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            yield from _strings(entry, f"{key}.{index}")
+    return {"source": code_hash(), "commit": commit, "versions": versions}
