@@ -35,9 +35,8 @@ OPTIONAL = {  # columns that rows may have beside those of their format
 }  # fmt: skip
 
 Row = TypeVar("Row")
-Parse = Callable[
-    [Columns, str], list[Row]
-]  # columns and location of a row -> what it holds; raises BadRow or SkippedRow
+# columns and location of a row -> what it holds; raises BadRow or SkippedRow
+Parse = Callable[[Columns, str], list[Row]]
 
 
 class RowFormat(NamedTuple):
