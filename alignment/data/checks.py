@@ -117,13 +117,15 @@ class SpecialTokens(NamedTuple):
     stops: frozenset[int]
     stop_strings: tuple[str, ...]
     control_strings: tuple[str, ...]
+    max_length: int  # of a document that was cut, in tokens
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "SpecialTokens":
+    def of(cls, tokenizer: Tokenizer, max_length: int) -> "SpecialTokens":
         """The special tokens of a tokenizer; a token that ends responses is no fault wherever it stands."""
         stops = stop_token_ids(tokenizer)
         bos, unknown = (None if token in stops else token for token in (tokenizer.bos_token_id, tokenizer.unk_token_id))
-        return cls(bos, unknown, frozenset(stops), tuple(stop_strings(tokenizer)), tuple(control_strings(tokenizer)))
+        strings = tuple(stop_strings(tokenizer)), tuple(control_strings(tokenizer))
+        return cls(bos, unknown, frozenset(stops), *strings, max_length)
 
 
 class Fault(NamedTuple):
@@ -184,9 +186,12 @@ def _contradicts_scores(row: CheckedRow) -> bool:
 
 
 def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
-    """True where a span that counts ends with a token at which generation does not stop."""
+    """True where a span that counts ends with a token at which generation does not stop.
+
+    A response that was cut lacks its stop token for that, and fills its document.
+    """
     return any(
-        ids[found.start()] not in special.stops
+        ids[found.start()] not in special.stops and found.start() != special.max_length - 1
         for ids, mask in zip(example.documents, example.masks, strict=True)
         for found in re.finditer(b"\x01(?!\x01)", bytes(mask))
     )
@@ -287,14 +292,15 @@ class Checks:
 
     Args:
         tokenizer: that makes the tokens; None: rows are checked as text alone.
+        max_length: of a document in tokens; longer ones were cut to it.
         weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
             are looked for among the contents of which one hash in this many is a multiple of it.
     """
 
-    def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, *, weight: int = 1):
+    def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, max_length: int = 0, *, weight: int = 1):
         self.kind: Kind = kind
         self.weight = weight
-        self.special = None if tokenizer is None else SpecialTokens.of(tokenizer)
+        self.special = None if tokenizer is None else SpecialTokens.of(tokenizer, max_length)
         self.rows = 0
         self.faults: dict[str, tuple[int, list[str]]] = {}  # number of rows, the first of them; `LITERAL` strings too
         self.seen: dict[str, Counter[Any]] = {name: Counter() for name in ("rows", "preferences", "responses")}
@@ -365,7 +371,7 @@ class Checks:
         found = [
             *_lost(counts),
             *_cut(counts, self.kind, max_cut_share, max_length),
-            *self._rows_with_faults(counts),
+            *self._rows_with_faults(),
             *self._similar_rows(),
             *self._judgments(),
         ]
@@ -375,11 +381,9 @@ class Checks:
         levels: Sequence[str] = ("error", "warning", "note")
         return sorted(found, key=lambda finding: levels.index(finding.level))
 
-    def _rows_with_faults(self, counts: Tally) -> Iterator[Finding]:
+    def _rows_with_faults(self) -> Iterator[Finding]:
         for fault in (*FAULTS, *TOKEN_FAULTS):
             number, first = self.faults.get(fault.name, (0, []))
-            if fault.name == "no stop token":  # a response that was cut lacks its stop token for that
-                number -= sum(cut for what, cut in counts.cut.items() if what.startswith("response"))
             untold = fault.untold and (self.rows < LEAST_ROWS or number <= fault.untold * self.rows)
             if number > 0 and not untold:
                 level = fault.level if number > fault.share * self.rows else "note"

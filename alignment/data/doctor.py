@@ -79,7 +79,8 @@ def check_file(
     if coder is not None and template is not None:
         coder = with_chat_template(coder, str(template))
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
-    checks, samples, refused, examples = Checks(kind, coder), list[str](), list[Finding](), list[Example]()
+    checks, examples = Checks(kind, coder, max_length), list[Example]()
+    samples, refused = list[str](), list[Finding]()
     if coder is not None:
         try:
             examples, tokenized = TOKENIZE[kind](rows, coder, max_length)

@@ -6,7 +6,6 @@ the segments (transformers: token_type_ids) of a batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -75,7 +74,13 @@ def encode_responses(
 
 
 encode_comparisons = encode_rankings = encode_responses  # a record says how it is judged
-encode_ordered_rankings = partial(encode_responses, ordered=True)  # without those whose responses are all tied
+
+
+def encode_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[Example], Tally]:
+    """`encode_responses` without rankings whose responses are all tied."""
+    return encode_responses(rows, tokenizer, max_length, ordered=True)
 
 
 def with_segments(batch: Ragged) -> Ragged:

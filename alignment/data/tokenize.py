@@ -3,7 +3,6 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar
 
@@ -143,7 +142,13 @@ def tokenize_responses(
 
 
 tokenize_comparisons = tokenize_labels = tokenize_rankings = tokenize_responses  # a record says how it is judged
-tokenize_ordered_rankings = partial(tokenize_responses, ordered=True)  # without those whose responses are all tied
+
+
+def tokenize_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[Example], Tally]:
+    """`tokenize_rankings` without those whose responses are all tied."""
+    return tokenize_rankings(rows, tokenizer, max_length, ordered=True)
 
 
 def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int]) -> Values:

@@ -29,15 +29,22 @@ ROWS = [
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_chunks_joined_say_what_all_rows_together_say(bpe, size):
-    whole = Checks("demonstrations", bpe)
+    whole = Checks("demonstrations", bpe, 64)
     whole.add(ROWS, tokenize_demonstrations(ROWS, bpe, 64)[0])
-    joined = Checks("demonstrations", bpe)
+    joined = Checks("demonstrations", bpe, 64)
     for start in range(0, len(ROWS), size):
-        part = Checks("demonstrations", bpe)
+        part = Checks("demonstrations", bpe, 64)
         part.add(ROWS[start : start + size], tokenize_demonstrations(ROWS[start : start + size], bpe, 64)[0])
         joined.merge(pickle.loads(pickle.dumps(part)))
     assert found(joined) == found(whole)
     assert {"copies", "mojibake", "replacement characters", "control strings"} <= set(found(whole))
+
+
+def test_rows_that_were_cut_are_told_from_unstopped_ones_where_one_in_eight_is_looked_at(bpe):
+    rows = [Demonstration("the", " cat" * (3 if index % 2 else 40), f"r{index}") for index in range(800)]
+    made = Checks("demonstrations", bpe, 16, weight=8)
+    made.add(rows, tokenize_demonstrations(rows, bpe, 16)[0])
+    assert "no stop token" not in made.faults
 
 
 def test_a_weight_looks_at_fewer_rows_and_counts_each_for_several():

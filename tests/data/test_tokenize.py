@@ -1,6 +1,7 @@
 """Cutting to length, and pairs that become equal: nothing is lost silently (HAZARDS H06, H07, H09)."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -58,10 +59,12 @@ def test_cut_turns_that_stand_apart_are_no_missing_stop_tokens(chatml):
     dialogue = [{"role": role, "content": role * 9} for role in ("user", "assistant") * 3]
     rows = choose_turns([Demonstration(dialogue[:-1], "assistant", "r1", dialogue)], "each")
     examples, counts = tokenize_demonstrations(rows, chatml, 8)
-    checks = Checks("demonstrations", chatml)
+    checks = Checks("demonstrations", chatml, 8)
     checks.add(rows, examples)
-    assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1} and checks.faults["no stop token"] == (1, ["r1"])
-    assert "no stop token" not in [each.name for each in checks.findings(counts, max_cut_share=1.0, max_length=8)]
+    assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1} and "no stop token" not in checks.faults
+    shorter = replace(examples[0], documents=[examples[0].documents[0][:-1]], masks=[examples[0].masks[0][:-1]])
+    checks.add(rows, [shorter])
+    assert checks.faults["no stop token"] == (1, ["r1"])  # one that was not cut
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 4, 5, 9, 17])

@@ -62,7 +62,7 @@ def test_h07_more_than_one_percent_of_equal_pairs_is_a_warning(bytes_only, equal
     rows += [Comparison("p", f"a{index}", f"b{index}", None, f"r{index}") for index in range(200 - equal)]
     pairs, counts = tokenize_comparisons(rows, bytes_only, 24)
     assert len(pairs) == 200 - equal
-    checks = Checks("comparisons", bytes_only)
+    checks = Checks("comparisons", bytes_only, 24)
     checks.add(rows, pairs)
     [finding] = [each for each in checks.findings(counts, max_cut_share=0.5, max_length=24) if each.name == EQUAL]
     assert finding.level == level

@@ -51,8 +51,8 @@ SHORT = {  # a few updates of everything
         "plackett_luce_accuracy.data.max_rows=8", "pairs_accuracy.data.max_rows=8",
     ],
     "sentiment": [
-        "masked.training.max_steps=2", "masked.data.max_rows=20", "masked.vocabulary=300", "causal.training.max_steps=2",
-        "causal.data.max_rows=20", "causal.vocabulary=300", "encoder.training.max_steps=2", "decoder.training.max_steps=2",
+        "masked.training.max_steps=2", "masked.data.max_rows=20", "masked.vocabulary=2000", "causal.training.max_steps=2",
+        "causal.data.max_rows=20", "causal.vocabulary=2000", "encoder.training.max_steps=2", "decoder.training.max_steps=2",
         "encoder.data.evaluation=null", "decoder.data.evaluation=null", "encoder.data.max_rows=64",
         "decoder.data.max_rows=64", "encoder_accuracy.fit.max_rows=20", "encoder_accuracy.data.max_rows=20",
         "decoder_accuracy.fit.max_rows=20", "decoder_accuracy.data.max_rows=20", "both_accuracy.fit.max_rows=20",
