@@ -112,16 +112,13 @@ def _record_cross(
     attend: CrossAttentionFn, maps: list[Tensor], query: Tensor, project_key_value: ProjectKeyValue, dropout: float
 ) -> Tensor:
     """`attend` on an encoder's states; its weights are left in `maps`."""
-    projected: list[tuple[Tensor, Tensor]] = []
 
-    def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
-        projected.append(project_key_value(states))
-        return projected[-1]
+    def project_and_record(states: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = project_key_value(states)
+        maps.append(_weights(lambda values: attend(query, lambda _: (key, values), 0.0), value))
+        return key, value
 
-    mixed = attend(query, project_and_keep, dropout)
-    [(key, value)] = projected
-    maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
-    return mixed
+    return attend(query, project_and_record, dropout)
 
 
 def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -132,10 +129,9 @@ def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     slots, _, width = value.shape
     nothing = mix(torch.zeros_like(value))
     pieces = []
-    for first in range(0, slots, width):
+    for asked in torch.arange(slots, device=value.device).split(width):
         units = torch.zeros_like(value)
-        asked = torch.arange(first, min(first + width, slots), device=value.device)
-        units[asked, :, asked - first] = 1
+        units[asked, :, asked - asked[0]] = 1
         pieces.append(mix(units) - nothing)
     return torch.cat(pieces, -1)[..., :slots].transpose(0, 1).float()
 
