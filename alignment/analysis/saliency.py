@@ -22,8 +22,10 @@ from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.evaluation.behavior import class_names
 from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
+from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.model import Model, check_lengths
 from alignment.models.safetensors_files import read_config
@@ -83,7 +85,7 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     kind, is_single = architecture_of(checkpoint), member_count(checkpoint.directory) == 1
     config = read_config(checkpoint.directory) if is_single and not checkpoint.is_adapter else {}
     is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
-    has_score = is_classifier and len(config.get("id2label") or (0, 1)) == 1
+    has_score = is_classifier and num_labels(config) == 1
     is_score = is_scalar_adapter(checkpoint.directory) if checkpoint.is_adapter else has_score or not is_single
     if kind == "encoder-decoder" or not (is_score or is_classifier or kind == "decoder"):
         raise UserError(f"{source}: saliency reads decoders, classifiers and reward models, and this is an {kind}")
@@ -134,8 +136,7 @@ def explained_score(reward_model: RewardModel, prompt: str | Messages, response:
 
 def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
     """The log-probability of a class of the text, or of its most probable one, nats."""
-    stored = model.config.get("id2label") or {i: f"LABEL_{i}" for i in range(model.config.get("num_labels") or 2)}
-    names = [str(stored[number]) for number in sorted(stored, key=int)]
+    names = class_names(model.config)
     if not isinstance(text, str) or label not in (None, *names):
         raise UserError(
             f"a classifier reads texts, no messages, and --target is one of {', '.join(names)}, or left out"

@@ -27,8 +27,9 @@ from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, torch_dtype
+from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.safetensors_files import read_config
+from alignment.models.safetensors_files import HFConfig, read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
 from alignment.reward_model.model import Encoded, score_encoded
@@ -216,7 +217,7 @@ def given_labels(config: BehaviorConfig) -> list[str]:
         return [*config.patterns, "none"]
     if not config.classifier:
         return [str(label) for label in config.answers.values()]
-    names = class_names(config.classifier)
+    names = class_names(read_config(find_directory(config.classifier)))
     wrong = [
         f"labels: {key} is none of {config.classifier}; {suggest(key, names)}"
         for key in config.labels.keys() - set(names)
@@ -267,10 +268,10 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
     return [Prediction(None, {"score": score}) for score in logits.tolist()]
 
 
-def class_names(source: str) -> list[str]:
-    """Names of a classifier's classes, in order."""
-    names = read_config(find_directory(source)).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    return [names[key] for key in sorted(names, key=int)]
+def class_names(config: HFConfig) -> list[str]:
+    """Names of a classifier's classes, in order; where its config names none, transformers' LABEL_0, LABEL_1 ..."""
+    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(num_labels(config))}
+    return [str(names[key]) for key in sorted(names, key=int)]
 
 
 def classify(source: str, texts: Sequence[Text], *, max_length: int = 512, dtype: str = "auto") -> torch.Tensor:

@@ -369,6 +369,14 @@ def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(b
         run(behavior_config(tmp_path, classifier=foreign))
 
 
+def test_classes_without_names_are_as_many_as_the_model_has(bert, tmp_path):
+    config = json.loads((Path(bert[0]) / "config.json").read_text())
+    given = {key: value for key, value in config.items() if key not in ("id2label", "label2id")} | {"num_labels": 3}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    found = behavior.given_labels(behavior_config(tmp_path, classifier=str(tmp_path)))
+    assert found == ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
 @pytest.mark.slow
 def test_a_fine_tuned_decoder_reads_texts_in_the_format_of_its_training(checkpoints, tmp_path):
     rows = packaged_folder("configs") / "tiny_data/finetune_classification.jsonl"

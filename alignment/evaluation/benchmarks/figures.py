@@ -15,6 +15,8 @@ from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihoo
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
 from alignment.evaluation.winrate import win_rate
 from alignment.generation import SamplingConfig
+from alignment.loading import find_directory
+from alignment.models.safetensors_files import read_config
 from alignment.rewards.answers import gsm8k_answer, is_right
 from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
 
@@ -41,7 +43,7 @@ class ToxicityConfig(Settings):
 
 def toxicity_classifier(config: ToxicityConfig) -> Classifier:
     """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
-    names = class_names(config.model)
+    names = class_names(read_config(find_directory(config.model)))
     if config.label not in names:
         raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
     return lambda texts: classify(config.model, texts).softmax(-1)[:, names.index(config.label)].tolist()
