@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
@@ -35,15 +35,6 @@ LEVELS = 255  # of grey
 LONGEST = 128  # tokens: a cell of an enlarged map then still fits the letters of its token
 WRITTEN = 32  # tokens that an encoder-decoder writes where no target is given
 VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
-
-
-class Maps(NamedTuple):
-    """One kind of attention in one document."""
-
-    title: str  # says which tokens look at which
-    rows: Sequence[str]  # tokens that look, as shown
-    columns: Sequence[str]  # tokens that are looked at
-    layers: Sequence[Tensor]  # weights of each, [H, rows, columns]
 
 
 def write_attention(
@@ -74,17 +65,25 @@ def write_attention(
     for i, source in enumerate(documents):
         read = shown(tokenizer, source)
         if start is None:
-            kinds = [Maps("Self-attention", read, read, attention_maps(loaded, source))]
+            kinds = [("Self-attention", read, read, attention_maps(loaded, source))]
         else:
             maps, written = encoder_decoder_attention_maps(loaded, source, decoded[i]), shown(tokenizer, decoded[i])
             kinds = [
-                Maps("Encoder: self-attention", read, read, maps.encoder),
-                Maps("Decoder: self-attention", written, written, maps.decoder),
-                Maps("Decoder on encoder: cross-attention", written, read, maps.cross),
+                ("Encoder: self-attention", read, read, maps.encoder),
+                ("Decoder: self-attention", written, written, maps.decoder),
+                ("Decoder on encoder: cross-attention", written, read, maps.cross),
             ]
-        # pixels of one weight when enlarged: fewer in long documents, never too few for a token's letters
-        sizes = [max(13, min(26, 900 // len(maps.columns))) for maps in kinds]
-        found.append([(maps, head_maps(maps, layers), size) for maps, size in zip(kinds, sizes, strict=True)])
+        found.append([
+            {
+                "title": title,
+                "rows": rows,  # tokens that look, as shown
+                "columns": columns,  # tokens that are looked at
+                "layers": head_maps(title, weights, layers),
+                # pixels of one weight when enlarged: fewer in long documents, never too few for a token's letters
+                "cell": max(13, min(26, 900 // len(columns))),
+            }
+            for title, rows, columns, weights in kinds
+        ])  # fmt: skip
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
     return render_page(
         Path(output),
@@ -154,16 +153,21 @@ def write_texts(output: str | Path, template: str, model: str, texts: Sequence[M
     return render_page(Path(output), TEMPLATES / template, title=str(model), texts=texts)
 
 
-def head_maps(maps: Maps, layers: Sequence[int] | None) -> list[list[dict[str, object]]]:
-    """The heads of each layer that is to be shown: layer, number and picture, as an address that holds it."""
-    wanted = range(len(maps.layers)) if layers is None else sorted(set(layers))
-    if not set(wanted) <= set(range(len(maps.layers))) or not wanted:
+def head_maps(title: str, weights: Sequence[Tensor], layers: Sequence[int] | None) -> list[list[dict[str, object]]]:
+    """The heads of each layer that is to be shown: layer, number and picture, as an address that holds it.
+
+    Args:
+        title: of this kind of attention, for people.
+        weights: of each layer, [H, rows, columns].
+    """
+    wanted = range(len(weights)) if layers is None else sorted(set(layers))
+    if not set(wanted) <= set(range(len(weights))) or not wanted:
         raise UserError(
-            f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(maps.layers) - 1} "
-            f"({maps.title.lower()}), {len(maps.layers)} in all"
+            f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(weights) - 1} "
+            f"({title.lower()}), {len(weights)} in all"
         )
     return [
-        [{"layer": layer, "head": head, "address": picture(one)} for head, one in enumerate(maps.layers[layer])]
+        [{"layer": layer, "head": head, "address": picture(one)} for head, one in enumerate(weights[layer])]
         for layer in wanted
     ]
 

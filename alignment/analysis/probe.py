@@ -71,7 +71,7 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
     """
     examples, device = part.examples, next(model.parameters()).device
     lengths = [len(one.documents[0]) for one in examples]
-    check_lengths(model, [(one.row_id, len(one.documents[0])) for one in examples], "lower data.max_length")
+    check_lengths(model, [(one.row_id, n) for one, n in zip(examples, lengths, strict=True)], "lower data.max_length")
     found = []
     for group in fill_groups(range(len(examples)), lengths, BATCH_TOKENS):
         texts = [examples[i].encoded[0] for i in group]
@@ -164,10 +164,11 @@ def probe_layers(
             "selectivity": accuracy_gain(right.tolist(), control_right.tolist(), clusters=judged.texts),
             "fit": {"rate": float(fitted.mean())},
         })  # fmt: skip
-    baselines = {"control_seen": float(np.isin(judged.types, fit.types).mean())}
-    for name, (fitted, held_out) in {"majority": classes, "control_majority": control}.items():
-        baselines[name] = float((held_out == np.bincount(fitted).argmax()).mean())
-    return layers, baselines
+    majorities = {
+        name: float((held_out == np.bincount(fitted).argmax()).mean())
+        for name, (fitted, held_out) in {"majority": classes, "control_majority": control}.items()
+    }
+    return layers, {"control_seen": float(np.isin(judged.types, fit.types).mean()), **majorities}
 
 
 def write_probe(

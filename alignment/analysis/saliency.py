@@ -97,12 +97,12 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     return partial(explained_continuation, load_model(checkpoint, device=device), tokenizer)
 
 
+@torch.no_grad()
 def explained_continuation(model: Model, tokenizer: Tokenizer, prompt: str | Messages, target: str | None) -> Explained:
     """The log-probability of a continuation of the prompt, or of the most probable next token, nats."""
     if target is None:
         ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=next(model.parameters()).device)
-        with torch.no_grad():
-            response = [int(model(ids).logits[0, -1].argmax())]
+        response = [int(model(ids).logits[0, -1].argmax())]
     else:
         response = response_ids(tokenizer, target, prompt, ended=False)
     if not response:
@@ -134,6 +134,7 @@ def explained_score(reward_model: RewardModel, prompt: str | Messages, response:
     return Explained("score", reward_model.model, reward_model.tokenizer, encode, value)
 
 
+@torch.no_grad()
 def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, label: str | None) -> Explained:
     """The log-probability of a class of the text, or of its most probable one, nats."""
     names = class_names(model.config)
@@ -147,9 +148,8 @@ def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, la
         return Encoded(ids, [0] * len(ids))
 
     if label is None:
-        with torch.no_grad():
-            batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
-            label = names[int(batch_scores(model, batch).argmax())]
+        batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
+        label = names[int(batch_scores(model, batch).argmax())]
     number = names.index(label)
 
     def value(batch: Ragged) -> Tensor:
