@@ -290,14 +290,14 @@ def classify(source: str, texts: Sequence[Text], *, max_length: int = 512, dtype
 def label_responses(config: BehaviorConfig, responses: Sequence[str]) -> list[Prediction]:
     """The label of each response by the patterns."""
     patterns = {label: compile_pattern(one) for label, one in config.patterns.items()}
-    found = list[Prediction]()
+
+    def label_of(text: str) -> str:
+        return next((label for label, one in patterns.items() if one.search(text, timeout=PATTERN_SECONDS)), "none")
+
     try:
-        for text in responses:
-            labels = (label for label, one in patterns.items() if one.search(text, timeout=PATTERN_SECONDS))
-            label = next(labels, "none")
-            found.append(Prediction(label, {label: 1.0}, text))
+        labels = list(map(label_of, responses))
     except TimeoutError as error:
         raise UserError(
             f"patterns: one takes more than {PATTERN_SECONDS:g} seconds on a response; nest no repetitions, as in (a*)*"
         ) from error
-    return found
+    return [Prediction(label, {label: 1.0}, text) for label, text in zip(labels, responses, strict=True)]
