@@ -264,6 +264,12 @@ def test_last_word_pairs_and_rolling_worked_by_hand(make_task):
     assert found["byte_perplexity"] == pytest.approx(math.exp(1)) and found["bits_per_byte"] == pytest.approx(
         1 / math.log(2)
     )
+    # a text without blanks is one word, however long
+    rows, table = [{"text": "晴" * 1000}, {"text": "雨" * 1000}], {"晴" * 1000: -3000.0, "雨" * 1000: -3600.0}
+    task = make_task(rows, {"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}"})
+    found = figures_of(task.settings, np.arange(2), measure(task, Planted(table)))
+    assert found["word_perplexity"]["value"] == math.inf and math.isnan(found["word_perplexity"]["high"])
+    assert found["byte_perplexity"]["value"] == pytest.approx(math.exp(1.1))
     pairs = {"kind": "pairs", "source": "rows.jsonl", "choices": ["{{ a }}", "{{ b }}"], "figure": "preferred"}
     task = make_task([{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "x", "b": "x"}], pairs)
     assert measure(task, Planted({"x": -1.0, "y": -2.0}))["preferred"].tolist() == [1, 0, 1]

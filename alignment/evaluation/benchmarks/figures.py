@@ -188,6 +188,7 @@ KINDS = {
 }
 
 
+@np.errstate(over="ignore")  # a perplexity may be infinite: a long text without blanks is one word
 def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
     """Every figure of rows: the means of their values, and those that are no means.
 
@@ -198,12 +199,12 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
     """
     found = {name: float(columns[name].mean()) for name in columns.dtype.names or () if name not in HELP}
     if settings.kind == "last_word":
-        found["perplexity"] = math.exp(-columns["log_prob"].mean())
+        found["perplexity"] = float(np.exp(-columns["log_prob"].mean()))
     if settings.kind == "rolling":
         nats, words, size = -columns["log_prob"].sum(), max(1, columns["words"].sum()), max(1, columns["bytes"].sum())
         found |= {
-            "word_perplexity": math.exp(nats / words),
-            "byte_perplexity": math.exp(nats / size),
+            "word_perplexity": float(np.exp(nats / words)),
+            "byte_perplexity": float(np.exp(nats / size)),
             "bits_per_byte": nats / size / math.log(2),
         }
     if {"f1", "matthews"} & set(settings.metrics):
@@ -221,11 +222,12 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
     return found
 
 
+@np.errstate(invalid="ignore")
 def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs: Columns | None = None) -> Figures:
     """Every figure of rows, or its difference from another model's on the same rows, with the 95 % interval.
 
     The interval of a share, and of the paired difference of two, is the score interval; that of any other figure is the
-    percentile interval of a bootstrap that draws clusters.
+    percentile interval of a bootstrap that draws clusters, nan where the figure is infinite.
 
     Args:
         clusters: number of each row's cluster, [n].
