@@ -4,7 +4,7 @@ Attention is linear in its values. Called with unit vectors as values, the very 
 caps, biases and kernels, returns its weights; nothing is computed here a second way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from alignment.errors import UserError
 from alignment.models.encoder_decoder import Seq2SeqModel
@@ -75,6 +76,15 @@ def encoder_decoder_attention_maps(
 
 
 @contextmanager
+def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Within the block the hooks are on their modules."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
+
+
+@contextmanager
 def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Within the block, one document through `trunk` leaves the weights of each layer here: on its own tokens, on an encoder's."""
     own_maps, cross_maps = maps = list[Tensor](), list[Tensor]()
@@ -91,10 +101,7 @@ def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         return x, replace(context, attend=_recording(context.attend, own_maps))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
-    with ExitStack() as hooks:
-        for part in trunk.modules():
-            if isinstance(part, kinds):
-                hooks.enter_context(part.register_forward_pre_hook(before))
+    with hooked(part.register_forward_pre_hook(before) for part in trunk.modules() if isinstance(part, kinds)):
         yield maps
 
 

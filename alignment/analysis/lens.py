@@ -6,13 +6,13 @@ before that norm: scales, caps and output layers act as they always do.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from alignment.analysis.attention import hooked
 from alignment.analysis.inspection import encoded, shown, write_texts
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
@@ -38,12 +38,9 @@ def _native_states(model: NativeModel, batch: Ragged) -> list[Tensor]:
     has_encoder = isinstance(model, Seq2SeqModel)
     trunk: Any = model.get_submodule("encoder" if has_encoder else "trunk")
     inputs: list[Tensor] = []
-    with ExitStack() as hooks:
-        for block in trunk.blocks:
-            hooks.enter_context(block.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
-        read = model.read(
-            trunk, batch, prefix=None if has_encoder else model.active_prefix()
-        )  # there it is the decoder's
+    prefix = None if has_encoder else model.active_prefix()  # there it is the decoder's
+    with hooked(block.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for block in trunk.blocks):
+        read = model.read(trunk, batch, prefix=prefix)
     return [read._replace(states=states).own_states() for states in [*inputs, read.states]]
 
 
@@ -98,10 +95,8 @@ def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
         )
     inputs = torch.tensor([list(ids)], device=next(model.parameters()).device)
     outputs: list[tuple[nn.Module, object]] = []  # of what stands outside the layers, the inner ones first
-    with ExitStack() as hooks:
-        for name, part in model.named_modules():
-            if not any(place.isdigit() for place in name.split(".")):
-                hooks.enter_context(part.register_forward_hook(lambda part, _, output: outputs.append((part, output))))
+    outside = [part for name, part in model.named_modules() if not any(place.isdigit() for place in name.split("."))]
+    with hooked(part.register_forward_hook(lambda part, _, output: outputs.append((part, output))) for part in outside):
         *states, last = layer_states(model, Ragged.build([ids]).to(inputs.device))
     norms = [
         part

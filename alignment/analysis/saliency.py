@@ -6,7 +6,6 @@ A page and a JSON file beside it are written.
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.adapters.files import is_scalar_adapter
+from alignment.analysis.attention import hooked
 from alignment.analysis.attribution import gradient_times_input, integrated_gradients
 from alignment.analysis.inspection import shown, write_texts
 from alignment.data.rows.records import Messages
@@ -64,9 +64,8 @@ class Explained:
 
     def value_at(self, document: Encoded, vectors: Tensor) -> Tensor:
         """The number of S copies of a document whose T tokens have these vectors, [S, T, E], whatever their ids, [S]."""
-        with ExitStack() as hooks:
-            for table in token_tables(self.model):
-                hooks.enter_context(table.register_forward_hook(partial(_with_vectors, vectors)))
+        give = partial(_with_vectors, vectors)
+        with hooked(table.register_forward_hook(give) for table in token_tables(self.model)):
             return self.value(self.batch([document] * len(vectors)))
 
     @torch.no_grad()

@@ -87,20 +87,19 @@ class LanguageScorer:
         """
         moved = [(context.rstrip(), context[len(context.rstrip()) :] + tail) for context, tail in requests]
         contexts = list(dict.fromkeys(context for context, _ in moved))
-        ids, found = dict(zip(contexts, self.context_ids(contexts), strict=True)), list[Encoded]()
+        ids = dict(zip(contexts, self.context_ids(contexts), strict=True))
         if self.chat:
             tails = encode(self.tokenizer, [tail.lstrip() for _, tail in moved], follows=True)
         else:
             wholes = zip(moved, self.context_ids([context + tail for context, tail in moved]), strict=True)
             tails = [whole[len(ids[context]) :] for (context, _), whole in wholes]
-        for (context, text), (cut, _), tail in zip(requests, moved, tails, strict=True):
+        for (context, text), tail in zip(requests, tails, strict=True):
             if not 0 < len(tail) <= self.positions:
                 raise UserError(
                     f"the continuation {text[:40]!r} of {context[-40:]!r} has {len(tail)} tokens, and the model reads 1 to "
                     f"{self.positions}; leave the row out"
                 )
-            found.append((ids[cut] or [self.first_token], tail))
-        return found
+        return [(ids[context] or [self.first_token], tail) for (context, _), tail in zip(moved, tails, strict=True)]
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Of each continuation after its context, which loses its beginning where both are too long for the model."""
