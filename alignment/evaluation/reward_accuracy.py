@@ -259,19 +259,11 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
     """The figures of results.json, over all ordered pairs; lengths are in characters."""
     texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
-    sides = [
-        (first, second)
-        for group in groups
-        for first, one in zip(group.scores, group.ranks, strict=True)
-        for second, two in zip(group.scores, group.ranks, strict=True)
-        if one < two
-    ]
-    chosen, rejected = np.array(sides).mean(0)
     return {
         "accuracy": asdict(win_rate(outcomes(pairs.margins).tolist())),
         "always_longer": asdict(win_rate(outcomes(pairs.longer).tolist())),
         "margin": float(pairs.margins.mean()),
-        "score": {"chosen": float(chosen), "rejected": float(rejected)},
+        "score": {"chosen": float(pairs.chosen.mean()), "rejected": float((pairs.chosen - pairs.margins).mean())},
     }
 
 
