@@ -35,22 +35,21 @@ def chat_in_terminal(config: ServeConfig, settings: ChatSettings) -> None:
     start: Messages = [] if settings.system is None else [Message(role="system", content=settings.system)]
     with load_served(config) as (served, thread):
         print(HELP, file=sys.stderr)
-        messages = list(start)
+        messages = start
         while True:
             try:
                 said = input("> ")
             except EOFError:
                 return
             if said.strip() == "/new":
-                messages = list(start)
+                messages = start
             elif said.strip():
                 asked: Messages = [*messages, Message(role="user", content=said)]
                 try:
                     answer = reply(served, thread, asked, settings)
+                    messages = [*asked, Message(role="assistant", content=answer)]
                 except BadRequest as error:
                     print(f"{error}; /new begins another dialogue", file=sys.stderr)
-                    continue
-                messages = [*asked, Message(role="assistant", content=answer)]
 
 
 def reply(served: ServedModel, thread: ModelThread, messages: Messages, settings: ChatSettings) -> str:

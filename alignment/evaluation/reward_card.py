@@ -44,8 +44,8 @@ def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:
         for j, second in enumerate(group.ranks)
         if first < second
     ]
-    *figures, prompts = np.array(rows, float).reshape(len(rows), 4).T
-    return Pairs(*figures, prompts.astype(int))
+    chosen, margins, longer, prompts = np.array(rows, float).reshape(len(rows), 4).T
+    return Pairs(chosen, margins, longer, prompts.astype(int))
 
 
 def outcomes(margins: np.ndarray) -> np.ndarray:
@@ -124,15 +124,18 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
     confidence, right = expit(np.abs(margins)), outcomes(margins)
     number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    table, error = [], 0.0
+    table = []
     for index in range(bins):
-        inside, row = number == index, {"low": 0.5 + index / (2 * bins), "high": 0.5 + (index + 1) / (2 * bins)}
-        found: Figures = {"pairs": int(inside.sum()), "predicted": None, "observed": None}
-        if inside.any():
-            found |= {"predicted": float(confidence[inside].mean()), "observed": float(right[inside].mean())}
-            error += inside.mean() * abs(found["observed"] - found["predicted"])
-        table.append(row | found)
-    return {"bins": table, "ece": float(error), "brier": float(((1 - expit(margins)) ** 2).mean())}
+        inside = number == index
+        table.append({
+            "low": 0.5 + index / (2 * bins),
+            "high": 0.5 + (index + 1) / (2 * bins),
+            "pairs": int(inside.sum()),
+            "predicted": float(confidence[inside].mean()) if inside.any() else None,
+            "observed": float(right[inside].mean()) if inside.any() else None,
+        })  # fmt: skip
+    error = sum(row["pairs"] * abs(row["observed"] - row["predicted"]) for row in table if row["pairs"]) / len(margins)
+    return {"bins": table, "ece": error, "brier": float(((1 - expit(margins)) ** 2).mean())}
 
 
 def length_figures(pairs: Pairs) -> Figures:

@@ -312,17 +312,16 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
 
     def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
         async def checked(request: "Request") -> "ASGIApp":
-            try:
-                check_client(request, None if path == "/health" else key, remote)
-                return await answer(request)
-            except BadRequest as bad:
-                return json_response(bad.body, bad.status)
+            check_client(request, None if path == "/health" else key, remote)
+            return await answer(request)
 
         return Route(path, checked, methods=[method])
 
     async def failed(request: "Request", error: Exception) -> "Response":
-        status = getattr(error, "status_code", 500)
-        return json_response(BadRequest(getattr(error, "detail", "the server failed"), status=status).body, status)
+        if not isinstance(error, BadRequest):
+            status = getattr(error, "status_code", 500)
+            error = BadRequest(getattr(error, "detail", "the server failed"), status=status)
+        return json_response(error.body, error.status)
 
     routes = [
         route("/health", health),
@@ -331,7 +330,7 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         route("/v1/chat/completions", partial(answer_completion, "chat", served, thread), "POST"),
         route("/v1/completions", partial(answer_completion, "completions", served, thread), "POST"),
     ]
-    return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
+    return Starlette(routes=routes, exception_handlers={BadRequest: failed, 404: failed, 405: failed, 500: failed})
 
 
 async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread, request: "Request") -> "ASGIApp":
