@@ -126,6 +126,16 @@ def build_tokenizer(pieces: list[tuple[str, float]], max_length: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
 
 
+def convert(checkpoint: Path, tokenizer: Path, output: Path) -> None:
+    """Write the directory."""
+    config, tensors = read_checkpoint(checkpoint)
+    pieces = read_tokenizer(tokenizer, config["vocab_size"])
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    write_json(output / "config.json", config)
+    build_tokenizer(pieces, config["max_position_embeddings"]).save_pretrained(output)
+
+
 @dataclass(frozen=True)
 class ImportConfig:
     """Settings of an import; the result lies in `output/model`.
@@ -147,10 +157,6 @@ def run_import(config: ImportConfig) -> Path:
         if not Path(name).is_file():
             raise UserError(f"{name}: no such file")
     directory = Path(config.output) / "model"
-    settings, tensors = read_checkpoint(Path(config.checkpoint))
-    pieces = read_tokenizer(Path(config.tokenizer), settings["vocab_size"])
     with atomic_directory(directory) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", settings)
-        build_tokenizer(pieces, settings["max_position_embeddings"]).save_pretrained(folder)
+        convert(Path(config.checkpoint), Path(config.tokenizer), folder)
     return directory
