@@ -143,8 +143,8 @@ def gradient_spikes(_: RunLog, norms: Series) -> bool:
     thousand updates.
     """
     late = norms.later(0.1)
-    spikes = [norm for norm in late.values if norm > 10 * late.middle > 0]
-    return len(spikes) >= 3 or max(spikes, default=0) >= 100 * late.middle > 0
+    usual = np.median(late)
+    return bool(usual > 0 and ((late > 10 * usual).sum() >= 3 or late.max() >= 100 * usual))
 
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
@@ -259,7 +259,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "critic lost", SAMPLED,
-        {"explained_variance value_loss": lambda _, explained, loss: explained.later(0.5).middle < 0.05},  # a constant: 0
+        {"explained_variance value_loss": lambda _, explained, loss: np.median(explained.later(0.5)) < 0.05},  # a constant: 0
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"),
