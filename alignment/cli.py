@@ -329,7 +329,6 @@ def serve(
     from alignment.commands import serve as serving
     from alignment.models.weights_config import WeightsConfig
 
-    serving.require_extra()
     weights = WeightsConfig(dtype, quantize)
     config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)

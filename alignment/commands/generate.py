@@ -54,8 +54,11 @@ def generate_responses(
     written: list[Any] = list(prompts)
     if isinstance(prompts, str):
         rows: list[Any] = read_rows(prompts, "prompts")[0]
-        wrong = [row.row_id for row in rows if row.tools]
-        raise_all(f"{name}: tool definitions are not read here; put them into the system message" for name in wrong)
+        raise_all(
+            f"{row.row_id}: tool definitions are not read here; put them into the system message"
+            for row in rows
+            if row.tools
+        )
         written = [row.prompt for row in rows]
     tokenizer = load_tokenizer(model, settings.pop("chat_template"))
     stops = describe_stop_tokens(model, tokenizer)

@@ -198,11 +198,6 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
     return all(max(abs(each.last - each.first), each.noise) < 0.01 for each in rewards)
 
 
-def overfitted(run: RunLog, own: Series, held_out: Series) -> bool:
-    """The rows of training are ranked better than others."""
-    return run.series_of("accuracy") is not None and own.last - held_out.values[-1] > 0.15
-
-
 # The table
 
 SAMPLED, PAIRS = ("ppo", "online_dpo"), ("dpo", "reward")
@@ -339,7 +334,8 @@ SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "overfitting", (*PAIRS, "rows"),
         {"held_out_loss": lambda _, loss: loss.values[-1] > 1.05 * min(loss.values) > 0,
-         "accuracy held_out_accuracy": overfitted},
+         "accuracy held_out_accuracy":
+            lambda _, own, held_out: len(own.values) >= ENOUGH and own.last - held_out.values[-1] > 0.15},
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
         (Advice("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
          Advice("training.epochs", 1, "each row once"), HALF),
