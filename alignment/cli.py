@@ -299,6 +299,7 @@ def chat(
     from alignment.commands.serve import ServeConfig
     from alignment.generation import SamplingConfig
     from alignment.models.weights_config import WeightsConfig
+    from alignment.serving.protocol import ChatBody
 
     try:
         SamplingConfig(temperature=temperature, top_p=top_p)
@@ -307,7 +308,7 @@ def chat(
     config = ServeConfig(
         model, adapter, chat_template, WeightsConfig(dtype, quantize), max_tokens=max_tokens, max_batch=1
     )
-    terminal.chat_in_terminal(config, terminal.ChatSettings(temperature, top_p, seed, system))
+    terminal.chat_in_terminal(config, ChatBody(temperature=temperature, top_p=top_p, seed=seed), system)
 
 
 @app.command()
@@ -329,7 +330,6 @@ def serve(
     from alignment.commands import serve as serving
     from alignment.models.weights_config import WeightsConfig
 
-    serving.require_extra()
     weights = WeightsConfig(dtype, quantize)
     config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)

@@ -136,7 +136,7 @@ def _types(
     model: NativeModel | ExternalModel, base: Path, dtype: torch.dtype | None, *, scalar: bool
 ) -> dict[str, torch.dtype]:
     """The type to write each parameter in; `dtype` None: that of the base's file. A score head is float32."""
-    found = {name: dtype or max_dtype(base) for name, _ in model.named_parameters()}
+    found = dict.fromkeys((name for name, _ in model.named_parameters()), dtype or max_dtype(base))
     if not isinstance(model, NativeModel):
         return found
     if dtype is None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from alignment.adapters import load_adapter
@@ -33,16 +33,7 @@ class GenerateConfig(SamplingConfig):
     early_stopping: bool | Literal["never"] = False
     chat_template: str | None = None
 
-    RULES = (
-        Rule(
-            "num_beams", lambda c: refusal(decoding_config, c.sampling, c.num_beams, c.length_penalty, c.early_stopping)
-        ),
-    )
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """The settings of one response."""
-        return SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
+    RULES = (Rule("num_beams", lambda c: refusal(decoding_config, c, c.num_beams, c.length_penalty, c.early_stopping)),)
 
 
 def generate_responses(
@@ -63,8 +54,11 @@ def generate_responses(
     written: list[Any] = list(prompts)
     if isinstance(prompts, str):
         rows: list[Any] = read_rows(prompts, "prompts")[0]
-        wrong = [row.row_id for row in rows if row.tools]
-        raise_all(f"{name}: tool definitions are not read here; put them into the system message" for name in wrong)
+        raise_all(
+            f"{row.row_id}: tool definitions are not read here; put them into the system message"
+            for row in rows
+            if row.tools
+        )
         written = [row.prompt for row in rows]
     tokenizer = load_tokenizer(model, settings.pop("chat_template"))
     stops = describe_stop_tokens(model, tokenizer)

@@ -5,6 +5,7 @@ Only the float32 export with the 7-integer header is read; quantized and version
 
 import struct
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.files import atomic_directory, write_json
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
@@ -89,9 +90,12 @@ def read_tokenizer(path: Path, vocabulary: int) -> list[tuple[str, float]]:
         raise UserError(f"{path}: token {len(pieces)} of {vocabulary} is unreadable ({error})") from error
     if at != len(data):
         raise UserError(f"{path}: {len(data) - at} bytes left after {vocabulary} tokens; does it fit the checkpoint?")
-    for byte in range(256):
-        if pieces[FIRST_BYTE + byte][0] != f"<0x{byte:02X}>":
-            raise UserError(f"{path}: token {FIRST_BYTE + byte} is {pieces[FIRST_BYTE + byte][0]!r}, not byte {byte}")
+    names = [name for name, _ in pieces[FIRST_BYTE : FIRST_BYTE + 256]]
+    raise_all(
+        f"{path}: token {FIRST_BYTE + byte} is {'not there' if name is None else repr(name)}, not byte {byte}"
+        for byte, name in zip_longest(range(256), names)
+        if name != f"<0x{byte:02X}>"
+    )
     text_tokens = [(piece.replace(" ", "▁"), score) for piece, score in pieces[FIRST_BYTE + 256 :]]
     return [(name, 0.0) for name in SPECIAL] + pieces[FIRST_BYTE : FIRST_BYTE + 256] + text_tokens
 

@@ -50,10 +50,9 @@ def write_labels(
     """Write the files that are asked for."""
     if comparisons is not None:
         print(write_comparisons(Path(comparisons), labels))
-    if argilla is not None:
-        print(write_export(Path(argilla), labels, argilla_record))
-    if label_studio is not None:
-        print(write_export(Path(label_studio), labels, label_studio_task))
+    for path, form in ((argilla, argilla_record), (label_studio, label_studio_task)):
+        if path is not None:
+            print(write_export(Path(path), labels, form))
 
 
 def write_comparisons(path: Path, labels: Iterable[Label]) -> str:

@@ -55,7 +55,8 @@ def serve_model(
         allow_remote: `host` may be an address that other machines reach.
         key_variable: environment variable with the key that clients have to send as a bearer token; None: no key.
     """
-    require_extra()
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
     if key_variable is not None and not os.environ.get(key_variable):
         raise UserError(
             f"--api-key-env {key_variable}: the environment has no such variable; set it, or leave the option out"
@@ -127,12 +128,6 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
 
     with ModelThread(make_engine) as thread:
         yield served, thread
-
-
-def require_extra() -> None:
-    """Raise UserError where starlette or uvicorn is missing."""
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
 
 
 def is_loopback(host: str) -> bool:

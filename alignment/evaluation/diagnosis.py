@@ -14,11 +14,6 @@ import yaml
 from alignment.evaluation.run_log import ENOUGH, RunLog, Series
 from alignment.training.loop import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 
-# The first ratio is 1 but for rounding: a float32 sum of some thousand terms, or bfloat16's 8 bits of a log-probability near
-# -10. Sampling error, nats: the cache sums in another order (1e-5 is usual); bfloat16 holds logits of 16 to 32 in steps of
-# 1/8, and this is the largest difference of all tokens.
-ROUNDING = {"first_ratio_error": {"fp32": 1e-4, "bf16": 0.05}, "sampling_error": {"fp32": 1e-2, "bf16": 0.5}}
-
 
 class Times(NamedTuple):
     """The present value of a setting times a factor, at least `least`."""
@@ -118,21 +113,27 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Advice, ...]
 # Signs
 
 
-def exceeds_rounding(name: str) -> Callable[[RunLog, Series], bool]:
-    """Any line lies above `ROUNDING` of the run's precision."""
-
-    def wrong(run: RunLog, errors: Series) -> bool:
-        sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
-        precision = "bf16" if run.setting("training.precision") == "bf16" or sixteen else "fp32"
-        return max(errors.values) > ROUNDING[name][precision]
-
-    return wrong
+def exceeds_rounding(run: RunLog, errors: Series, *, fp32: float, bf16: float) -> bool:
+    """Any line lies above the bound of the run's precision."""
+    sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
+    return max(errors.values) > (bf16 if run.setting("training.precision") == "bf16" or sixteen else fp32)
 
 
-def sampling_differs(run: RunLog) -> bool:
-    """Responses come from another distribution than the policy's by configuration."""
+def first_ratio_differs(run: RunLog, errors: Series) -> bool:
+    """The first ratio is not 1 but for rounding: a float32 sum of some thousand terms, or bfloat16's 8 bits of a
+    log-probability near -10."""
+    return exceeds_rounding(run, errors, fp32=1e-4, bf16=0.05)
+
+
+def sampling_differs(run: RunLog, errors: Series) -> bool:
+    """Responses come from another distribution than the policy's, though nothing in the configuration says so.
+
+    Sampling error, nats: the cache sums in another order (1e-5 is usual); bfloat16 holds logits of 16 to 32 in steps of 1/8,
+    and this is the largest difference of all tokens.
+    """
     filtered = run.number("top_p", 1) < 1 or run.number("top_k", 0) > 0 or run.number("min_p", 0) > 0
-    return filtered or run.number("rollouts_behind", 0) > 0
+    configured = filtered or run.number("rollouts_behind", 0) > 0
+    return not configured and exceeds_rounding(run, errors, fp32=1e-2, bf16=0.5)
 
 
 def gradient_spikes(_: RunLog, norms: Series) -> bool:
@@ -142,8 +143,8 @@ def gradient_spikes(_: RunLog, norms: Series) -> bool:
     thousand updates.
     """
     late = norms.later(0.1)
-    spikes = [norm for norm in late.values if norm > 10 * late.middle > 0]
-    return len(spikes) >= 3 or max(spikes, default=0) >= 100 * late.middle > 0
+    usual = np.median(late)
+    return bool(usual > 0 and ((late > 10 * usual).sum() >= 3 or late.max() >= 100 * usual))
 
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
@@ -197,11 +198,6 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
     return all(max(abs(each.last - each.first), each.noise) < 0.01 for each in rewards)
 
 
-def overfitted(run: RunLog, own: Series, held_out: Series) -> bool:
-    """The rows of training are ranked better than others."""
-    return run.series_of("accuracy") is not None and own.last - held_out.values[-1] > 0.15
-
-
 # The table
 
 SAMPLED, PAIRS = ("ppo", "online_dpo"), ("dpo", "reward")
@@ -227,8 +223,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "sampler mismatch", SAMPLED,
-        {"first_ratio_error": exceeds_rounding("first_ratio_error"),
-         "sampling_error": lambda run, errors: not sampling_differs(run) and exceeds_rounding("sampling_error")(run, errors),
+        {"first_ratio_error": first_ratio_differs,
+         "sampling_error": sampling_differs,
          "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > 0.2},  # 1 where both agree
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
@@ -258,7 +254,7 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "critic lost", SAMPLED,
-        {"explained_variance value_loss": lambda _, explained, loss: explained.later(0.5).middle < 0.05},  # a constant: 0
+        {"explained_variance value_loss": lambda _, explained, loss: np.median(explained.later(0.5)) < 0.05},  # a constant: 0
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"),
@@ -338,7 +334,8 @@ SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "overfitting", (*PAIRS, "rows"),
         {"held_out_loss": lambda _, loss: loss.values[-1] > 1.05 * min(loss.values) > 0,
-         "accuracy held_out_accuracy": overfitted},
+         "accuracy held_out_accuracy":
+            lambda _, own, held_out: len(own.values) >= ENOUGH and own.last - held_out.values[-1] > 0.15},
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
         (Advice("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
          Advice("training.epochs", 1, "each row once"), HALF),

@@ -3,7 +3,7 @@
 The rows are read in labeled_items.py; the statistics are in agreement.py and corrected.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -31,7 +31,7 @@ from alignment.evaluation.judge_faults import judgment_figures
 from alignment.evaluation.judges import Judge, build_judge, compare, longer_judge
 from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, add_items
 from alignment.evaluation.logged_judge import LoggedJudge
-from alignment.evaluation.report.html import Row, Section, format_cell, format_share, render_page
+from alignment.evaluation.report.html import Section, format_cell, format_share, render_page, table_of
 from alignment.evaluation.report.recipe_report import print_table
 from alignment.evaluation.winrate import TIE, Verdict
 from alignment.files import write_json
@@ -242,13 +242,6 @@ def show_results(path: Path, results: Figures) -> None:
     for table in [table for section in sections for table in section.tables]:
         print_table(table)
     print("\n".join(sentences))
-
-
-def table_of(rows: Mapping[str, Figures], heading: str = "") -> list[Row]:
-    """A table with a row for each name."""
-    return [
-        {heading: name} | {key.replace("_", " "): value for key, value in row.items()} for name, row in rows.items()
-    ]
 
 
 def judge_sentences(results: Figures) -> list[str]:

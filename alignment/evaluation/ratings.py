@@ -122,7 +122,7 @@ def bradley_terry_ratings(
     return _ranked(
         models,
         sides,
-        POINTS * fit.coefficients[:size] + MEAN,
+        POINTS * np.array(strengths[:size]) + MEAN,
         POINTS**2 * fit.covariance(clusters)[:size, :size],
         effects=dict(zip(effects, strengths[size:], strict=True)),
         tie=Estimate(*map(math.exp, tie)) if ties != "half" else None,
@@ -165,9 +165,8 @@ def elo_ratings(
         ratings[a] += change
         ratings[b] -= change
     drawn = ratings[:, 1:]
-    return _ranked(
-        models, sides, ratings[:, 0], np.atleast_2d(np.cov(drawn)), bounds=np.quantile(drawn, [0.025, 0.975], axis=1)
-    )
+    figures = np.column_stack([ratings[:, 0], *np.quantile(drawn, [0.025, 0.975], axis=1)])
+    return _ranked(models, sides, figures, np.atleast_2d(np.cov(drawn)))
 
 
 def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.ndarray) -> None:
@@ -225,22 +224,19 @@ def _check_rows(n: int, columns: Mapping[str, Sequence[Hashable]]) -> None:
 def _ranked(
     models: list[str],
     sides: np.ndarray,
-    points: np.ndarray,
+    figures: np.ndarray,
     covariance: np.ndarray,
     *,
-    bounds: np.ndarray | None = None,
     effects: dict[str, Estimate] | None = None,
     tie: Estimate | None = None,
 ) -> Ratings:
-    """The ratings with the best model first; `bounds` [2, K] of the intervals, None: +- 1.96 standard errors."""
-    if bounds is None:
-        errors = Z_95 * np.sqrt(np.diag(covariance))
-        bounds = np.stack([points - errors, points + errors])
-    order = np.argsort(-points, kind="stable").tolist()
+    """The ratings with the best model first; `figures` [K, 3] are each model's points and the bounds of their interval."""
+    order = np.argsort(-figures[:, 0], kind="stable").tolist()
     names, counts = [models[i] for i in order], np.bincount(sides.ravel(), minlength=len(models))
+    ranked = dict(zip(names, figures[order].tolist(), strict=True))
     return Ratings(
-        dict(zip(names, points[order].tolist(), strict=True)),
-        {name: (low, high) for name, (low, high) in zip(names, bounds.T[order].tolist(), strict=True)},
+        {name: points for name, (points, _, _) in ranked.items()},
+        {name: (low, high) for name, (_, low, high) in ranked.items()},
         dict(zip(names, counts[order].tolist(), strict=True)),
         covariance[np.ix_(order, order)],
         effects or {},

@@ -16,12 +16,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
+from alignment.data.encoder_inputs import encode_responses
 from alignment.data.rows.files import read_raw
-from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
-from alignment.data.rows.records import Comparison, Kind, Prompt, Ranking, Tally, replies_of
+from alignment.data.rows.read import (
+    Parse,
+    ParsedRows,
+    RecordParser,
+    choose_row_format,
+    parse_rows,
+    prompt_key,
+    read_sources,
+)
+from alignment.data.rows.records import Comparison, Prompt, Ranking, Tally, replies_of
 from alignment.data.text.templates import with_chat_template
-from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
+from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_responses
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture
 from alignment.evaluation.responses import sample_responses, score_responses
@@ -175,56 +183,48 @@ class EncodedRow(NamedTuple):
 
 
 def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
-    """Name and rows of each source of `data.train`, comparisons or rankings; bad rows of all sources come at once."""
+    """Name and rows of each source of `data.train`, comparisons or rankings; bad rows of all sources come at once.
+
+    Rows are comparisons where they have chosen and rejected, else rankings.
+    """
     refuse_mixture(data)
     found: list[tuple[str, list[Preference]]] = []
-    tally, problems, count = Tally(), [], 0
-    for source in data.require_sources("train"):
-        left = rows_left(data.max_rows, count, source)
-        if left is not None and left <= 0:
-            break
-        try:
-            rows, counts = read_rows(
-                source, _kind(source), max_rows=left, on_bad_row=data.on_bad_row, as_messages=data.as_messages
-            )
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        found += [(str(source.name), cast("list[Preference]", rows))] if rows else []
-        tally, count = tally.merged_with(counts), count + len(rows)
-    raise_all(problems)
+
+    def read(source: SourceConfig, left: int | None) -> ParsedRows[Preference]:
+        raw, names = list(read_raw(source.source, str(source.split))), source.columns or {}
+        form = choose_row_format(source.source, raw, "comparisons", names)
+        if form.columns != ("chosen", "rejected"):
+            form = choose_row_format(source.source, raw, "rankings", names)
+        parse = cast("Parse[Preference]", RecordParser(form, data.as_messages))
+        parsed = parse_rows(raw, parse, columns=names, max_rows=left)
+        found.append((str(source.name), parsed.rows))
+        return parsed
+
+    _, tally = read_sources(data.require_sources("train"), read, data.max_rows, data.on_bad_row)
     print_tally("comparisons", tally)
     return found, tally
-
-
-def _kind(source: SourceConfig) -> Kind:
-    """The kind of a source's rows: comparisons where they have chosen and rejected, else rankings."""
-    raw = list(read_raw(source.source, str(source.split)))
-    columns = choose_row_format(source.source, raw, "comparisons", source.columns or {}).columns
-    return "comparisons" if columns == ("chosen", "rejected") else "rankings"
 
 
 def encode_preferences(
     sources: Sequence[tuple[str, list[Preference]]], model: RewardModel, max_length: int
 ) -> tuple[list[EncodedRow], Tally]:
     """The rows as the model reads them, an encoder's special tokens included; and the counts of dropped and cut rows."""
-    encode_pairs = encode_comparisons if model.is_encoder else tokenize_comparisons
-    encode_rankings = encode_ordered_rankings if model.is_encoder else tokenize_ordered_rankings
+    encode = encode_responses if model.is_encoder else tokenize_responses
     encoded, tally = [], Tally()
     for name, records in sources:
-        if isinstance(records[0], Comparison):
-            pairs, counts = encode_pairs(cast("list[Comparison]", records), model.tokenizer, max_length)
-            found = [replace(each, values={**each.values, "ranks": [0, 1]}) for each in pairs]
-        else:
-            found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
-        examples = {example.row_id: example for example in found}
-        rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
-        whole = [row for row in rows if len(row.example.documents) == len(replies_of(row.record))]
-        for row in rows:
-            if len(row.example.documents) < len(replies_of(row.record)):
-                counts.drop(EQUAL_IN_RANKING, row.record.row_id)
-        counts.kept = len(whole)
-        encoded, tally = encoded + whole, tally.merged_with(counts)
+        examples, counts = encode(records, model.tokenizer, max_length, ordered=isinstance(records[0], Ranking))
+        by_id = {record.row_id: record for record in records}
+        for example in examples:
+            record = by_id[example.row_id]
+            if len(example.documents) < len(replies_of(record)):
+                counts.drop(EQUAL_IN_RANKING, record.row_id)
+                counts.kept -= 1
+            else:
+                ranked = replace(
+                    example, values={"ranks": [0, 1], **example.values}
+                )  # a comparison has none of its own
+                encoded.append(EncodedRow(record, name, ranked))
+        tally = tally.merged_with(counts)
     return encoded, tally
 
 
@@ -259,19 +259,11 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
     """The figures of results.json, over all ordered pairs; lengths are in characters."""
     texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
-    sides = [
-        (first, second)
-        for group in groups
-        for first, one in zip(group.scores, group.ranks, strict=True)
-        for second, two in zip(group.scores, group.ranks, strict=True)
-        if one < two
-    ]
-    chosen, rejected = np.array(sides).mean(0)
     return {
         "accuracy": asdict(win_rate(outcomes(pairs.margins).tolist())),
         "always_longer": asdict(win_rate(outcomes(pairs.longer).tolist())),
         "margin": float(pairs.margins.mean()),
-        "score": {"chosen": float(chosen), "rejected": float(rejected)},
+        "score": {"chosen": float(pairs.chosen.mean()), "rejected": float((pairs.chosen - pairs.margins).mean())},
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from alignment.evaluation.winrate import Z_95, win_rate
+from alignment.evaluation.winrate import Z_95, clustered_error, paired_interval, win_rate
 from alignment.rewards.selection import best_of_n, kl_bound
 
 Figures = dict[str, Any]  # names and numbers as they stand in card.json
@@ -28,6 +28,7 @@ class ScoredGroup(NamedTuple):
 class Pairs(NamedTuple):
     """The n ordered pairs among groups: a response and a worse one by the annotators."""
 
+    chosen: np.ndarray  # score(chosen), [n]
     margins: np.ndarray  # score(chosen) - score(rejected), [n]
     longer: np.ndarray  # tokens of the chosen minus tokens of the rejected response, [n]
     prompts: np.ndarray  # number of each pair's prompt, [n]
@@ -37,14 +38,14 @@ def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:
     """All ordered pairs of the groups; responses that the annotators tied make none."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(group.prompt for group in groups))}
     rows = [
-        (group.scores[i] - group.scores[j], group.lengths[i] - group.lengths[j], numbers[group.prompt])
+        (group.scores[i], group.scores[i] - group.scores[j], group.lengths[i] - group.lengths[j], numbers[group.prompt])
         for group in groups
         for i, first in enumerate(group.ranks)
         for j, second in enumerate(group.ranks)
         if first < second
     ]
-    margins, longer, prompts = np.array(rows, float).reshape(len(rows), 3).T
-    return Pairs(margins, longer, prompts.astype(int))
+    chosen, margins, longer, prompts = np.array(rows, float).reshape(len(rows), 4).T
+    return Pairs(chosen, margins, longer, prompts.astype(int))
 
 
 def outcomes(margins: np.ndarray) -> np.ndarray:
@@ -66,13 +67,6 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
         "rate": found.rate, "low": found.low, "high": found.high, "n": found.n, "wins": found.wins,
         "losses": found.losses, "ties": found.ties, "prompts": found.clusters, "interval": name,
     }  # fmt: skip
-
-
-def wilson_interval(rate: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n independent trials."""
-    center = (rate + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-    half = Z_95 * math.sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2)) / (1 + Z_95**2 / n)
-    return max(center - half, 0.0), min(center + half, 1.0)
 
 
 def accuracy_figures(groups: Sequence[ScoredGroup]) -> Figures:
@@ -109,7 +103,8 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
         # all scores equal: the order says nothing
         rows.append((best[scores == scores.max()].mean(), best.mean(), 0.0 if math.isnan(tau) else tau))
     hits, chance, tau = (float(np.mean(column)) for column in zip(*rows, strict=True))
-    low, high = wilson_interval(hits, len({group.prompt for group in groups}))
+    prompts = len({group.prompt for group in groups})
+    low, high = paired_interval(hits * prompts, (1 - hits) * prompts, prompts)  # without ties it is Wilson's
     return {
         "groups": len(groups), "low": low, "high": high, "top_1": hits, "top_1_by_chance": chance, "kendall_tau_b": tau,
     }  # fmt: skip
@@ -129,15 +124,18 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
     confidence, right = expit(np.abs(margins)), outcomes(margins)
     number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    table, error = [], 0.0
+    table = []
     for index in range(bins):
-        inside, row = number == index, {"low": 0.5 + index / (2 * bins), "high": 0.5 + (index + 1) / (2 * bins)}
-        found: Figures = {"pairs": int(inside.sum()), "predicted": None, "observed": None}
-        if inside.any():
-            found |= {"predicted": float(confidence[inside].mean()), "observed": float(right[inside].mean())}
-            error += inside.mean() * abs(found["observed"] - found["predicted"])
-        table.append(row | found)
-    return {"bins": table, "ece": float(error), "brier": float(((1 - expit(margins)) ** 2).mean())}
+        inside = number == index
+        table.append({
+            "low": 0.5 + index / (2 * bins),
+            "high": 0.5 + (index + 1) / (2 * bins),
+            "pairs": int(inside.sum()),
+            "predicted": float(confidence[inside].mean()) if inside.any() else None,
+            "observed": float(right[inside].mean()) if inside.any() else None,
+        })  # fmt: skip
+    error = sum(row["pairs"] * abs(row["observed"] - row["predicted"]) for row in table if row["pairs"]) / len(margins)
+    return {"bins": table, "ece": error, "brier": float(((1 - expit(margins)) ** 2).mean())}
 
 
 def length_figures(pairs: Pairs) -> Figures:
@@ -157,11 +155,8 @@ def length_figures(pairs: Pairs) -> Figures:
     if size == 0:
         return {**figures, "slope_missing": "the responses of every pair are equally long"}
     slope = float((x * y).sum()) / size
-    _, cluster = np.unique(pairs.prompts, return_inverse=True)
-    number = int(cluster.max()) + 1
-    sums = np.bincount(cluster, x * (y - slope * x))
-    error = math.sqrt(number / max(number - 1, 1) * float((sums**2).sum())) / size
-    known = len(np.unique(cluster[x != 0])) > 1
+    error, _ = clustered_error(x * (y - slope * x) * len(x) / size, pairs.prompts.tolist())  # of the slope as a mean
+    known = len(np.unique(pairs.prompts[x != 0])) > 1
     return {
         **figures,
         "slope_per_100_tokens": slope,

@@ -61,15 +61,9 @@ class Series(NamedTuple):
         """Means of all windows, in order, [n - width + 1]."""
         return np.convolve(self.values, np.full(self.width, 1 / self.width), "valid")
 
-    @property
-    def middle(self) -> float:
-        """Median of the lines."""
-        return float(np.median(self.values))
-
-    def later(self, share: float) -> "Series":
-        """The lines that follow after this share of them."""
-        start = int(share * len(self.values))
-        return Series(self.steps[start:], self.values[start:])
+    def later(self, share: float) -> np.ndarray:
+        """The values that follow after this share of them."""
+        return np.array(self.values[int(share * len(self.values)) :])
 
     @property
     def changing_step(self) -> int:

@@ -136,11 +136,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
     """
-    ordered = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, least = [0.0] * len(p_values), 0.0
-    for place, i in enumerate(ordered):
-        least = adjusted[i] = max(least, min((len(p_values) - place) * p_values[i], 1.0))
-    return adjusted
+    order = np.argsort(p_values)
+    factors = np.arange(len(p_values), 0, -1)
+    adjusted = np.maximum.accumulate(np.asarray(p_values, float)[order] * factors).clip(max=1.0)
+    return adjusted[np.argsort(order)].tolist()
 
 
 def detectable_difference(n: float, *, ties: float = 0.0, power: float = 0.8) -> float | None:

@@ -52,6 +52,9 @@ class ModelThread:
     """Decodes the requests of all clients side by side in one thread, which owns the engine.
 
     A context manager: leaving it ends the thread after its current step; requests that still run get an error.
+
+    Attributes:
+        alive: True while requests are answered.
     """
 
     def __init__(self, make_engine: Callable[[], DecodingEngine]):
@@ -59,7 +62,7 @@ class ModelThread:
         self._make_engine, self._engine = make_engine, make_engine()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._receivers: dict[int, Receiver] = {}  # by the request's number in the engine
-        self._closing, self._lock = False, threading.Lock()  # nothing is ordered after `_closing` is set under the lock
+        self.alive, self._lock = True, threading.Lock()  # nothing is ordered after `alive` is unset under the lock
         self._began: float | None = None  # the present step or order; None between two
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -70,11 +73,6 @@ class ModelThread:
     def __exit__(self, *error: object) -> None:
         self._order(self._close)
         self._thread.join()
-
-    @property
-    def alive(self) -> bool:
-        """True while requests are answered."""
-        return not self._closing
 
     @property
     def running(self) -> int:
@@ -104,21 +102,21 @@ class ModelThread:
 
     def _order(self, order: Callable[[], None]) -> None:
         with self._lock:
-            if not self._closing:
+            if self.alive:
                 return self._orders.put(order)
         order()
 
     def _close(self) -> None:
         with self._lock:
-            self._closing = True
+            self.alive = False
 
     def _work(self) -> None:
         try:
-            while not self._closing:
+            while self.alive:
                 with suppress(queue.Empty):
-                    while not self._closing:
+                    while self.alive:
                         self._timed(self._orders.get(block=not self._engine.unfinished))
-                if not self._closing and self._engine.unfinished:
+                if self.alive and self._engine.unfinished:
                     self._timed(self._step)
         finally:
             self._close()
@@ -149,7 +147,7 @@ class ModelThread:
         self, requests: Sequence[DecodingRequest], receivers: Sequence[Receiver], taken: list[tuple[int, Receiver]]
     ) -> None:
         for request, receive in zip(requests, receivers, strict=True):
-            if self._closing:
+            if not self.alive:
                 _tell(receive, BadRequest("the server stops", status=500))
                 continue
             try:
@@ -312,17 +310,16 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
 
     def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
         async def checked(request: "Request") -> "ASGIApp":
-            try:
-                check_client(request, None if path == "/health" else key, remote)
-                return await answer(request)
-            except BadRequest as bad:
-                return json_response(bad.body, bad.status)
+            check_client(request, None if path == "/health" else key, remote)
+            return await answer(request)
 
         return Route(path, checked, methods=[method])
 
     async def failed(request: "Request", error: Exception) -> "Response":
-        status = getattr(error, "status_code", 500)
-        return json_response(BadRequest(getattr(error, "detail", "the server failed"), status=status).body, status)
+        if not isinstance(error, BadRequest):
+            status = getattr(error, "status_code", 500)
+            error = BadRequest(getattr(error, "detail", "the server failed"), status=status)
+        return json_response(error.body, error.status)
 
     routes = [
         route("/health", health),
@@ -331,7 +328,7 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         route("/v1/chat/completions", partial(answer_completion, "chat", served, thread), "POST"),
         route("/v1/completions", partial(answer_completion, "completions", served, thread), "POST"),
     ]
-    return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
+    return Starlette(routes=routes, exception_handlers={BadRequest: failed, 404: failed, 405: failed, 500: failed})
 
 
 async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread, request: "Request") -> "ASGIApp":

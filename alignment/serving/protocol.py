@@ -223,6 +223,7 @@ class AnswerWriter:
     def __init__(self, asked: Body, model: str, tokenizer: Tokenizer, stop_ids: Sequence[int]):
         self._asked, self._tokenizer, self._stop_ids = asked, tokenizer, frozenset(stop_ids)
         self._chat = isinstance(asked, ChatBody)
+        self._shows_usage = asked.stream_options.get("include_usage", False)
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head: JSON = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
@@ -253,10 +254,6 @@ class AnswerWriter:
     def last_chunk(self, choices: Sequence[ResponseChoice]) -> JSON | None:
         """The counts of tokens, where they are asked for."""
         return {**self._chunk([]), "usage": self._usage(choices)} if self._shows_usage else None
-
-    @property
-    def _shows_usage(self) -> bool:
-        return self._asked.stream_options.get("include_usage", False)
 
     def _chunk(self, choices: list[JSON]) -> JSON:
         name = "chat.completion.chunk" if self._chat else "text_completion"

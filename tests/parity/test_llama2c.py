@@ -122,6 +122,11 @@ def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
     path.write_bytes(b"123456")
     with pytest.raises(UserError, match="token 0 of 3 is unreadable"):
         import_llama2c.read_tokenizer(path, 3)
+    path.write_bytes(
+        bytes(4) + b"".join(struct.pack("<fi", 0.0, len(name)) + name for name in (b"a", b"b", b"c", b"<0x00>"))
+    )
+    with pytest.raises(UserError, match="token 4 is not there, not byte 1"):
+        import_llama2c.read_tokenizer(path, 4)
     monkeypatch.setattr(
         sys, "argv", ["import_llama2c.py", str(tmp_path / "none"), str(path), "--output", str(tmp_path)]
     )

@@ -68,80 +68,78 @@ class Bar(NamedTuple):
 
 
 @lru_cache(maxsize=512)
+@mpl.rc_context(STYLE)
 def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
     """Noisy measurements over time, drawn once: the raw line pale, a moving average strong. Coordinates must be tuples."""
-    with mpl.rc_context(STYLE):
-        # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
-        figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
-        axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
-        for curve in curves:
-            x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
-            color = SERIES[curve.color % len(SERIES)]
-            # neighbors on a line, as in a schedule: averaging would only bend it
-            if len(y) < 40 or np.median(np.abs(np.diff(y, 2))) <= 0.01 * np.ptp(y):
-                axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
-            else:
-                axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
-                axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
-        axes.set_xlabel(x_label)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.margins(x=0.02, y=0.08)
-        return label_list(curves) + inline_svg(figure, label)
+    # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
+    figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
+    axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
+    for curve in curves:
+        x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        color = SERIES[curve.color % len(SERIES)]
+        # neighbors on a line, as in a schedule: averaging would only bend it
+        if len(y) < 40 or np.median(np.abs(np.diff(y, 2))) <= 0.01 * np.ptp(y):
+            axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
+        else:
+            axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
+            axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.margins(x=0.02, y=0.08)
+    return label_list(curves) + inline_svg(figure, label)
 
 
+@mpl.rc_context(STYLE)
 def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, *, noisy: bool = False) -> Markup:
     """Paths through a plane; of noisy points the moving average, from a ring to a large dot."""
-    with mpl.rc_context(STYLE):
-        figure, axes = empty_figure(250)
-        for curve in curves:
-            color = SERIES[curve.color % len(SERIES)]
-            x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
-            if noisy:
-                axes.plot(x, y, color=color, linestyle="", marker="o", markersize=2.6, markeredgewidth=0, alpha=0.4)
-                x, y = (_moving_average(values, max(len(values) // 4, 1)) for values in (x, y))
-                axes.plot(x[0], y[0], color=color, marker="o", markersize=7.5, markerfacecolor="none")
-            axes.plot(x, y, color=color, linewidth=1.2, marker="" if noisy else "o", markersize=2.6, alpha=0.75)
-            axes.plot(x[-1], y[-1], color=color, marker="o", markersize=7.5, markeredgewidth=0)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.margins(0.06)
-        return label_list(curves) + inline_svg(figure, label)
+    figure, axes = empty_figure(250)
+    for curve in curves:
+        color = SERIES[curve.color % len(SERIES)]
+        x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
+        if noisy:
+            axes.plot(x, y, color=color, linestyle="", marker="o", markersize=2.6, markeredgewidth=0, alpha=0.4)
+            x, y = (_moving_average(values, max(len(values) // 4, 1)) for values in (x, y))
+            axes.plot(x[0], y[0], color=color, marker="o", markersize=7.5, markerfacecolor="none")
+        axes.plot(x, y, color=color, linewidth=1.2, marker="" if noisy else "o", markersize=2.6, alpha=0.75)
+        axes.plot(x[-1], y[-1], color=color, marker="o", markersize=7.5, markeredgewidth=0)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.margins(0.06)
+    return label_list(curves) + inline_svg(figure, label)
 
 
+@mpl.rc_context(STYLE)
 def bar_chart(
     label: str, bars: Sequence[Bar], *, limits: tuple[float, float], percent: bool = False, line_at: float | None = None
 ) -> Markup:
     """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
-    with mpl.rc_context(STYLE):
-        labels = [textwrap.fill(bar.label, LABEL_LETTERS) for bar in bars]
-        lines = max((label.count("\n") + 1 for label in labels), default=1)
-        figure, axes = empty_figure(44 + max(27, 14 * lines) * len(bars))
-        heights = np.arange(len(bars))[::-1]
-        for y, bar in zip(heights, bars, strict=True):
-            axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
-            if bar.interval:
-                axes.plot(bar.interval, [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
-                axes.plot(bar.interval, [y, y], color=INK, linestyle="", marker="|", markersize=7)
-            text = (
-                f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
-            )
-            axes.annotate(text, (1, y), **BESIDE, va="center", fontsize=9.5, color=INK, annotation_clip=False)
-        axes.set_yticks(heights, labels, color=INK, fontsize=10)
-        axes.set(xlim=limits, ylim=(-0.55, len(bars) - 0.45))
-        axes.grid(False, axis="y")
-        axes.spines["left"].set_visible(False)
-        if percent:
-            axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        if limits[0] < 0:
-            axes.axvline(0, color=MUTED, linewidth=0.9)
-        if line_at is not None:
-            axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-        return inline_svg(figure, label)
+    labels = [textwrap.fill(bar.label, LABEL_LETTERS) for bar in bars]
+    lines = max((label.count("\n") + 1 for label in labels), default=1)
+    figure, axes = empty_figure(44 + max(27, 14 * lines) * len(bars))
+    heights = np.arange(len(bars))[::-1]
+    for y, bar in zip(heights, bars, strict=True):
+        axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
+        if bar.interval:
+            axes.plot(bar.interval, [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+            axes.plot(bar.interval, [y, y], color=INK, linestyle="", marker="|", markersize=7)
+        text = f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
+        axes.annotate(text, (1, y), **BESIDE, va="center", fontsize=9.5, color=INK, annotation_clip=False)
+    axes.set_yticks(heights, labels, color=INK, fontsize=10)
+    axes.set(xlim=limits, ylim=(-0.55, len(bars) - 0.45))
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    if percent:
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if limits[0] < 0:
+        axes.axvline(0, color=MUTED, linewidth=0.9)
+    if line_at is not None:
+        axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+    return inline_svg(figure, label)
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
@@ -182,10 +180,10 @@ def label_list(curves: Sequence[Curve]) -> Markup:
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")
 
 
-def padded_limits(values: Sequence[float], share: float = 0.05) -> tuple[float, float]:
+def padded_limits(values: Sequence[float]) -> tuple[float, float]:
     """Limits around 0 and all values, with some space at the ends."""
     low, high = min([0.0, *values]), max([0.0, *values])
-    room = share * (high - low or 1.0)
+    room = 0.05 * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high
 
 

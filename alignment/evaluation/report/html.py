@@ -1,6 +1,6 @@
 """Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,20 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
     environment.filters["cell"] = _breakable_cell
     write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)
+
+
+def table_of(rows: Mapping[str, Mapping[str, Any]], heading: str = "") -> list[Row]:
+    """A table with a row for each name, which stands under `heading`."""
+    return [{heading: name, **dict(cells(figures))} for name, figures in rows.items()]
+
+
+def cells(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Numbers, rates and values of results by their names, those of inner mappings too; texts and lists are left out."""
+    for key, value in figures.items():
+        if isinstance(value, Mapping) and not {"rate", "value"} & value.keys():
+            yield from cells(value, f"{key} ")
+        elif not isinstance(value, str | list):
+            yield f"{prefix}{key}".replace("_", " "), value
 
 
 def format_cell(value: object) -> str:

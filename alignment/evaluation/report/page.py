@@ -235,27 +235,24 @@ def _training(stages: Mapping[str, Log]) -> Iterator[Section]:
     """A section for each stage."""
     for number, (name, log) in enumerate(stages.items(), 1):
         main = stage_charts(name, log, MAIN)
-        further = stage_charts(name, log, source_panels(log) | FURTHER | _other_panels(log))
+        further = stage_charts(name, log, further_panels(log))
         moved = max(CHARTS_SHOWN - len(main), 0)
         yield Section(f"training-{number}", f"Training: {name}", charts=main + further[:moved], folded=further[moved:])
 
 
-def source_panels(log: Log) -> dict[str, Panel]:
-    """One chart for each metric that is logged by source, such as loss/NAME, with a curve for each source."""
-    panels: dict[str, Panel] = {}
-    for key in dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line if "/" in key):
-        metric, _, name = key.partition("/")
-        named = panels.get(f"{metric}/", Panel("")).metrics
-        title = f"{metric.replace('_', ' ').capitalize()} by source"
-        panels[f"{metric}/"] = Panel(title, metrics={**named, key: name})
-    return panels
-
-
-def _other_panels(log: Log) -> dict[str, Panel]:
-    """A panel for each metric that no known panel shows."""
+def further_panels(log: Log) -> dict[str, Panel]:
+    """A panel for each metric logged by source, such as loss/NAME, then `FURTHER`, then one for each that no other shows."""
     shown = {"step", "tokens", *MAIN, *FURTHER, *(key for panel in MAIN.values() for key in panel.metrics)}
-    keys = dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line if "/" not in key)
-    return {key: Panel(key.replace("_", " ").capitalize()) for key in keys if key not in shown}
+    by_source, others = dict[str, Panel](), dict[str, Panel]()
+    for key in dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line):
+        metric, slash, name = key.partition("/")
+        title = metric.replace("_", " ").capitalize()
+        if slash:
+            named = by_source.get(metric, Panel("")).metrics
+            by_source[metric] = Panel(f"{title} by source", metrics={**named, key: name})
+        elif key not in shown:
+            others[key] = Panel(title)
+    return {**{f"{metric}/": panel for metric, panel in by_source.items()}, **FURTHER, **others}
 
 
 def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Chart]:

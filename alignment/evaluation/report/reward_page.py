@@ -1,12 +1,12 @@
 """card.html: a reward model's card in one file that loads nothing else. The figures are computed in reward_card.py."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from alignment.evaluation.report.charts import Curve, path_chart, rate_chart
-from alignment.evaluation.report.html import Chart, Row, Section, format_share, render_page
+from alignment.evaluation.report.html import Chart, Section, cells, format_share, render_page, table_of
 
 Card = Mapping[str, Any]  # a part of card.json
 
@@ -37,21 +37,6 @@ def write_reward_page(path: Path, card: Card) -> Path:
     return render_page(path, kind="reward-model card", title=card["reward_model"], summary=summary, sections=sections)
 
 
-def _table(first: str, parts: Mapping[str, Card]) -> list[Row]:
-    """One row for each part, its name in the column `first`."""
-    return [{first: name, **dict(_numbers(figures))} for name, figures in parts.items()]
-
-
-def _numbers(figures: Card, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Numbers and rates by their names in card.json."""
-    for key, value in figures.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping) and "rate" not in value:
-            yield from _numbers(value, f"{key} ")
-        elif not isinstance(value, str | list):
-            yield name, value
-
-
 def _accuracy(parts: Card) -> Section:
     histogram = parts["all"]["margin"]["histogram"]
     middles = [(low + high) / 2 for low, high in pairwise(histogram["edges"])]
@@ -71,7 +56,7 @@ def _accuracy(parts: Card) -> Section:
             rate_chart("Accuracy", "95 % interval", {name: figures["accuracy"] for name, figures in parts.items()}),
             Chart(title, "pairs right of 0 are ordered as the annotators have them", svg),
         ],
-        [_table("source", table), _table("source", k_way)],
+        [table_of(table, "source"), table_of(k_way, "source")],
         [f"Interval of all: {parts['all']['accuracy']['interval']}."],
     )
 
@@ -92,7 +77,7 @@ def _calibration(parts: Card) -> Section:
         "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it is. "
         "ECE: expected calibration error.",
         charts,
-        [_table("source", parts), parts["all"]["bins"]],
+        [table_of(parts, "source"), parts["all"]["bins"]],
     )
 
 
@@ -105,7 +90,7 @@ def _length(parts: Card) -> Section:
         "Slope of score on response length within prompts, in tokens as the model reads them. Accuracy that falls where "
         "the chosen response is shorter speaks of a bias.",
         [rate_chart("Accuracy by length", "95 % interval", rates)],
-        [_table("source", parts)],
+        [table_of(parts, "source")],
         [parts["all"]["slope_missing"]] if "slope_missing" in parts["all"] else [],
     )
 
@@ -116,7 +101,7 @@ def _robustness(found: Card) -> Section:
         "robustness",
         "Padding, batching and type",
         "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order.",
-        tables=[_table("form", forms)],
+        tables=[table_of(forms, "form")],
         notes=[
             f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}.",
             *(f"{name}: not compared: {why}" for name, why in found["not_compared"].items()),
@@ -142,6 +127,6 @@ def _best_of_n(found: Card) -> Section:
         "Best of n",
         "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on its KL.",
         charts,
-        [[dict(_numbers(one)) for one in curve]],
+        [[dict(cells(one)) for one in curve]],
         [f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."],
     )
