@@ -19,32 +19,30 @@ def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: in
     F1 of a class is 2 right / (labeled + predicted); macro_f1 is the mean over the classes that are labeled or predicted.
     """
     cells = torch.tensor(labels) * classes + torch.tensor(predictions)
-    table = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)  # rows: labels
+    table = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes).double()  # rows: labels
     counts = table.sum(0) + table.sum(1)
-    f1 = (2 * table.diagonal() / counts.clamp(min=1)).tolist()
-    occurring = [score for score, count in zip(f1, counts.tolist(), strict=True) if count]
-    metrics = {
+    f1 = 2 * table.diagonal() / counts.clamp(min=1)
+    return {
         "accuracy": float(table.trace() / table.sum()),
-        "macro_f1": sum(occurring) / len(occurring),
+        "macro_f1": float(f1[counts > 0].mean()),
         "matthews": matthews(table),
+        **({"f1": float(f1[1])} if classes == 2 else {}),
     }
-    return metrics | ({"f1": f1[1]} if classes == 2 else {})
 
 
 def matthews(table: Tensor) -> float:
-    """Correlation of labels and predictions, in [-1, 1]; 0 where either is always the same class.
+    """Correlation of labels (rows) and predictions, [C, C] float64, in [-1, 1]; 0 where either is always the same class.
 
     r = (n correct - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
 
     Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
     K-category correlation coefficient", eq. 8.
     """
-    counts = table.double()
-    labeled, predicted, rows = counts.sum(1), counts.sum(0), counts.sum()
+    labeled, predicted, rows = table.sum(1), table.sum(0), table.sum()
     spread = (rows**2 - labeled.square().sum()) * (rows**2 - predicted.square().sum())
     if spread == 0:
         return 0.0
-    return float((rows * counts.trace() - labeled @ predicted) / spread.sqrt())
+    return float((rows * table.trace() - labeled @ predicted) / spread.sqrt())
 
 
 def are_entities(names: Iterable[str]) -> bool:

@@ -88,11 +88,9 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 
 
 @torch.no_grad()
-def add_log_probs(
-    model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
-) -> Tensor:
-    """`totals` [n], nats, plus the log-probability of each document's masked tokens, in place; the model is in eval mode."""
-    device = next(model.parameters()).device
+def masked_log_probs(model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Tensor:
+    """Log-probability of each document's masked tokens, their sum, nats, [n] float64 on the CPU; the model is in eval mode."""
+    totals, device = torch.zeros(len(documents), dtype=torch.float64), next(model.parameters()).device
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
         log_probs = model(batch=batch.to(device)).log_probs.double().cpu()
@@ -101,17 +99,11 @@ def add_log_probs(
 
 
 def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
-    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU."""
+    """`masked_log_probs` of chosen and rejected responses, [n, 2]."""
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
-    zeros = torch.zeros(len(pairs), dtype=torch.float64)
-    return torch.stack(
-        [
-            add_log_probs(model, [p.documents[side] for p in pairs], [p.masks[side] for p in pairs], zeros.clone())
-            for side in (0, 1)
-        ],
-        1,
-    )
+    sides = [([p.documents[side] for p in pairs], [p.masks[side] for p in pairs]) for side in (0, 1)]
+    return torch.stack([masked_log_probs(model, documents, masks) for documents, masks in sides], 1)
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:

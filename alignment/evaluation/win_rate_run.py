@@ -23,7 +23,7 @@ from alignment.evaluation.judge_faults import (
     position_warnings,
 )
 from alignment.evaluation.judges import build_judge, compare, gold_scores, score_judge
-from alignment.evaluation.language_loss import add_log_probs, compare_pairs, loss_on_rows, pair_log_probs
+from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
 from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
 from alignment.evaluation.responses import Responses, ResponseScorer, note_form, prompt_tokens, sample_or_read
@@ -172,7 +172,7 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(own) for head, own in zip(heads, responses, strict=True)]
     own = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
-    return (-add_log_probs(_load(config, str(config.measured_from)), documents, masks, -own)).tolist()
+    return (own - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)).tolist()
 
 
 def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:

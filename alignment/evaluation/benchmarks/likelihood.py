@@ -20,7 +20,7 @@ from torch import Tensor
 from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.text.special_tokens import bos_adder
 from alignment.data.tokenizers.tokenizer import Tokenizer, encode
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
 from alignment.models.model import Model
@@ -93,12 +93,12 @@ class LanguageScorer:
         else:
             wholes = zip(moved, self.context_ids([context + tail for context, tail in moved]), strict=True)
             tails = [whole[len(ids[context]) :] for (context, _), whole in wholes]
-        for (context, text), tail in zip(requests, tails, strict=True):
-            if not 0 < len(tail) <= self.positions:
-                raise UserError(
-                    f"the continuation {text[:40]!r} of {context[-40:]!r} has {len(tail)} tokens, and the model reads 1 to "
-                    f"{self.positions}; leave the row out"
-                )
+        raise_all(
+            f"the continuation {text[:40]!r} of {context[-40:]!r} has {len(tail)} tokens, and the model reads 1 to "
+            f"{self.positions}; leave the row out"
+            for (context, text), tail in zip(requests, tails, strict=True)
+            if not 0 < len(tail) <= self.positions
+        )
         return [(ids[context] or [self.first_token], tail) for (context, _), tail in zip(moved, tails, strict=True)]
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
