@@ -246,6 +246,17 @@ def test_f1_and_matthews_of_classes(make_task):
     assert found["matthews"]["low"] < 1 / 6 < found["matthews"]["high"]
 
 
+def test_f1_of_three_choices_is_that_of_class_1(make_task):
+    """Labels 1 1 0 0; ours predicts 1 0 0 0, F1 2/3, the other 1 1 0 2, F1 1."""
+    rows = [{"question": "q", "choices": [f"{i}{c}" for c in "abc"], "right": int(i < 2)} for i in range(4)]
+    task, columns = make_task(rows, {**CHOICES, "metrics": ["f1"]}), []
+    for best in (["0b", "1a", "2a", "3a"], ["0b", "1b", "2a", "3c"]):
+        table = {choice: -2.0 + (choice in best) for row in rows for choice in row["choices"]}
+        columns.append(measure(task, Planted(table)))
+    assert figures_of(task.settings, np.arange(4), columns[0])["f1"]["value"] == pytest.approx(2 / 3)
+    assert figures_of(task.settings, np.arange(4), *columns)["f1"]["value"] == pytest.approx(2 / 3 - 1)
+
+
 def test_last_word_pairs_and_rolling_worked_by_hand(make_task):
     rows = [{"text": "a b c"}, {"text": "a b dé"}]
     word = {
@@ -284,6 +295,9 @@ def test_answers_are_extracted_and_compared(make_task):
     choice = {**math_task, "match": "exact", "answer": "'B'", "extract": r"answer is \(?([A-D])"}
     columns = measure(make_task(rows, choice), Planted(answers=["no: the answer is (A) ... the answer is (B)", "B"]))
     assert columns["accuracy"].tolist() == [1, 0]
+    slow = {**choice, "extract": "((a|aa)+)$"}
+    with pytest.raises(UserError, match=r"extract: pattern .* takes more than 1 seconds; nest no repetitions"):
+        measure(make_task(rows, slow), Planted(answers=["a" * 60 + "b"]))
     squad = {**math_task, "match": "squad", "answer": "['the old town', 'town']"}
     columns = measure(make_task(rows, squad), Planted(answers=["an old Town.", "old city"]))
     assert columns["exact_match"].tolist() == [1, 0] and columns["f1"].tolist() == [1, 0.5]
@@ -400,6 +414,10 @@ ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
         ([ROW], {"answer": "none"}, "answer: is missing"),
         ([ROW], {"kind": "toxicity"}, "sampling: temperature must be above 0"),
         ([ROW], {"extract": "("}, "extract: pattern"),
+        ([ROW], {"extract": "answer is .*"}, "extract: must have a group"),
+        ([ROW], {"kind": "answers", "metrics": ["f1"]}, "metrics: are figures of choices; leave them out with kind=answers"),
+        ([ROW], {"kind": "answers", "bias": dict.fromkeys(("stereotyped", "unknown", "ambiguous"), "1")},
+         "bias: is a figure of choices; leave it out with kind=answers"),
         ([ROW], {"bias": {"unknown": "1"}}, "bias: needs stereotyped, unknown and ambiguous"),
         ([ROW], {"source": "other.jsonl"}, "other.jsonl: no such file"),
         ([], {}, "there is no row in rows.jsonl"),

@@ -18,7 +18,7 @@ from alignment.generation import SamplingConfig
 from alignment.loading import find_directory
 from alignment.models.safetensors_files import read_config
 from alignment.rewards.answers import gsm8k_answer, is_right
-from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern
+from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern, slow_pattern
 
 Columns = np.ndarray  # values of each row, by name
 Row = dict[str, float]
@@ -152,17 +152,23 @@ def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words."""
     settings, rows = task.settings, list[Row]()
-    pattern = compile_pattern(settings.extract or "(.*)", dotall=True)
     for item, text in zip(task.items, _responses(task, scorer, 1), strict=True):
-        answer = next(
-            (found[1] for found in reversed([*pattern.finditer(text, timeout=PATTERN_SECONDS)]) if found[1]), ""
-        )
+        answer = _last_group(settings.extract, text) if settings.extract else text
         rows.append(
             answer_metrics([answer], [item.choices])
             if settings.match == "squad"
             else {settings.figure: is_right(settings.match, answer, item.choices)}
         )
     return rows
+
+
+def _last_group(pattern: str, text: str) -> str:
+    """The first group of the pattern's last match that has one, else ""."""
+    try:
+        matches = compile_pattern(pattern, dotall=True).finditer(text, timeout=PATTERN_SECONDS)
+        return ["", *(found[1] for found in matches if found[1])][-1]
+    except TimeoutError as error:
+        raise UserError(f"extract: {slow_pattern(pattern)}") from error
 
 
 def toxicity(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer, classify: Classifier) -> list[Row]:
@@ -208,8 +214,9 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
             "bits_per_byte": nats / size / math.log(2),
         }
     if {"f1", "matthews"} & set(settings.metrics):
-        labels, predicted = (columns[name].astype(int).tolist() for name in ("label", "predicted"))
-        metrics = class_metrics(labels, predicted, max(*labels, *predicted, 1) + 1)
+        labels, predicted = (columns[name].astype(int) for name in ("label", "predicted"))
+        metrics = class_metrics(labels.tolist(), predicted.tolist(), int(max(*labels, *predicted, 1)) + 1)
+        metrics["f1"] = class_metrics((labels == 1).tolist(), (predicted == 1).tolist(), 2)["f1"]
         found |= {name: metrics[name] for name in settings.metrics if name in metrics}
     if settings.bias:
         for name, part in (

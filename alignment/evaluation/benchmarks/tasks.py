@@ -104,7 +104,13 @@ class Benchmark(Settings):
         Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
         Rule("sampling", lambda c: c.kind == "toxicity" and c.sampling.temperature == 0,
              "temperature must be above 0: all continuations of a prompt would be the same"),
+        Rule("metrics", lambda c: c.metrics and c.kind not in ("multiple_choice", "pairs"),
+             "are figures of choices; leave them out with kind={self.kind}"),
+        Rule("bias", lambda c: c.bias and c.kind not in ("multiple_choice", "pairs"),
+             "is a figure of choices; leave it out with kind={self.kind}"),
         Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),
+        Rule("extract", lambda c: c.extract and not refusal(compile_pattern, c.extract) and not compile_pattern(c.extract).groups,
+             "must have a group, the answer, such as 'answer is (.*)'"),
         Rule("document_start", lambda c: c.document_start and refusal(compile_pattern, c.document_start)),
     )  # fmt: skip
 
