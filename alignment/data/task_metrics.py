@@ -102,6 +102,4 @@ def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> di
 
 
 def _word_f1(words: list[str], gold: list[str]) -> float:
-    if not words or not gold:
-        return float(words == gold)
-    return 2 * sum((Counter(words) & Counter(gold)).values()) / (len(words) + len(gold))
+    return 2 * (Counter(words) & Counter(gold)).total() / (len(words) + len(gold)) if words or gold else 1.0

@@ -151,15 +151,12 @@ def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words."""
-    settings, rows = task.settings, list[Row]()
-    for item, text in zip(task.items, _responses(task, scorer, 1), strict=True):
-        answer = _last_group(settings.extract, text) if settings.extract else text
-        rows.append(
-            answer_metrics([answer], [item.choices])
-            if settings.match == "squad"
-            else {settings.figure: is_right(settings.match, answer, item.choices)}
-        )
-    return rows
+    settings, responses = task.settings, _responses(task, scorer, 1)
+    found = [_last_group(settings.extract, text) if settings.extract else text for text in responses]
+    pairs = [(answer, item.choices) for answer, item in zip(found, task.items, strict=True)]
+    if settings.match == "squad":
+        return [answer_metrics([answer], [accepted]) for answer, accepted in pairs]
+    return [{settings.figure: is_right(settings.match, answer, accepted)} for answer, accepted in pairs]
 
 
 def _last_group(pattern: str, text: str) -> str:
