@@ -13,7 +13,7 @@ from alignment.errors import UserError, suggest
 from alignment.evaluation.behavior import class_names, classify
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
-from alignment.evaluation.winrate import win_rate
+from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.generation import SamplingConfig
 from alignment.loading import find_directory
 from alignment.models.safetensors_files import read_config
@@ -238,8 +238,8 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     """
 
     def statistics(rows: np.ndarray) -> dict[str, float]:
-        one, other = (task_figures(settings, columns[rows]) for columns in (ours, ours if theirs is None else theirs))
-        return one if theirs is None else {name: value - other[name] for name, value in one.items()}
+        other = {} if theirs is None else task_figures(settings, theirs[rows])  # the same figures
+        return {name: value - other.get(name, 0.0) for name, value in task_figures(settings, ours[rows]).items()}
 
     members = [np.flatnonzero(clusters == number) for number in np.unique(clusters)]
     found: Figures = {
@@ -251,11 +251,13 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     draws = np.random.default_rng(0).integers(len(members), size=(RESAMPLES, len(members)))
     drawn = [statistics(np.concatenate([members[i] for i in draw])) for draw in draws if found.keys() - shares]
     for name, figure in found.items():
-        if name in shares:
-            values = ours[name] if theirs is None else (ours[name] - theirs[name] + 1) / 2
-            share = win_rate(values.tolist(), clusters=clusters.tolist())
-            low, high = (share.low, share.high) if theirs is None else (2 * share.low - 1, 2 * share.high - 1)
-        else:
+        if name not in shares:
             low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
+        elif theirs is None:
+            share = win_rate(ours[name].tolist(), clusters=clusters.tolist())
+            low, high = share.low, share.high
+        else:
+            gain = accuracy_gain(ours[name].tolist(), theirs[name].tolist(), clusters.tolist())
+            low, high = gain["low"], gain["high"]
         figure |= {"low": low, "high": high}
     return found

@@ -129,14 +129,14 @@ def task_results(
     """
     settings, against = task.settings, baseline or next(iter(measured))
     _, clusters = np.unique([item.cluster for item in task.items], return_inverse=True)
+
+    def by_model(rows: slice | np.ndarray) -> dict[str, Figures]:
+        return {name: figures_of(settings, clusters[rows], one[rows]) for name, one in measured.items()}
+
     subsets = dict[str, dict[str, dict[str, Figures]]]()
     for number, expression in enumerate(settings.subsets):
         values = np.array([item.subsets[number] for item in task.items])
-        subsets[expression] = {
-            value: {name: figures_of(settings, clusters[own], one[own]) for name, one in measured.items()}
-            for value in np.unique(values).tolist()
-            for own in (values == value,)
-        }
+        subsets[expression] = {value: by_model(values == value) for value in np.unique(values).tolist()}
     chosen = settings.kind in ("multiple_choice", "pairs")
     return {
         "kind": settings.kind,
@@ -144,7 +144,7 @@ def task_results(
         "rows": len(task.items),
         "clusters": int(clusters.max()) + 1,
         "first_prompt": task.items[0].prompt,
-        "models": {name: figures_of(settings, clusters, columns) for name, columns in measured.items()},
+        "models": by_model(slice(None)),
         "baselines": {
             name: figures_of(settings, clusters, measure(task, scorer)) for name, scorer in baselines(task).items()
         },
