@@ -243,12 +243,15 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
 
 def _with_examples(settings: Benchmark, judged: Sequence[Item], pool: Sequence[Item], count: int) -> list[Item]:
     """The judged rows with the description, and solved examples that are other rows, before their prompts."""
-    filled, short = list[Item](), 0
-    for item in judged:
-        shown = list(islice((one for one in pool if one.alike == item.alike and one.prompt != item.prompt), count))
-        short += len(shown) < count
-        solved = [example.prompt + settings.delimiter + example.solution for example in shown]
-        filled.append(replace(item, prompt=item.description + BETWEEN.join([*solved, item.prompt])))
-    if short:
+
+    def solved(item: Item) -> list[str]:
+        others = (one for one in pool if one.alike == item.alike and one.prompt != item.prompt)
+        return [other.prompt + settings.delimiter + other.solution for other in islice(others, count)]
+
+    examples = list(map(solved, judged))
+    if short := sum(len(shown) < count for shown in examples):
         print(f"few_shot: {short} rows have fewer than {count} examples, for no other rows are alike", file=sys.stderr)
-    return filled
+    return [
+        replace(item, prompt=item.description + BETWEEN.join([*shown, item.prompt]))
+        for item, shown in zip(judged, examples, strict=True)
+    ]
