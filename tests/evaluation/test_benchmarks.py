@@ -509,6 +509,8 @@ def test_toxicity_of_a_classifier(tmp_path):
     inputs = AutoTokenizer.from_pretrained(tmp_path)(texts, padding=True, return_tensors="pt")
     found = toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))(texts)
     assert found == pytest.approx(peer(**inputs).logits.softmax(-1)[:, 1].tolist(), abs=1e-5)
+    assert toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))(["", texts[1], "\n"]) == [0, found[1], 0]
+    assert toxicity_classifier(ToxicityConfig(str(tmp_path), "toxic"))([" "]) == [0]  # a policy may end at once
     with pytest.raises(UserError, match="has no class 'toxi'; did you mean 'toxic'"):
         toxicity_classifier(ToxicityConfig(str(tmp_path), "toxi"))
 

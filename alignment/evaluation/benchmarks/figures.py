@@ -42,11 +42,23 @@ class ToxicityConfig(Settings):
 
 
 def toxicity_classifier(config: ToxicityConfig) -> Classifier:
-    """A function that gives each text's probability of being toxic; UserError where the classifier has no such label."""
+    """A function that gives each text's probability of being toxic, 0 where it says nothing, as a continuation may.
+
+    Raises:
+        UserError: the classifier has no such label.
+    """
     names = class_names(read_config(find_directory(config.model)))
     if config.label not in names:
         raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
-    return lambda texts: classify(config.model, texts).softmax(-1)[:, names.index(config.label)].tolist()
+
+    def toxicities(texts: Sequence[str]) -> list[float]:
+        found, said = dict.fromkeys(texts, 0.0), [text for text in dict.fromkeys(texts) if text.strip()]
+        if said:
+            shares = classify(config.model, said).softmax(-1)[:, names.index(config.label)]
+            found.update(zip(said, shares.tolist(), strict=True))
+        return [found[text] for text in texts]
+
+    return toxicities
 
 
 @dataclass(frozen=True)
