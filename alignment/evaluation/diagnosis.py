@@ -119,12 +119,6 @@ def exceeds_rounding(run: RunLog, errors: Series, *, fp32: float, bf16: float) -
     return max(errors.values) > (bf16 if run.setting("training.precision") == "bf16" or sixteen else fp32)
 
 
-def first_ratio_differs(run: RunLog, errors: Series) -> bool:
-    """The first ratio is not 1 but for rounding: a float32 sum of some thousand terms, or bfloat16's 8 bits of a
-    log-probability near -10."""
-    return exceeds_rounding(run, errors, fp32=1e-4, bf16=0.05)
-
-
 def sampling_differs(run: RunLog, errors: Series) -> bool:
     """Responses come from another distribution than the policy's, though nothing in the configuration says so.
 
@@ -223,7 +217,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "sampler mismatch", SAMPLED,
-        {"first_ratio_error": first_ratio_differs,
+        {  # rounding of a ratio of 1: a float32 sum of some thousand terms, or bfloat16's 8 bits of a log-probability near -10
+         "first_ratio_error": lambda run, errors: exceeds_rounding(run, errors, fp32=1e-4, bf16=0.05),
          "sampling_error": sampling_differs,
          "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > 0.2},  # 1 where both agree
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "

@@ -59,12 +59,12 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
     return Path(path)
 
 
-def table_of(rows: Mapping[str, Mapping[str, Any]], heading: str = "") -> list[Row]:
+def table_of(rows: Mapping[str, Mapping[str, object]], heading: str = "") -> list[Row]:
     """A table with a row for each name, which stands under `heading`."""
     return [{heading: name, **dict(cells(figures))} for name, figures in rows.items()]
 
 
-def cells(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+def cells(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Numbers, rates and values of results by their names, those of inner mappings too; texts and lists are left out."""
     for key, value in figures.items():
         if isinstance(value, Mapping) and not {"rate", "value"} & value.keys():
