@@ -72,9 +72,11 @@ def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequen
     pairs = [(entities(ours), entities(theirs)) for ours, theirs in zip(labels, predictions, strict=True)]
     right = sum(len(gold & found) for gold, found in pairs)
     wanted, given = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
-    precision, recall = right / max(1, given), right / max(1, wanted)
-    f1 = 2 * right / max(1, wanted + given)
-    return {"entity_precision": precision, "entity_recall": recall, "entity_f1": f1}
+    return {
+        "entity_precision": right / max(1, given),
+        "entity_recall": right / max(1, wanted),
+        "entity_f1": 2 * right / max(1, wanted + given),
+    }
 
 
 def normalized(text: str) -> str:

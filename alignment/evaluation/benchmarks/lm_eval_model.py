@@ -58,8 +58,9 @@ class LMEvalModel(LM):
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a dialogue."""
-        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return self.scorer.tokenizer.apply_chat_template(list(chat_history), **options)
+        return self.scorer.tokenizer.apply_chat_template(
+            list(chat_history), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
 
 def task_runner(
