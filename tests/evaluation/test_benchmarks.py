@@ -420,6 +420,8 @@ ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
          "bias: is a figure of choices; leave it out with kind=answers"),
         ([ROW], {"bias": {"unknown": "1"}}, "bias: needs stereotyped, unknown and ambiguous"),
         ([ROW], {"source": "other.jsonl"}, "other.jsonl: no such file"),
+        ([ROW, ROW], {"document_start": "=", "prompt": "{{ text }}"},
+         r"rows.jsonl:1: document_start puts the column text together, and the row has question, choices, right"),
         ([], {}, "there is no row in rows.jsonl"),
     ],
 )  # fmt: skip

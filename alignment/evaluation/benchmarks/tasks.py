@@ -189,11 +189,16 @@ def _rows(paths: Sequence[Path], starts: str | None) -> list[tuple[str, dict[str
     for path in paths:
         rows = list(read_raw(str(path.resolve())))
         raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
+        raise_all(
+            f"{row.location}: document_start puts the column text together, and the row has {', '.join(row.values or ())}"
+            for row in rows
+            if starts is not None and "text" not in (row.values or ())
+        )
         for number, (location, columns) in enumerate((row.location, dict(row.values or {})) for row in rows):
-            if number == 0 or starts is None or begins.search(str(columns.get("text"))):
+            if number == 0 or starts is None or begins.search(str(columns["text"])):
                 found.append((location, columns))
             else:
-                found[-1][1]["text"] = f"{found[-1][1]['text']}{BETWEEN}{columns.get('text')}"
+                found[-1][1]["text"] = f"{found[-1][1]['text']}{BETWEEN}{columns['text']}"
     return found
 
 
