@@ -164,11 +164,11 @@ def probe_layers(
             "selectivity": accuracy_gain(right.tolist(), control_right.tolist(), clusters=judged.texts),
             "fit": {"rate": float(fitted.mean())},
         })  # fmt: skip
-    majorities = {
-        name: float((held_out == np.bincount(fitted).argmax()).mean())
-        for name, (fitted, held_out) in {"majority": classes, "control_majority": control}.items()
-    }
-    return layers, {"control_seen": float(np.isin(judged.types, fit.types).mean()), **majorities}
+    majority, control_majority = (
+        float((held_out == np.bincount(fitted).argmax()).mean()) for fitted, held_out in (classes, control)
+    )
+    seen = float(np.isin(judged.types, fit.types).mean())
+    return layers, {"control_seen": seen, "majority": majority, "control_majority": control_majority}
 
 
 def write_probe(

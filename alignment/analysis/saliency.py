@@ -106,16 +106,13 @@ def explained_continuation(model: Model, tokenizer: Tokenizer, prompt: str | Mes
         response = response_ids(tokenizer, target, prompt, ended=False)
     if not response:
         raise UserError(f"--target {target!r} has no token; give a continuation, or leave it out")
-
-    def encode(prompt: str | Messages) -> Encoded:
-        ids = [*prompt_ids(tokenizer, prompt), *response]
-        return Encoded(ids, [0] * len(ids))
-
-    def value(batch: Ragged) -> Tensor:
-        return model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1)
-
     return Explained(
-        f"log-probability of {tokenizer.decode(response)!r}, nats", model, tokenizer, encode, value, len(response)
+        f"log-probability of {tokenizer.decode(response)!r}, nats",
+        model,
+        tokenizer,
+        encode=lambda prompt: _one_segment([*prompt_ids(tokenizer, prompt), *response]),
+        value=lambda batch: model(batch=batch).log_probs.view(len(batch.lengths), -1).sum(1),
+        target=len(response),
     )
 
 
@@ -123,14 +120,14 @@ def explained_score(reward_model: RewardModel, prompt: str | Messages, response:
     """A reward model's score of the prompt with a response, or of the prompt as the whole text."""
     if response is None and not isinstance(prompt, str):
         raise UserError("a reward model scores messages with a response: give --target")
-
-    def encode(prompt: str | Messages) -> Encoded:
-        return reward_model.encode([str(prompt) if response is None else (prompt, response)])[0]
-
-    def value(batch: Ragged) -> Tensor:
-        return reward_model.combined(reward_model.calibration.apply(batch_scores(reward_model.model, batch)))
-
-    return Explained("score", reward_model.model, reward_model.tokenizer, encode, value)
+    calibration, network = reward_model.calibration, reward_model.model
+    return Explained(
+        "score",
+        network,
+        reward_model.tokenizer,
+        encode=lambda prompt: reward_model.encode([str(prompt) if response is None else (prompt, response)])[0],
+        value=lambda batch: reward_model.combined(calibration.apply(batch_scores(network, batch))),
+    )
 
 
 @torch.no_grad()
@@ -143,18 +140,23 @@ def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, la
         )
 
     def encode(text: str | Messages) -> Encoded:
-        ids = tokenizer(str(text), truncation=False, verbose=False)["input_ids"]
-        return Encoded(ids, [0] * len(ids))
+        return _one_segment(tokenizer(str(text), truncation=False, verbose=False)["input_ids"])
 
     if label is None:
         batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
         label = names[int(batch_scores(model, batch).argmax())]
     number = names.index(label)
+    return Explained(
+        f"log-probability of class {label}, nats",
+        model,
+        tokenizer,
+        encode,
+        lambda batch: batch_scores(model, batch).log_softmax(-1)[:, number],
+    )
 
-    def value(batch: Ragged) -> Tensor:
-        return batch_scores(model, batch).log_softmax(-1)[:, number]
 
-    return Explained(f"log-probability of class {label}, nats", model, tokenizer, encode, value)
+def _one_segment(ids: list[int]) -> Encoded:
+    return Encoded(ids, [0] * len(ids))
 
 
 # Attributions
