@@ -33,7 +33,7 @@ BESIDE = {  # the neighbors on one floor that may be looked at
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
     "narrow": 30,
     "called": 60,
-    "any": 50,
+    "any": 49,
     "positional": 0,
     "long": 0,
     "doubled": 0,
@@ -42,11 +42,11 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "clauses": 0,
     "loose": 6,
     "small": 2,
-    "files": 273,
-    "lines": 52270,
-    "statements": 26672,
+    "files": 259,
+    "lines": 51846,
+    "statements": 25969,
 }
-FILES_LOADED = {"sft": 43, "reward": 48, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
+FILES_LOADED = {"sft": 42, "reward": 46, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 
 
 @pytest.fixture(scope="module")
