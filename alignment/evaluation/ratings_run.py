@@ -205,16 +205,22 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> list[Ro
     """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree is a tie."""
     if not Path(config.responses).is_file():
         raise UserError(f"{config.responses}: no such file; tournament.responses is that of an evaluate winrate")
-    rows = [row.values or {} for row in json_line_rows(Path(config.responses))]
+    read = list(json_line_rows(Path(config.responses)))
+    rows = [row.values or {} for row in read]
     if not rows or any(not {"id", "prompt", "responses"} <= row.keys() for row in rows):
         raise UserError(
             f"{config.responses}: its rows must have id, prompt and responses, as evaluate winrate writes them"
         )
+    models = [name for name in rows[0]["responses"] if name not in ratings.leave_out]
+    raise_all(
+        f"{raw.location}: has responses of {', '.join(row['responses'])}, where the first row has {', '.join(rows[0]['responses'])}; "
+        "give every model's response in each row, or leave models out by `leave_out`"
+        for raw, row in zip(read, rows, strict=True)
+        if set(row["responses"]).difference(ratings.leave_out) != set(models)
+    )
     prompts = [Prompt(row["prompt"], {}, row["id"]) for row in rows]
     judge, battles = build_judge(config, Path(ratings.output)), list[Row]()
-    for one, other in itertools.combinations(
-        [name for name in rows[0]["responses"] if name not in ratings.leave_out], 2
-    ):
+    for one, other in itertools.combinations(models, 2):
         sides = [row["responses"][one] for row in rows], [row["responses"][other] for row in rows]
         judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share, models=(one, other))
         battles += [

@@ -156,6 +156,20 @@ def test_a_tournament_judges_all_pairs_and_keeps_the_judgments(tmp_path):
     assert alone["models"]["x"]["rating"] - 1000 == pytest.approx(200 * math.log10(2))
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"x": "a"}, "x, where the first row has x, y"),  # one lacks a response
+        ({"x": "a", "y": "b", "z": "c"}, "x, y, z, where the first row has x, y"),  # z would be in no battle
+    ],
+)
+def test_a_tournament_has_the_same_models_in_every_row(tmp_path, second, message):
+    rows = [{"id": i, "prompt": "p", "responses": own} for i, own in enumerate([{"x": "a", "y": "b"}, second])]
+    tournament = TournamentConfig(responses=write_rows(tmp_path / "responses.jsonl", rows), judge="longer")
+    with pytest.raises(UserError, match=rf"responses\.jsonl:2: has responses of {message}"):
+        run(RatingsConfig(str(tmp_path / "out"), tournament=tournament))
+
+
 def test_a_config_names_a_judge_or_is_refused(tmp_path):
     path = tmp_path / "ratings.yaml"
     path.write_text(f"output: {tmp_path}/out\ntournament:\n  responses: {tmp_path}/none.jsonl\n")
