@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
+from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.evaluation.responses import ResponseScorer
@@ -34,6 +34,7 @@ from alignment.evaluation.winrate import (
     win_rate,
 )
 from alignment.files import hash_of
+from alignment.rewards.judge import check_key
 from alignment.rewards.specs import plain_url
 from alignment.training.run.lineage import parent_hashes
 
@@ -263,7 +264,7 @@ def _language_judge(
     labels = labels_of(template, ties=config.ties)
     question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
     if service is not None:
-        check_key(service)
+        check_key(service, service.model)
         ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
         settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
     else:

@@ -24,7 +24,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judge_config import BestOfConfig, EndpointConfig, WinRateConfig
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import ask_service, chat_text, check_key
+from alignment.evaluation.language_judges import ask_service, chat_text
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.files import hash_of, read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
@@ -32,6 +32,7 @@ from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
+from alignment.rewards.judge import check_key
 from alignment.training.run.lineage import differences
 
 RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
@@ -72,8 +73,8 @@ def sample_or_read(
     }
     chosen = {own.reward_model for name, own in config.best_of.items() if name in missing}
     choosers = {source: ResponseScorer(source, config.weights, config.data.max_length) for source in chosen}
-    for name in missing:
-        check_key(config.endpoints.get(name))
+    for service in [config.endpoints[name] for name in missing if name in config.endpoints]:
+        check_key(service, service.model)
     for name in missing:
         if name in files:
             responses[name] = files[name]

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+from alignment.errors import UserError
 from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import JudgeSpec, ServiceSpec, plain_url
 from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
@@ -166,14 +167,15 @@ def _key(variable: str) -> str:
     return os.environ.get(variable, "").strip()
 
 
-def key_problem(variable: str) -> str:
-    """The fault of the key in an environment variable; '' where it can be sent."""
-    key = _key(variable)
-    if not key:
-        return f"the environment has no {variable}, the judge's key; set it"
-    if not (key.isascii() and key.isprintable()):
-        return f"the key in {variable} has line breaks, control characters or letters beyond ASCII; set one line"
-    return ""
+def check_key(service: ServiceSpec, name: str) -> None:
+    """Refuse a service, by its name in the message, whose key is not in the environment or cannot be sent."""
+    variable = service.key_variable
+    key = None if variable is None else _key(variable)
+    if key == "":
+        raise UserError(f"{name}: the environment has no {variable}, the judge's key; set it")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        fault = "has line breaks, control characters or letters beyond ASCII; set one line"
+        raise UserError(f"{name}: the key in {variable} {fault}")
 
 
 # The answer
