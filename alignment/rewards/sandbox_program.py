@@ -523,20 +523,22 @@ class Peer:
                 message["items"] = [self.decode(each) for each in message["items"]]
             if "named" in message:
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
+            # All that was encoded is decoded, in the same order: what is new is described once, and later only referred to.
+            for name, encoded in message.pop("names", {}).items():
+                value = self.decode(encoded)
+                if name in self.shown and NAMES.get(name) is self.shown[name]:
+                    self.shown[name] = NAMES[name] = value
             for number, kind, extra, items in message.pop("changes"):
-                container = self.objects[-number]
+                container, factory = self.objects[-number], self.decode(extra)
                 if -number not in self.contents:
                     os._exit(DIED)
                 set_items(container, [self.decode(item) for item in items])
                 if kind == "defaultdict" and number > 0:
-                    container.default_factory = self.decode(extra)
+                    container.default_factory = factory
                 self.contents[-number] = container_items(container)
                 del container
             for number in message.pop("dropped"):
                 self.forget(-number)
-            for name, value in message.pop("names", {}).items():
-                if name in self.shown and NAMES.get(name) is self.shown[name]:
-                    self.shown[name] = NAMES[name] = self.decode(value)
             if text := message.pop("printed", ""):
                 sys.stdout.write(text)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, ArithmeticError):
@@ -598,11 +600,11 @@ class Peer:
             del self.objects[number], self.numbers[id(value)]
             return ["error", self.encode(kind), *map(self.encode, value.args)]
         content = builtin_base(CONTENTS, value)
-        parts = [] if content is None else [self.encode(plain_content(content, value))]
+        parts = [] if content is None else [plain_content(content, value)]
         if isinstance(value, BaseException):
-            parts = [self.encode(item) for item in value.args]
+            parts = value.args
         own = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
-        return ["object", number, own, *parts]
+        return ["object", number, own, *map(self.encode, parts)]  # the class first, as it is decoded
 
     def decode(self, value: object) -> object:
         """The value that `encode` made JSON of."""
