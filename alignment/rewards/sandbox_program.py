@@ -17,6 +17,7 @@ library alone. There are three roles:
 import ast
 import builtins
 import collections
+import contextlib
 import ctypes
 import importlib
 import io
@@ -62,7 +63,7 @@ PEER: "Peer | None" = None  # the one end of the pipes that this process has
 
 def run_role() -> None:
     """Read one line with what to do, load the modules that it imports, shut the sandbox, and do it."""
-    global PEER
+    global NAMES, PEER
     role, settings, requests = sys.argv[1], json.loads(sys.argv[2]), private(0)
     task = json.loads(requests.readline())
     limit(settings)
@@ -75,7 +76,7 @@ def run_role() -> None:
     own = types.ModuleType(f"__{role}__")  # dataclasses look their module up
     sys.modules[own.__name__] = own
     vars(own).update(NAMES, __name__=own.__name__)
-    globals()["NAMES"] = vars(own)
+    NAMES = vars(own)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
         restrict_process()
@@ -123,8 +124,8 @@ def imported(code: str) -> "list[str]":
     return [each for name in found for each in (name, *LATER.get(name, []))]
 
 
-def ignore_loop_errors() -> None:
-    """Event loops without sockets, which only wait for time."""
+def use_loop_without_sockets() -> None:
+    """Let asyncio make event loops that wait for time alone."""
     asyncio, time = sys.modules["asyncio"], importlib.import_module("time")
 
     class Loop(asyncio.BaseEventLoop):
@@ -150,12 +151,10 @@ def ignore_loop_errors() -> None:
 def load(modules: "list[str]") -> None:
     """Import modules while files can be read; code that imports one that is not there sees that for itself."""
     for name in modules:
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            continue
     if "asyncio" in modules:
-        ignore_loop_errors()
+        use_loop_without_sockets()
 
 
 def limit(settings: "dict[str, float]") -> None:
@@ -173,16 +172,12 @@ def restrict_process() -> None:
 
     The process exits with `REFUSED` where the kernel does not do as it is asked.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = [ctypes.c_ulong] * 4
-    libc.prctl.argtypes = [ctypes.c_int, *arguments]
+    libc, machine = ctypes.CDLL(None, use_errno=True), os.uname().machine
+    libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
-    if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
+    if machine not in ARCHES or libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         os._exit(REFUSED)
     forbid_files(libc)
-    machine = os.uname().machine
-    if machine not in ARCHES:
-        os._exit(REFUSED)
     program = filter_of(machine)
     steps = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(steps)))
@@ -284,9 +279,8 @@ class Remote(metaclass=RemoteClass):
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> object:
-        if name in LOCAL or (isinstance(self, BaseException) and hasattr(BaseException, name)):
-            return object.__getattribute__(self, name)
-        if name in READING and not name.startswith("__") and isinstance(self, (list, set)):
+        reads_content = name in READING and not name.startswith("__") and isinstance(self, (list, set))
+        if name in LOCAL or reads_content or (isinstance(self, BaseException) and hasattr(BaseException, name)):
             return object.__getattribute__(self, name)
         return PEER.ask("get", self, name)
 
@@ -519,9 +513,8 @@ class Peer:
             for name in ("value", "error"):
                 if name in message:
                     message[name] = self.decode(message[name])
-            if "items" in message:
+            if "do" in message:
                 message["items"] = [self.decode(each) for each in message["items"]]
-            if "named" in message:
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
             # All that was encoded is decoded, in the same order: what is new is described once, and later only referred to.
             for name, encoded in message.pop("names", {}).items():
@@ -587,8 +580,7 @@ class Peer:
             return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
         if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
             return ["standard", *name]
-        self.last += 1
-        number = self.last
+        self.last = number = self.last + 1
         self.add(number, value)
         if isinstance(value, type):
             return ["class", number, value.__name__, overridden(value), [self.encode(base) for base in bases_of(value)]]
@@ -644,9 +636,7 @@ class Peer:
         if mark == "class":
             return self.add(number, mirror(rest[0], rest[1], [self.decode(base) for base in rest[2]]))
         if mark == "await":
-            self.objects[number] = target = object()
-            self.numbers[id(target)] = number
-            return waiting(target)
+            return waiting(self.add(number, object()))
         kind = Remote if rest[0] is None else self.decode(rest[0])
         items = [self.decode(each) for each in rest[1:]]
         if type(kind) is not RemoteClass:
