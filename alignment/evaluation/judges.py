@@ -15,7 +15,7 @@ import numpy as np
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import JudgeConfig
-from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
+from alignment.evaluation.judge_templates import LABELS, RATINGS, is_rubric, load_template, question_text
 from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
@@ -261,7 +261,7 @@ def _language_judge(
     template = load_template(config.judge_template)
     service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
     words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
-    labels = labels_of(template, ties=config.ties)
+    labels = RATINGS if rubric else {label: LABELS[label] for label in ("ABC" if config.ties else "AB")}
     question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
     if service is not None:
         check_key(service, service.model)

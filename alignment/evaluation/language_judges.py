@@ -91,8 +91,7 @@ def ask_service(
         answer = read(received)
         counts = {ours: part_of(received, "usage", name) for name, ours in TOKEN_COUNTS.items()}
         tokens = {ours: count for ours, count in counts.items() if isinstance(count, int)}
-        more = {"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more}
-        return answer._replace(more=more)
+        return answer._replace(more={"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more})
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         stopped = threading.Event()

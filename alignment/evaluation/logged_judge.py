@@ -139,10 +139,16 @@ class LoggedJudge:
 
     def _row(self, key: str, call: Call, value: float | str | None, more: Mapping[str, object]) -> Mapping[str, object]:
         column, names = COLUMNS[len(call.responses)]
-        texts = {**dict(zip(names, call.responses, strict=True)), column: value}
-        models = dict(zip(MODELS, call.models, strict=False))
-        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **texts, "judge": self.name, **models}
-        return {**own, "key": key, **more}
+        return {
+            "id": call.prompt.row_id,
+            "prompt": call.prompt.prompt,
+            **dict(zip(names, call.responses, strict=True)),
+            column: value,
+            "judge": self.name,
+            **dict(zip(MODELS, call.models, strict=False)),
+            "key": key,
+            **more,
+        }
 
     def _keep(self, row: Mapping[str, object]) -> None:
         """Take over an answer, and append its row to the log unless it stands there."""

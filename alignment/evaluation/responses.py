@@ -37,6 +37,8 @@ from alignment.training.run.lineage import differences
 
 RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
 OF_ONE_DRAW = ("seed:", "weights.")  # what a second start for people's verdicts may change: the responses are there
+# Column of a row -> attribute of `Generation`.
+COLUMNS = {"responses": "texts", "token_ids": "token_ids", "log_probs": "log_probs", "ended": "ended"}
 KINDS = ("models", "best_of", "response_files", "endpoints")  # of contestants
 
 Responses = dict[str, Generation]  # contestant -> a response to each prompt
@@ -192,9 +194,8 @@ def sample_responses(
             rows=rows,
             batch_size=batch_size,
         )
-        ids, ended = sampled.token_ids, list(sampled.ended)
-        texts = [response_text(tokenizer, *each) for each in zip(ids, ended, strict=True)]
-        found.append(Generation(texts, ids, sampled.log_probs, ended))
+        ids = zip(sampled.token_ids, sampled.ended, strict=True)
+        found.append(replace(sampled, texts=[response_text(tokenizer, *each) for each in ids]))
     return found
 
 
@@ -277,10 +278,7 @@ def write_responses(
     rows = []
     for i, prompt in enumerate(prompts):
         columns = {
-            "responses" if column == "texts" else column: {
-                name: vars(own)[column][i] for name, own in responses.items()
-            }
-            for column in ("texts", "token_ids", "log_probs", "ended")
+            column: {name: getattr(own, part)[i] for name, own in responses.items()} for column, part in COLUMNS.items()
         }
         rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -322,9 +320,9 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     new = [name for name in after if name not in names]
     told = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
     print(f"{path}: read again{kept}{told}", file=sys.stderr)
-    columns = ("responses", "token_ids", "log_probs", "ended")
     return [row["id"] for row in rows], {
-        name: Generation(*([row[column][name] for row in rows] for column in columns)) for name in names
+        name: Generation(**{part: [row[column][name] for row in rows] for column, part in COLUMNS.items()})
+        for name in names
     }
 
 
