@@ -120,7 +120,8 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
     log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
     ask = ask_service(service, lambda call: call.prompt.prompt, settings, read)
     identity = hash_of([service.url, service.model, service.parameters, settings])
-    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=service)
+    priced = replace(service, max_tokens=config.max_new_tokens)
+    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=priced)
     return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
 
 

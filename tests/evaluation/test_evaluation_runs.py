@@ -485,6 +485,14 @@ def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_pat
         assert len(server.requests) == 3
 
 
+def test_the_cost_of_a_contestant_is_foretold_from_the_longest_response(config_of, capsys):
+    with serving(answer_of) as server:
+        service = EndpointConfig(url=server.url, model="stub", input_price=0.0, output_price=1e6)
+        config = config_of(64, endpoints={"api": service}, max_new_tokens=50)
+        sampling.endpoint_responses(config, service, [Prompt("Guest:", {}, "row 0"), Prompt("Host:", {}, "row 1")])
+    assert "a cost of at most about 100.00" in capsys.readouterr().err
+
+
 def always_say(directory, tokenizer, *tokens):
     """Rewrite a Llama so that its next token is the first of `tokens`, then the second, whatever it reads."""
     file = Path(directory) / "model.safetensors"
