@@ -132,8 +132,9 @@ class LoggedJudge:
         self.ask(calls, done)
         self.made += len(calls)
         if len(self.failures) > allowed:
+            failures = self.failures[before:]
             raise UserError(
-                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(Counter(self.failures))}; at most "
+                f"{self.name}: no answer to {len(failures)} of {count} calls: {_counts(Counter(failures))}; at most "
                 f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 

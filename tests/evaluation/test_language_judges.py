@@ -257,6 +257,19 @@ def test_calls_tokens_time_and_cost_are_told_before_the_first_call(tmp_path, cap
     assert judge.usage()["cost"] == pytest.approx((8000 * 2 + 160 * 10) / 1e6)
 
 
+def test_the_calls_that_end_a_run_are_not_counted_with_earlier_failures(tmp_path):
+    def answer(body, count):
+        if count <= 2:
+            return 503, {}, ""
+        return fair(body, count) if count <= 20 else (500, {}, "")
+
+    with serving(answer) as server:
+        judge = judge_of(server, tmp_path, endpoint={"requests": 1})
+        compare(PROMPTS[:10], OURS[:10], BASELINE[:10], judge, max_failed_share=0.5)
+        with pytest.raises(UserError, match=r"no answer to 3 of 20 calls: status 500 \(3 times\); at most"):
+            compare(PROMPTS[10:20], OURS[10:20], BASELINE[10:20], judge)
+
+
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 HOSTILE = [
