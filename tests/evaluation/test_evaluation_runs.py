@@ -26,6 +26,7 @@ from alignment.evaluation.judge_faults import parent_warnings
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
+from alignment.generation import Generation
 from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -530,6 +531,21 @@ def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named
     rows = read_judgments(tmp_path / "out/judgments.jsonl")
     assert [row.probability is not None for row in rows] == [True] * 24 + [False] * 24
     assert results["judging"]["prompt_tokens"] > 24 * 300
+
+
+def test_one_of_several_reward_models_may_fail_as_often_as_the_config_allows(config_of):
+    config = config_of(64, reward_model=None, reward_models=("one", "other"), max_failed_share=0.5)
+    prompts = [Prompt(f"p{i}", {}, f"row {i}") for i in range(4)]
+    scorers = {"one": lambda _, texts: [math.nan if text == "b0" else len(text) for text in texts],
+               "other": lambda _, texts: list(map(len, texts))}  # fmt: skip
+    sides = {
+        name: Generation([f"{letter}{i}" for i in range(4)], [], [], [])
+        for name, letter in (("one", "a"), ("two", "b"))
+    }
+    judge = build_judge(config, scorers=scorers, hashes=dict.fromkeys(scorers))
+    judging, _ = evaluation.judge_responses(config, prompts, sides, judge, scorers)
+    by_judge = judging["models"]["two"]["by_judge"]
+    assert by_judge["one"]["n"] == 3 and by_judge["other"]["n"] == 4
 
 
 def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(config_of, foreign):
