@@ -190,14 +190,12 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
 
 
-def majority_judge(judges: Sequence[Judge]) -> Judge:
-    """A judge whose verdict is that of more than half of its members; a tie where none is, a failure where a member fails."""
-
-    def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
-        return [None if None in each else majority_verdict(each) for each in verdicts]
-
-    return judge
+def majority_verdicts(
+    judges: Sequence[Judge], prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+) -> list[Verdict]:
+    """The verdicts of more than half of the judges; a tie where there is none, a failure where one of them fails."""
+    verdicts = zip(*(judge(prompts, first, second) for judge in judges), strict=True)
+    return [None if None in each else majority_verdict(each) for each in verdicts]
 
 
 def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
@@ -237,7 +235,7 @@ def build_judge(
         sources = config.judging_models
         known = scorers or {source: ResponseScorer(source, config.weights) for source in sources}
         members = [score_judge(known[source], config.tie_margin) for source in sources]
-        judge = members[0] if len(members) == 1 else majority_judge(members)
+        judge = members[0] if len(members) == 1 else partial(majority_verdicts, members)
         own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
         return _record(f"reward_model {', '.join(sources)}", own, judge, log)
     gold = score_judge(lambda *items: [each.total for each in gold_scores(*items)], config.tie_margin)

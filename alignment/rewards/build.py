@@ -117,11 +117,12 @@ def build_rewards(
     for name, spec in zip(names_of(specs), specs, strict=True):
         mode = spec.normalize or ("first" if name in models and name not in scaled else "none")
         failures: Counter[str] = Counter()
-        text_score = None if name in models else _text_scorer(name, texts[name], tokenizer, failures)
         parts.append(
             RewardPart(
                 name,
-                text_score or finite_scorer(name, models[name]),
+                finite_scorer(name, models[name])
+                if name in models
+                else _text_scorer(name, texts[name], tokenizer, failures),
                 spec.weight,
                 spec.clip,
                 normalizer=None if mode == "none" else PartNormalizer(mode, name),

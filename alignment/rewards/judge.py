@@ -6,7 +6,6 @@ No key, prompt or response is written to a message or a log.
 import contextlib
 import functools
 import http.client
-import itertools
 import json
 import math
 import os
@@ -101,15 +100,15 @@ def post_json(service: ServiceSpec, body: bytes) -> object:
     Raises:
         RequestFailed: no usable answer; the message holds neither key nor body.
     """
-    for attempt in itertools.count():
+    for attempt in range(service.retries):
         try:
             return _post_once(service, body)
         except RequestFailed as error:
-            if error.pause is None or attempt == service.retries or error.pause > service.max_backoff_seconds:
+            if error.pause is None or error.pause > service.max_backoff_seconds:
                 raise
             longest = min(service.max_backoff_seconds, service.backoff_seconds * 2.0**attempt)
             time.sleep(max(error.pause, longest * random.uniform(0.5, 1.0)))
-    raise AssertionError("counting never ends")
+    return _post_once(service, body)
 
 
 def _post_once(service: ServiceSpec, body: bytes) -> object:

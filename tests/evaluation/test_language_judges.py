@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, compare, read_judgments
 from alignment.evaluation.judge_faults import length_warnings, position_warnings
 from alignment.evaluation.judge_templates import TEMPLATES, load_template, mark_of, question_text, read_answer
-from alignment.evaluation.judges import length_effect, longer_judge, majority_judge
+from alignment.evaluation.judges import length_effect, longer_judge, majority_verdicts
 from alignment.loading import load_model, load_tokenizer
 from tests.stub_server import serving
 
@@ -391,9 +391,9 @@ def test_a_service_s_log_probabilities_give_the_verdict_and_its_probability(tmp_
 
 def test_of_several_judges_the_majority_decides_and_none_of_two_that_differ():
     one, other, third = (lambda p, a, b, v=v: [v] * len(p) for v in (1.0, 0.0, 1.0))
-    assert majority_judge([one, other, third])(PROMPTS[:1], ["a"], ["b"]) == [1.0]
-    assert majority_judge([one, other])(PROMPTS[:1], ["a"], ["b"]) == [0.5]
-    assert majority_judge([one, lambda p, a, b: [None]])(PROMPTS[:1], ["a"], ["b"]) == [None]
+    assert majority_verdicts([one, other, third], PROMPTS[:1], ["a"], ["b"]) == [1.0]
+    assert majority_verdicts([one, other], PROMPTS[:1], ["a"], ["b"]) == [0.5]
+    assert majority_verdicts([one, lambda p, a, b: [None]], PROMPTS[:1], ["a"], ["b"]) == [None]
 
 
 # --- a model of our own ----------------------------------------------------------------------------------------------
