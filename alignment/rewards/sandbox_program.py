@@ -445,21 +445,15 @@ class Peer:
                 self.shown = {name: NAMES[name] for name in items[0] if name in NAMES}
                 return {"value": self.encode({**self.shown})}
             thing = self.objects[target]
-            if action in ("get", "__setattr__", "__delattr__"):
+            if self.judges and action in ("get", "__setattr__", "__delattr__"):
                 self.check_attribute(action, thing, items[0])
-            if action == "get":
-                return {"value": self.encode(getattr(thing, items[0]))}
-            if action == "await":
-                return {"value": self.encode(finished(thing))}
-            return {"value": self.encode(OPERATIONS[action](thing, *items, **named))}
+            return {"value": self.encode(ACTIONS[action](thing, *items, **named))}
         except BaseException as error:
             error.__traceback__ = error.__context__ = None
             return {"error": self.encode(error)}
 
     def check_attribute(self, action: str, thing: object, name: object) -> None:
         """Refuse attributes of the tests' objects that lead to their code, and changes of all but their own objects."""
-        if not self.judges:
-            return
         own = type(thing).__module__ == "__tests__" and not isinstance(thing, type)
         if not isinstance(name, str) or (name.startswith("__") and name not in SHOWN) or (action != "get" and not own):
             raise AttributeError(f"no attribute {name!r} is given away")
@@ -659,6 +653,10 @@ def finished(coroutine: object) -> object:
     except StopIteration as end:
         return end.value
     raise RuntimeError("the coroutine waits for something that is not there")
+
+
+# What the other end may ask for, of an object that is here.
+ACTIONS = {**OPERATIONS, "get": getattr, "await": finished}
 
 
 def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
