@@ -86,8 +86,9 @@ def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
     for source in config.judging_models:
         kin = [name for name in [*config.models, *config.best_of] if hashes[source] in _origins(config, name, hashes)]
         if hashes[source] is not None and kin:
-            text = kinship.format(kin=", ".join(kin))
-            warnings.append(f"the judge {source} is {text}; judge with a model of other origin")
+            warnings.append(
+                f"the judge {source} is {kinship.format(kin=', '.join(kin))}; judge with a model of other origin"
+            )
     return warnings
 
 

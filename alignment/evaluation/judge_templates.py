@@ -109,13 +109,6 @@ def is_rubric(template: str) -> bool:
     return "{response}" in template
 
 
-def labels_of(template: str, *, ties: bool) -> dict[str, float]:
-    """The answers that count, and the verdict or rating that each stands for."""
-    if is_rubric(template):
-        return RATINGS
-    return {label: verdict for label, verdict in LABELS.items() if ties or label != "C"}
-
-
 def question_text(template: str, prompt: str | Messages, responses: Sequence[str], *, ties: bool, reasons: bool) -> str:
     """The question about one response (a rubric) or two, in their order, with every text in a fence of its own.
 

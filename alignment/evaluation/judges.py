@@ -15,9 +15,9 @@ import numpy as np
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import JudgeConfig
-from alignment.evaluation.judge_templates import is_rubric, labels_of, load_template, question_text
+from alignment.evaluation.judge_templates import LABELS, RATINGS, is_rubric, load_template, question_text
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model, check_key
+from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.evaluation.responses import ResponseScorer
@@ -34,6 +34,7 @@ from alignment.evaluation.winrate import (
     win_rate,
 )
 from alignment.files import hash_of
+from alignment.rewards.judge import check_key
 from alignment.rewards.specs import plain_url
 from alignment.training.run.lineage import parent_hashes
 
@@ -189,14 +190,12 @@ def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
 longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
 
 
-def majority_judge(judges: Sequence[Judge]) -> Judge:
-    """A judge whose verdict is that of more than half of its members; a tie where none is, a failure where a member fails."""
-
-    def judge(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        verdicts = zip(*(member(prompts, first, second) for member in judges), strict=True)
-        return [None if None in each else majority_verdict(each) for each in verdicts]
-
-    return judge
+def majority_verdicts(
+    judges: Sequence[Judge], prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+) -> list[Verdict]:
+    """The verdicts of more than half of the judges; a tie where there is none, a failure where one of them fails."""
+    verdicts = zip(*(judge(prompts, first, second) for judge in judges), strict=True)
+    return [None if None in each else majority_verdict(each) for each in verdicts]
 
 
 def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
@@ -236,7 +235,7 @@ def build_judge(
         sources = config.judging_models
         known = scorers or {source: ResponseScorer(source, config.weights) for source in sources}
         members = [score_judge(known[source], config.tie_margin) for source in sources]
-        judge = members[0] if len(members) == 1 else majority_judge(members)
+        judge = members[0] if len(members) == 1 else partial(majority_verdicts, members)
         own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
         return _record(f"reward_model {', '.join(sources)}", own, judge, log)
     gold = score_judge(lambda *items: [each.total for each in gold_scores(*items)], config.tie_margin)
@@ -260,10 +259,10 @@ def _language_judge(
     template = load_template(config.judge_template)
     service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
     words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
-    labels = labels_of(template, ties=config.ties)
+    labels = RATINGS if rubric else {label: LABELS[label] for label in ("ABC" if config.ties else "AB")}
     question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
     if service is not None:
-        check_key(service)
+        check_key(service, service.model)
         ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
         settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
     else:

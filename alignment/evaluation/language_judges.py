@@ -11,7 +11,6 @@ from functools import cache
 
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids
-from alignment.errors import UserError
 from alignment.evaluation.benchmarks.likelihood import TOKENS_PER_FORWARD, LanguageScorer
 from alignment.evaluation.judge_config import EndpointConfig
 from alignment.evaluation.judge_templates import read_answer
@@ -21,7 +20,7 @@ from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import group_by_length
-from alignment.rewards.judge import RequestFailed, key_problem, post_json
+from alignment.rewards.judge import RequestFailed, post_json
 
 TOKEN_COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -92,8 +91,7 @@ def ask_service(
         answer = read(received)
         counts = {ours: part_of(received, "usage", name) for name, ours in TOKEN_COUNTS.items()}
         tokens = {ours: count for ours, count in counts.items() if isinstance(count, int)}
-        more = {"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more}
-        return answer._replace(more=more)
+        return answer._replace(more={"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more})
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
         stopped = threading.Event()
@@ -128,12 +126,6 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
     if service.logprobs:
         settings |= {"logprobs": True, "top_logprobs": 20, "max_tokens": 1}
     return ask_service(service, question.text, settings, read)
-
-
-def check_key(service: EndpointConfig | None) -> None:
-    """Refuse a service whose key is not in the environment."""
-    if service is not None and service.key_variable is not None and (problem := key_problem(service.key_variable)):
-        raise UserError(f"{service.model}: {problem}")
 
 
 def part_of(received: object, *path: str | int) -> object:

@@ -132,17 +132,24 @@ class LoggedJudge:
         self.ask(calls, done)
         self.made += len(calls)
         if len(self.failures) > allowed:
+            failures = self.failures[before:]
             raise UserError(
-                f"{self.name}: no answer to {len(self.failures) - before} of {count} calls: {_counts(Counter(self.failures))}; at most "
+                f"{self.name}: no answer to {len(failures)} of {count} calls: {_counts(Counter(failures))}; at most "
                 f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
             )
 
     def _row(self, key: str, call: Call, value: float | str | None, more: Mapping[str, object]) -> Mapping[str, object]:
         column, names = COLUMNS[len(call.responses)]
-        texts = {**dict(zip(names, call.responses, strict=True)), column: value}
-        models = dict(zip(MODELS, call.models, strict=False))
-        own = {"id": call.prompt.row_id, "prompt": call.prompt.prompt, **texts, "judge": self.name, **models}
-        return {**own, "key": key, **more}
+        return {
+            "id": call.prompt.row_id,
+            "prompt": call.prompt.prompt,
+            **dict(zip(names, call.responses, strict=True)),
+            column: value,
+            "judge": self.name,
+            **dict(zip(MODELS, call.models, strict=False)),
+            "key": key,
+            **more,
+        }
 
     def _keep(self, row: Mapping[str, object]) -> None:
         """Take over an answer, and append its row to the log unless it stands there."""

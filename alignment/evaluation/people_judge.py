@@ -120,8 +120,9 @@ def file_judge(path: Path) -> PeopleJudge:
         place = row.judge, (row.id, row.first, row.second)
         earlier = places.get(place, row)
         if not row.judge and earlier.verdict != row.verdict:
-            where = f"{earlier.verdict} in {earlier.location}"
-            problems.append(f"{row.location}: id {row.id!r} has verdict {row.verdict}, but {where}")
+            problems.append(
+                f"{row.location}: id {row.id!r} has verdict {row.verdict}, but {earlier.verdict} in {earlier.location}"
+            )
         places[place] = earlier if row.verdict is None else row
     filled = sum(row.verdict is not None for row in places.values())
     if not filled:

@@ -24,7 +24,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judge_config import BestOfConfig, EndpointConfig, WinRateConfig
 from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.language_judges import ask_service, chat_text, check_key
+from alignment.evaluation.language_judges import ask_service, chat_text
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.files import hash_of, read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
@@ -32,10 +32,13 @@ from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
+from alignment.rewards.judge import check_key
 from alignment.training.run.lineage import differences
 
 RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
 OF_ONE_DRAW = ("seed:", "weights.")  # what a second start for people's verdicts may change: the responses are there
+# Column of a row -> attribute of `Generation`.
+COLUMNS = {"responses": "texts", "token_ids": "token_ids", "log_probs": "log_probs", "ended": "ended"}
 KINDS = ("models", "best_of", "response_files", "endpoints")  # of contestants
 
 Responses = dict[str, Generation]  # contestant -> a response to each prompt
@@ -72,8 +75,8 @@ def sample_or_read(
     }
     chosen = {own.reward_model for name, own in config.best_of.items() if name in missing}
     choosers = {source: ResponseScorer(source, config.weights, config.data.max_length) for source in chosen}
-    for name in missing:
-        check_key(config.endpoints.get(name))
+    for service in [config.endpoints[name] for name in missing if name in config.endpoints]:
+        check_key(service, service.model)
     for name in missing:
         if name in files:
             responses[name] = files[name]
@@ -117,7 +120,8 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
     log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
     ask = ask_service(service, lambda call: call.prompt.prompt, settings, read)
     identity = hash_of([service.url, service.model, service.parameters, settings])
-    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=service)
+    priced = replace(service, max_tokens=config.max_new_tokens)
+    asked = LoggedJudge(service.model, identity, ask, log, max_failed_share=0.0, service=priced)
     return _texts([str(text) for text in asked.values([Call(prompt) for prompt in prompts])])
 
 
@@ -191,9 +195,8 @@ def sample_responses(
             rows=rows,
             batch_size=batch_size,
         )
-        ids, ended = sampled.token_ids, list(sampled.ended)
-        texts = [response_text(tokenizer, *each) for each in zip(ids, ended, strict=True)]
-        found.append(Generation(texts, ids, sampled.log_probs, ended))
+        ids = zip(sampled.token_ids, sampled.ended, strict=True)
+        found.append(replace(sampled, texts=[response_text(tokenizer, *each) for each in ids]))
     return found
 
 
@@ -276,10 +279,7 @@ def write_responses(
     rows = []
     for i, prompt in enumerate(prompts):
         columns = {
-            "responses" if column == "texts" else column: {
-                name: vars(own)[column][i] for name, own in responses.items()
-            }
-            for column in ("texts", "token_ids", "log_probs", "ended")
+            column: {name: getattr(own, part)[i] for name, own in responses.items()} for column, part in COLUMNS.items()
         }
         rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -321,9 +321,9 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     new = [name for name in after if name not in names]
     told = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
     print(f"{path}: read again{kept}{told}", file=sys.stderr)
-    columns = ("responses", "token_ids", "log_probs", "ended")
     return [row["id"] for row in rows], {
-        name: Generation(*([row[column][name] for row in rows] for column in columns)) for name in names
+        name: Generation(**{part: [row[column][name] for row in rows] for column, part in COLUMNS.items()})
+        for name in names
     }
 
 

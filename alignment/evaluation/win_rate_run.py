@@ -217,7 +217,10 @@ def judge_responses(
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
-            rates = {source: asdict(compare(*pairs, each).win_rate) for source, each in members.items()}
+            rates = {
+                source: asdict(compare(*pairs, each, max_failed_share=config.max_failed_share).win_rate)
+                for source, each in members.items()
+            }
             found = [rate["rate"] for rate in rates.values()]
             figures[name] |= {"by_judge": rates, "judge_spread": max(found) - min(found)}
     tests = [own["sign_test"] for own in figures.values()]

@@ -6,10 +6,9 @@ Answers are numbers as in gsm8k, texts that are equal after normalization, or th
 import re
 import string
 import unicodedata
-from collections.abc import Sequence
 from fractions import Fraction
 
-from alignment.rewards.combine import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts
 from alignment.rewards.specs import AnswerMatch, AnswerSpec, LengthSpec, MatchSpec
 from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
 
@@ -161,41 +160,30 @@ def reference_problem(match: AnswerMatch, reference: object) -> str:
     return "it holds no number" if match == "gsm8k" else "it holds nothing to compare"
 
 
-def answer_reward(spec: AnswerSpec) -> TextReward:
+def answer_rewards(spec: AnswerSpec, samples: SampledTexts) -> list[float]:
     """`value` for a right answer, else `otherwise`."""
-
-    def reward(samples: SampledTexts) -> Sequence[float]:
-        pairs = zip(samples.responses, samples.column(spec.column), strict=True)
-        return [spec.value if is_right(spec.match, *pair) else spec.otherwise for pair in pairs]
-
-    return reward
+    pairs = zip(samples.responses, samples.column(spec.column), strict=True)
+    return [spec.value if is_right(spec.match, *pair) else spec.otherwise for pair in pairs]
 
 
-def length_reward(spec: LengthSpec) -> TextReward:
+def length_rewards(spec: LengthSpec, samples: SampledTexts) -> list[float]:
     """-penalty for each token, or character, beyond `max`, or away from `target`."""
-
-    def reward(samples: SampledTexts) -> Sequence[float]:
-        lengths = samples.lengths if spec.unit == "tokens" else [len(text) for text in samples.responses]
-        if spec.target is not None:
-            return [-spec.penalty * abs(length - spec.target) for length in lengths]
-        return [-spec.penalty * max(0, length - (spec.max or 0)) for length in lengths]
-
-    return reward
+    lengths = samples.lengths if spec.unit == "tokens" else [len(text) for text in samples.responses]
+    if spec.target is not None:
+        return [-spec.penalty * abs(length - spec.target) for length in lengths]
+    return [-spec.penalty * max(0, length - (spec.max or 0)) for length in lengths]
 
 
-def match_reward(spec: MatchSpec, *, whole: bool) -> TextReward:
+def match_rewards(spec: MatchSpec, samples: SampledTexts, *, whole: bool) -> list[float | None]:
     """`value` where the pattern matches the `whole` response, or a part of it, else `otherwise`; None where it takes too long."""
     pattern = compile_pattern(spec.pattern, dotall=True)
     matches = pattern.fullmatch if whole else pattern.search
 
-    def reward(samples: SampledTexts) -> Sequence[float | None]:
-        def score(text: str) -> float | None:
-            try:
-                return spec.value if matches(text, timeout=PATTERN_SECONDS) else spec.otherwise
-            except TimeoutError:
-                samples.failures[slow_pattern(spec.pattern)] += 1
-                return None
+    def score(text: str) -> float | None:
+        try:
+            return spec.value if matches(text, timeout=PATTERN_SECONDS) else spec.otherwise
+        except TimeoutError:
+            samples.failures[slow_pattern(spec.pattern)] += 1
+            return None
 
-        return [score(text) for text in samples.responses]
-
-    return reward
+    return [score(text) for text in samples.responses]

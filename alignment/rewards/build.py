@@ -16,11 +16,11 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.generation import response_text
 from alignment.reward_model import RewardModel
-from alignment.rewards.answers import answer_reward, length_reward, match_reward, reference_problem
-from alignment.rewards.code import code_reward, failing_solutions, tests_problem
+from alignment.rewards.answers import answer_rewards, length_rewards, match_rewards, reference_problem
+from alignment.rewards.code import code_rewards, failing_solutions, tests_problem
 from alignment.rewards.combine import PartNormalizer, Reduce, RewardPart, Rewards, SampledTexts, Scorer, TextReward
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
-from alignment.rewards.judge import judge_reward, key_problem
+from alignment.rewards.judge import check_key, judge_reward
 from alignment.rewards.sandbox import require_sandbox
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, MatchSpec, RewardSpec, names_of
 
@@ -84,18 +84,17 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
         case None:
             return function_reward(load_reward_function(str(spec.function)), str(spec.function))
         case AnswerSpec() as section:
-            return answer_reward(section)
+            return partial(answer_rewards, section)
         case CodeSpec() as section:
             require_sandbox()
-            return code_reward(section)
+            return partial(code_rewards, section)
         case JudgeSpec() as section:
-            if section.key_variable is not None and (problem := key_problem(section.key_variable)):
-                raise UserError(f"rewards: {name}: {problem}")
+            check_key(section, f"rewards: {name}")
             return judge_reward(section)
         case MatchSpec() as section:
-            return match_reward(section, whole=spec.format is not None)
+            return partial(match_rewards, section, whole=spec.format is not None)
         case section:
-            return length_reward(section)
+            return partial(length_rewards, section)
 
 
 def build_rewards(
@@ -118,11 +117,12 @@ def build_rewards(
     for name, spec in zip(names_of(specs), specs, strict=True):
         mode = spec.normalize or ("first" if name in models and name not in scaled else "none")
         failures: Counter[str] = Counter()
-        text_score = None if name in models else _text_scorer(name, texts[name], tokenizer, failures)
         parts.append(
             RewardPart(
                 name,
-                text_score or finite_scorer(name, models[name]),
+                finite_scorer(name, models[name])
+                if name in models
+                else _text_scorer(name, texts[name], tokenizer, failures),
                 spec.weight,
                 spec.clip,
                 normalizer=None if mode == "none" else PartNormalizer(mode, name),

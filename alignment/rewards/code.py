@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from alignment.rewards.combine import SampledTexts, TextReward
+from alignment.rewards.combine import SampledTexts
 from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.sandbox_program import names_of_tests
 from alignment.rewards.specs import CodeSpec
@@ -61,19 +61,15 @@ def share_of_tests(
     return sum(passes_test(code, test, limits) for test in tests) / len(tests)
 
 
-def code_reward(spec: CodeSpec) -> TextReward:
-    """The share of the tests of a column that a response's code passes, or 1 where it passes all."""
+def code_rewards(spec: CodeSpec, samples: SampledTexts) -> list[float]:
+    """The share of the tests of a column that each response's code passes, or 1 where it passes all."""
 
-    def reward(samples: SampledTexts) -> Sequence[float]:
-        def score(row: int) -> float:
-            tests = as_tests(samples.columns[row][spec.column])
-            code = extract_code(samples.responses[row])
-            return share_of_tests(code, tests, spec, all_of_them=spec.reward == "all") if code.strip() else 0.0
+    def score(response: str, tests: object) -> float:
+        code = extract_code(response)
+        return share_of_tests(code, as_tests(tests), spec, all_of_them=spec.reward == "all") if code.strip() else 0.0
 
-        with ThreadPoolExecutor(spec.processes) as pool:
-            return list(pool.map(score, range(len(samples.responses))))
-
-    return reward
+    with ThreadPoolExecutor(spec.processes) as pool:
+        return list(pool.map(score, samples.responses, samples.column(spec.column)))
 
 
 def failing_solutions(spec: CodeSpec, rows: Sequence[Mapping[str, object]]) -> list[int]:

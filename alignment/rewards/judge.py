@@ -6,7 +6,6 @@ No key, prompt or response is written to a message or a log.
 import contextlib
 import functools
 import http.client
-import itertools
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+from alignment.errors import UserError
 from alignment.rewards.combine import SampledTexts, TextReward
 from alignment.rewards.specs import JudgeSpec, ServiceSpec, plain_url
 from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
@@ -100,15 +100,15 @@ def post_json(service: ServiceSpec, body: bytes) -> object:
     Raises:
         RequestFailed: no usable answer; the message holds neither key nor body.
     """
-    for attempt in itertools.count():
+    for attempt in range(service.retries):
         try:
             return _post_once(service, body)
         except RequestFailed as error:
-            if error.pause is None or attempt == service.retries or error.pause > service.max_backoff_seconds:
+            if error.pause is None or error.pause > service.max_backoff_seconds:
                 raise
             longest = min(service.max_backoff_seconds, service.backoff_seconds * 2.0**attempt)
             time.sleep(max(error.pause, longest * random.uniform(0.5, 1.0)))
-    raise AssertionError("counting never ends")
+    return _post_once(service, body)
 
 
 def _post_once(service: ServiceSpec, body: bytes) -> object:
@@ -166,14 +166,15 @@ def _key(variable: str) -> str:
     return os.environ.get(variable, "").strip()
 
 
-def key_problem(variable: str) -> str:
-    """The fault of the key in an environment variable; '' where it can be sent."""
-    key = _key(variable)
-    if not key:
-        return f"the environment has no {variable}, the judge's key; set it"
-    if not (key.isascii() and key.isprintable()):
-        return f"the key in {variable} has line breaks, control characters or letters beyond ASCII; set one line"
-    return ""
+def check_key(service: ServiceSpec, name: str) -> None:
+    """Refuse a service, by its name in the message, whose key is not in the environment or cannot be sent."""
+    variable = service.key_variable
+    key = None if variable is None else _key(variable)
+    if key == "":
+        raise UserError(f"{name}: the environment has no {variable}, the judge's key; set it")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        fault = "has line breaks, control characters or letters beyond ASCII; set one line"
+        raise UserError(f"{name}: the key in {variable} {fault}")
 
 
 # The answer

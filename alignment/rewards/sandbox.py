@@ -102,11 +102,10 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()
-    settings = asdict(limits)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
-            settings = settings | {"requests": from_tests, "replies": to_tests}
+            stack.enter_context(started("answer", asdict(limits), stdin=to_answer, stdout=from_answer))
+            settings = asdict(limits) | {"requests": from_tests, "replies": to_tests}
             given = stack.enter_context(task_file({"code": code, "tests": tests, "modules": ()}))
             judge = stack.enter_context(
                 started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(from_tests, to_tests))

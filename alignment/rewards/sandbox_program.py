@@ -17,6 +17,7 @@ library alone. There are three roles:
 import ast
 import builtins
 import collections
+import contextlib
 import ctypes
 import importlib
 import io
@@ -62,7 +63,7 @@ PEER: "Peer | None" = None  # the one end of the pipes that this process has
 
 def run_role() -> None:
     """Read one line with what to do, load the modules that it imports, shut the sandbox, and do it."""
-    global PEER
+    global NAMES, PEER
     role, settings, requests = sys.argv[1], json.loads(sys.argv[2]), private(0)
     task = json.loads(requests.readline())
     limit(settings)
@@ -75,7 +76,7 @@ def run_role() -> None:
     own = types.ModuleType(f"__{role}__")  # dataclasses look their module up
     sys.modules[own.__name__] = own
     vars(own).update(NAMES, __name__=own.__name__)
-    globals()["NAMES"] = vars(own)
+    NAMES = vars(own)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
         restrict_process()
@@ -123,8 +124,8 @@ def imported(code: str) -> "list[str]":
     return [each for name in found for each in (name, *LATER.get(name, []))]
 
 
-def ignore_loop_errors() -> None:
-    """Event loops without sockets, which only wait for time."""
+def use_loop_without_sockets() -> None:
+    """Let asyncio make event loops that wait for time alone."""
     asyncio, time = sys.modules["asyncio"], importlib.import_module("time")
 
     class Loop(asyncio.BaseEventLoop):
@@ -150,12 +151,10 @@ def ignore_loop_errors() -> None:
 def load(modules: "list[str]") -> None:
     """Import modules while files can be read; code that imports one that is not there sees that for itself."""
     for name in modules:
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            continue
     if "asyncio" in modules:
-        ignore_loop_errors()
+        use_loop_without_sockets()
 
 
 def limit(settings: "dict[str, float]") -> None:
@@ -173,16 +172,12 @@ def restrict_process() -> None:
 
     The process exits with `REFUSED` where the kernel does not do as it is asked.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = [ctypes.c_ulong] * 4
-    libc.prctl.argtypes = [ctypes.c_int, *arguments]
+    libc, machine = ctypes.CDLL(None, use_errno=True), os.uname().machine
+    libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
-    if libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
+    if machine not in ARCHES or libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         os._exit(REFUSED)
     forbid_files(libc)
-    machine = os.uname().machine
-    if machine not in ARCHES:
-        os._exit(REFUSED)
     program = filter_of(machine)
     steps = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(steps)))
@@ -284,9 +279,8 @@ class Remote(metaclass=RemoteClass):
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> object:
-        if name in LOCAL or (isinstance(self, BaseException) and hasattr(BaseException, name)):
-            return object.__getattribute__(self, name)
-        if name in READING and not name.startswith("__") and isinstance(self, (list, set)):
+        reads_content = name in READING and not name.startswith("__") and isinstance(self, (list, set))
+        if name in LOCAL or reads_content or (isinstance(self, BaseException) and hasattr(BaseException, name)):
             return object.__getattribute__(self, name)
         return PEER.ask("get", self, name)
 
@@ -451,21 +445,15 @@ class Peer:
                 self.shown = {name: NAMES[name] for name in items[0] if name in NAMES}
                 return {"value": self.encode({**self.shown})}
             thing = self.objects[target]
-            if action in ("get", "__setattr__", "__delattr__"):
+            if self.judges and action in ("get", "__setattr__", "__delattr__"):
                 self.check_attribute(action, thing, items[0])
-            if action == "get":
-                return {"value": self.encode(getattr(thing, items[0]))}
-            if action == "await":
-                return {"value": self.encode(finished(thing))}
-            return {"value": self.encode(OPERATIONS[action](thing, *items, **named))}
+            return {"value": self.encode(ACTIONS[action](thing, *items, **named))}
         except BaseException as error:
             error.__traceback__ = error.__context__ = None
             return {"error": self.encode(error)}
 
     def check_attribute(self, action: str, thing: object, name: object) -> None:
         """Refuse attributes of the tests' objects that lead to their code, and changes of all but their own objects."""
-        if not self.judges:
-            return
         own = type(thing).__module__ == "__tests__" and not isinstance(thing, type)
         if not isinstance(name, str) or (name.startswith("__") and name not in SHOWN) or (action != "get" and not own):
             raise AttributeError(f"no attribute {name!r} is given away")
@@ -519,24 +507,25 @@ class Peer:
             for name in ("value", "error"):
                 if name in message:
                     message[name] = self.decode(message[name])
-            if "items" in message:
+            if "do" in message:
                 message["items"] = [self.decode(each) for each in message["items"]]
-            if "named" in message:
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
+            # All that was encoded is decoded, in the same order: what is new is described once, and later only referred to.
+            for name, encoded in message.pop("names", {}).items():
+                value = self.decode(encoded)
+                if name in self.shown and NAMES.get(name) is self.shown[name]:
+                    self.shown[name] = NAMES[name] = value
             for number, kind, extra, items in message.pop("changes"):
-                container = self.objects[-number]
+                container, factory = self.objects[-number], self.decode(extra)
                 if -number not in self.contents:
                     os._exit(DIED)
                 set_items(container, [self.decode(item) for item in items])
                 if kind == "defaultdict" and number > 0:
-                    container.default_factory = self.decode(extra)
+                    container.default_factory = factory
                 self.contents[-number] = container_items(container)
                 del container
             for number in message.pop("dropped"):
                 self.forget(-number)
-            for name, value in message.pop("names", {}).items():
-                if name in self.shown and NAMES.get(name) is self.shown[name]:
-                    self.shown[name] = NAMES[name] = self.decode(value)
             if text := message.pop("printed", ""):
                 sys.stdout.write(text)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, ArithmeticError):
@@ -585,8 +574,7 @@ class Peer:
             return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
         if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
             return ["standard", *name]
-        self.last += 1
-        number = self.last
+        self.last = number = self.last + 1
         self.add(number, value)
         if isinstance(value, type):
             return ["class", number, value.__name__, overridden(value), [self.encode(base) for base in bases_of(value)]]
@@ -598,11 +586,11 @@ class Peer:
             del self.objects[number], self.numbers[id(value)]
             return ["error", self.encode(kind), *map(self.encode, value.args)]
         content = builtin_base(CONTENTS, value)
-        parts = [] if content is None else [self.encode(plain_content(content, value))]
+        parts = [] if content is None else [plain_content(content, value)]
         if isinstance(value, BaseException):
-            parts = [self.encode(item) for item in value.args]
+            parts = value.args
         own = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
-        return ["object", number, own, *parts]
+        return ["object", number, own, *map(self.encode, parts)]  # the class first, as it is decoded
 
     def decode(self, value: object) -> object:
         """The value that `encode` made JSON of."""
@@ -642,9 +630,7 @@ class Peer:
         if mark == "class":
             return self.add(number, mirror(rest[0], rest[1], [self.decode(base) for base in rest[2]]))
         if mark == "await":
-            self.objects[number] = target = object()
-            self.numbers[id(target)] = number
-            return waiting(target)
+            return waiting(self.add(number, object()))
         kind = Remote if rest[0] is None else self.decode(rest[0])
         items = [self.decode(each) for each in rest[1:]]
         if type(kind) is not RemoteClass:
@@ -667,6 +653,10 @@ def finished(coroutine: object) -> object:
     except StopIteration as end:
         return end.value
     raise RuntimeError("the coroutine waits for something that is not there")
+
+
+# What the other end may ask for, of an object that is here.
+ACTIONS = {**OPERATIONS, "get": getattr, "await": finished}
 
 
 def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:

@@ -26,6 +26,7 @@ from alignment.evaluation.judge_faults import parent_warnings
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
+from alignment.generation import Generation
 from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -485,6 +486,14 @@ def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_pat
         assert len(server.requests) == 3
 
 
+def test_the_cost_of_a_contestant_is_foretold_from_the_longest_response(config_of, capsys):
+    with serving(answer_of) as server:
+        service = EndpointConfig(url=server.url, model="stub", input_price=0.0, output_price=1e6)
+        config = config_of(64, endpoints={"api": service}, max_new_tokens=50)
+        sampling.endpoint_responses(config, service, [Prompt("Guest:", {}, "row 0"), Prompt("Host:", {}, "row 1")])
+    assert "a cost of at most about 100.00" in capsys.readouterr().err
+
+
 def always_say(directory, tokenizer, *tokens):
     """Rewrite a Llama so that its next token is the first of `tokens`, then the second, whatever it reads."""
     file = Path(directory) / "model.safetensors"
@@ -522,6 +531,21 @@ def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named
     rows = read_judgments(tmp_path / "out/judgments.jsonl")
     assert [row.probability is not None for row in rows] == [True] * 24 + [False] * 24
     assert results["judging"]["prompt_tokens"] > 24 * 300
+
+
+def test_one_of_several_reward_models_may_fail_as_often_as_the_config_allows(config_of):
+    config = config_of(64, reward_model=None, reward_models=("one", "other"), max_failed_share=0.5)
+    prompts = [Prompt(f"p{i}", {}, f"row {i}") for i in range(4)]
+    scorers = {"one": lambda _, texts: [math.nan if text == "b0" else len(text) for text in texts],
+               "other": lambda _, texts: list(map(len, texts))}  # fmt: skip
+    sides = {
+        name: Generation([f"{letter}{i}" for i in range(4)], [], [], [])
+        for name, letter in (("one", "a"), ("two", "b"))
+    }
+    judge = build_judge(config, scorers=scorers, hashes=dict.fromkeys(scorers))
+    judging, _ = evaluation.judge_responses(config, prompts, sides, judge, scorers)
+    by_judge = judging["models"]["two"]["by_judge"]
+    assert by_judge["one"]["n"] == 3 and by_judge["other"]["n"] == 4
 
 
 def test_several_reward_models_judge_by_majority_and_their_spread_is_shown(config_of, foreign):

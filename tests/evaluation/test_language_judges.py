@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, compare, read_judgments
 from alignment.evaluation.judge_faults import length_warnings, position_warnings
 from alignment.evaluation.judge_templates import TEMPLATES, load_template, mark_of, question_text, read_answer
-from alignment.evaluation.judges import length_effect, longer_judge, majority_judge
+from alignment.evaluation.judges import length_effect, longer_judge, majority_verdicts
 from alignment.loading import load_model, load_tokenizer
 from tests.stub_server import serving
 
@@ -257,6 +257,19 @@ def test_calls_tokens_time_and_cost_are_told_before_the_first_call(tmp_path, cap
     assert judge.usage()["cost"] == pytest.approx((8000 * 2 + 160 * 10) / 1e6)
 
 
+def test_the_calls_that_end_a_run_are_not_counted_with_earlier_failures(tmp_path):
+    def answer(body, count):
+        if count <= 2:
+            return 503, {}, ""
+        return fair(body, count) if count <= 20 else (500, {}, "")
+
+    with serving(answer) as server:
+        judge = judge_of(server, tmp_path, endpoint={"requests": 1})
+        compare(PROMPTS[:10], OURS[:10], BASELINE[:10], judge, max_failed_share=0.5)
+        with pytest.raises(UserError, match=r"no answer to 3 of 20 calls: status 500 \(3 times\); at most"):
+            compare(PROMPTS[10:20], OURS[10:20], BASELINE[10:20], judge)
+
+
 # --- what is asked ---------------------------------------------------------------------------------------------------
 
 HOSTILE = [
@@ -378,9 +391,9 @@ def test_a_service_s_log_probabilities_give_the_verdict_and_its_probability(tmp_
 
 def test_of_several_judges_the_majority_decides_and_none_of_two_that_differ():
     one, other, third = (lambda p, a, b, v=v: [v] * len(p) for v in (1.0, 0.0, 1.0))
-    assert majority_judge([one, other, third])(PROMPTS[:1], ["a"], ["b"]) == [1.0]
-    assert majority_judge([one, other])(PROMPTS[:1], ["a"], ["b"]) == [0.5]
-    assert majority_judge([one, lambda p, a, b: [None]])(PROMPTS[:1], ["a"], ["b"]) == [None]
+    assert majority_verdicts([one, other, third], PROMPTS[:1], ["a"], ["b"]) == [1.0]
+    assert majority_verdicts([one, other], PROMPTS[:1], ["a"], ["b"]) == [0.5]
+    assert majority_verdicts([one, lambda p, a, b: [None]], PROMPTS[:1], ["a"], ["b"]) == [None]
 
 
 # --- a model of our own ----------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
-from alignment.rewards.answers import boxed_answer, length_reward, match_reward
+from alignment.rewards.answers import boxed_answer, length_rewards, match_rewards
 from alignment.rewards.build import build_rewards, prepare_rewards
-from alignment.rewards.code import code_reward
+from alignment.rewards.code import code_rewards
 from alignment.rewards.combine import PartNormalizer, part_metrics
 from alignment.rewards.specs import names_of
 from tests.examples import prompt_example
@@ -124,20 +124,20 @@ def texts(*responses, lengths=()):
 
 
 def test_a_length_beyond_the_longest_loses_for_each_token():
-    reward = length_reward(LengthSpec(max=10, penalty=0.1))
-    assert reward(texts("", "", "", lengths=[3, 10, 14])) == pytest.approx([0, 0, -0.4])
-    reward = length_reward(LengthSpec(target=10, penalty=0.5, unit="characters"))
-    assert reward(texts("x" * 8, "x" * 10, "x" * 13)) == pytest.approx([-1, 0, -1.5])
+    spec = LengthSpec(max=10, penalty=0.1)
+    assert length_rewards(spec, texts("", "", "", lengths=[3, 10, 14])) == pytest.approx([0, 0, -0.4])
+    spec = LengthSpec(target=10, penalty=0.5, unit="characters")
+    assert length_rewards(spec, texts("x" * 8, "x" * 10, "x" * 13)) == pytest.approx([-1, 0, -1.5])
 
 
 def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
-    assert match_reward(MatchSpec("b+", value=2, otherwise=-1), whole=False)(texts("abba", "aca")) == [2, -1]
+    assert match_rewards(MatchSpec("b+", value=2, otherwise=-1), texts("abba", "aca"), whole=False) == [2, -1]
     spec = RewardSpec(format="think_answer")
     good, late = "<think>a\nb</think>\n<answer>1</answer>", "<think>a</think> so <answer>1</answer>"
     twice = "<think>a</think><think>a</think><answer>1</answer>"
-    assert match_reward(spec.section, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
+    assert match_rewards(spec.section, texts(good, late, twice, ""), whole=True) == [1, 0, 0, 0]
     spec = RewardSpec(format=MatchSpec("gsm8k", value=0.5))
-    assert match_reward(spec.section, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [
+    assert match_rewards(spec.section, texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples"), whole=True) == [
         0.5,
         0,
         0,
@@ -149,7 +149,7 @@ def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
     """(a|aa)+$ tries all 9,227,465 ways to cut 34 letters before it fails at the last sign."""
     spec = RewardSpec(**{kind: "(a|aa)+$"})
     samples = texts("a" * 34 + "!", "aa")
-    assert match_reward(spec.section, whole=kind == "format")(samples) == [None, 1]
+    assert match_rewards(spec.section, samples, whole=kind == "format") == [None, 1]
     assert list(samples.failures.values()) == [1] and "(a|aa)+$" in next(iter(samples.failures))
     part = build_rewards([spec], {kind: None}, {}, tokenizer=tokenizer, reduce=lambda x: x).parts[0]
     assert part.max_failed_share == 0.1
@@ -161,8 +161,8 @@ def test_code_is_paid_by_the_tests_that_it_passes():
     square = "def f(x): return x * x\n"
     program = "if __name__ == '__main__': print(2 * int(input()))\n"
     samples = SampledTexts([""] * 4, [square, square + program, "def f(x): return x + 2", "  "], rows)
-    assert code_reward(CodeSpec(reward="share"))(samples) == pytest.approx([2 / 3, 1, 1 / 3, 0])
-    assert code_reward(CodeSpec(reward="all"))(samples) == [0, 1, 0, 0]
+    assert code_rewards(CodeSpec(reward="share"), samples) == pytest.approx([2 / 3, 1, 1 / 3, 0])
+    assert code_rewards(CodeSpec(reward="all"), samples) == [0, 1, 0, 0]
 
 
 def test_rows_whose_own_solution_fails_are_counted_and_named():
