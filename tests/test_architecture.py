@@ -43,8 +43,8 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "loose": 6,
     "small": 2,
     "files": 259,
-    "lines": 51852,
-    "statements": 25972,
+    "lines": 51822,
+    "statements": 25934,
 }
 FILES_LOADED = {"sft": 42, "reward": 46, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 

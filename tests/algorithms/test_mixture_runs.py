@@ -61,7 +61,7 @@ def test_a_mixture_of_three_to_one_is_learned_from_both_sources(sources, checkpo
 
 
 def test_the_report_shows_the_sources(sources, checkpoints, ran, tmp_path):
-    from alignment.evaluation.report.page import source_panels, source_table, write_run_report
+    from alignment.evaluation.report.page import further_panels, source_table, write_run_report
     from alignment.evaluation.run_log import read_log_rows
 
     training = TrainingConfig(batch_size=8, max_steps=2)
@@ -74,7 +74,7 @@ def test_the_report_shows_the_sources(sources, checkpoints, ran, tmp_path):
     assert table[0]["held out loss"] == log[-1]["held_out_loss/colors"]
     assert table[1]["loss"] == [line["loss/numbers"] for line in log if "loss/numbers" in line][-1]
     assert "accuracy" not in table[0]
-    assert {panel.title for panel in source_panels(log).values()} == {
+    assert {panel.title for key, panel in further_panels(log).items() if key.endswith("/")} == {
         "Loss by source",
         "Perplexity by source",
         "Share by source",
