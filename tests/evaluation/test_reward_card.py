@@ -198,8 +198,10 @@ class PlantedScorer(nn.Module):
 def test_a_planted_scorer_of_length_and_padding_shows_in_the_card(world, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(reward_accuracy, "load_reward_model", lambda *_, **__: RewardModel(PlantedScorer(), tokenizer))
     config = RewardEvalConfig("planted", DataConfig(train=world["comparisons"]), str(tmp_path), dtypes=[])
-    reward_accuracy.run(config)
+    results = json.loads(reward_accuracy.run(config).read_text())
     card = json.loads((tmp_path / "card.json").read_text())
+    assert results["chosen_shorter"]["rate"] == 0
+    assert 0 < results["chosen_shorter"]["n"] < results["accuracy"]["n"]
     length, forms = card["length"]["all"], card["robustness"]["forms"]
     assert length["slope_per_100_tokens"] == pytest.approx(1, abs=1e-4)
     assert length["correlation"] == pytest.approx(1)
@@ -237,7 +239,7 @@ def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_sampl
     results = json.loads(reward_accuracy.run(config).read_text())
     card, page = (tmp_path / "out" / name for name in (results["card"], results["page"]))
     found, html = json.loads(card.read_text()), page.read_text()
-    assert set(results) == {"accuracy", "always_longer", "margin", "score", "left_out", "card", "page"}
+    assert set(results) == {"accuracy", "always_longer", "chosen_shorter", "margin", "score", "left_out", "card", "page"}
     assert results["accuracy"]["n"] == 24 + 2 + 3
     assert {name: part["accuracy"]["n"] for name, part in found["accuracy"].items()} == {
         "all": 29,
