@@ -37,6 +37,7 @@ from alignment.models.layers.sdpa import (
     varlen_applies,
     varlen_attention,
 )
+from alignment.models.layers.windowed import windowed_attentions
 from alignment.ragged import Ragged
 
 Masks = Callable[[bool, int | None, bool], list[Tensor | None]]  # (causal, window, with a bias) -> of each rectangle
@@ -101,7 +102,9 @@ def training_contexts(
             queries = keys = layout = pad_layout(batch.lengths, heads, device)
         else:
             queries, keys = shared_layouts(batch, heads)
-        attends = padded_attentions(layers, queries, keys, modules.masks(queries, keys, offset, device), prefix)
+        in_chunks = windowed_attentions([layer.attention for layer in layers], batch, modules.bias, prefix)
+        masks = modules.masks(queries, keys, offset, device)
+        attends = padded_attentions(layers, queries, keys, masks, prefix, in_chunks=in_chunks)
     if cache is not None and slots is not None:
         attends = [filling_attention(cache, layer, slots[layer], attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
@@ -125,12 +128,20 @@ def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
 
 
 def padded_attentions(
-    layers: Sequence[BlockSpec], queries: PaddedLayout, keys: PaddedLayout, masks: Masks, prefix: Tensor | None = None
+    layers: Sequence[BlockSpec],
+    queries: PaddedLayout,
+    keys: PaddedLayout,
+    masks: Masks,
+    prefix: Tensor | None = None,
+    *,
+    in_chunks: Sequence[AttentionFn | None] | None = None,
 ) -> list[AttentionFn]:
-    """Each layer's attention inside documents padded to rectangles."""
+    """Each layer's attention inside documents padded to rectangles, but for those that are given `in_chunks`."""
     attends: list[AttentionFn] = []
     for layer, spec in enumerate(block.attention for block in layers):
-        if isinstance(spec, AttentionSpec):
+        if in_chunks is not None and (given := in_chunks[layer]) is not None:
+            attends.append(given)
+        elif isinstance(spec, AttentionSpec):
             layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
             attends.append(
                 padded_attention(spec, queries, keys, layer_masks, None if prefix is None else prefix[layer])
