@@ -1,6 +1,7 @@
 """Layers with windows keep their window only, and decoding is that of the whole forward and of a cache that keeps all."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch.testing import assert_close
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.models.build import build_language_model
+from alignment.models.init_weights import initialize
+from alignment.models.language_model import LanguageModel
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.positions import RelativeBiasSpec
 from alignment.ragged import Ragged
 
 SHAPE = {
@@ -27,10 +31,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SIZES = (30, 1, 7, 8, 19, 3)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[*CONFIGS, "buckets"])
 def model(request):
     torch.manual_seed(0)
-    model = build_language_model(dict(CONFIGS[request.param])).eval()
+    model = build_language_model(dict(CONFIGS.get(request.param, CONFIGS["mistral"]))).eval()
+    if request.param == "buckets":  # of relative positions, in place of rotary angles
+        attention = replace(model.spec.blocks[0].attention, rotary=None, position_bias=RelativeBiasSpec(8, 12))
+        spec = replace(model.spec, blocks=tuple(replace(block, attention=attention) for block in model.spec.blocks))
+        model = initialize(LanguageModel(spec.build(), model.head, model.config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.15 * torch.randn_like(parameter)
@@ -88,6 +96,18 @@ def test_decoding_beyond_the_window_equals_the_whole_forward(model):
     model.prefill(Ragged.build([documents[1][:25]]), cache, torch.tensor([1]))
     for _ in range(9):
         step(model, cache, documents, lengths)
+
+
+def test_a_prompt_read_in_chunks_goes_on_as_one_under_a_mask(model, keep_all):
+    documents, found = texts((200, 20), more=9), []
+    for change in (lambda: None, keep_all):
+        change()
+        cache = model.new_cache(2, 210)
+        logits = [model.prefill(Ragged.build([text[:-9] for text in documents]), cache)]
+        for step in range(9):
+            logits.append(model.decode(torch.tensor([text[step - 9] for text in documents]), cache))
+        found.append(torch.stack(logits))
+    assert_close(*found, atol=2e-5, rtol=0)
 
 
 def test_beams_are_those_of_a_cache_that_keeps_all(model, keep_all):

@@ -1,5 +1,6 @@
 """Windows in chunks equal the masked form, forward and backward, and make nothing of the length squared."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,17 @@ def assert_equal_ways(spec: AttentionSpec, batch: Ragged, prefix_tokens: int = 0
 @pytest.mark.parametrize("name", SPECS)
 def test_documents_and_gradients_equal_the_masked_form(name):
     assert_equal_ways(SPECS[name], documents())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lengths_and_windows_equal_the_masked_form(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 90) for _ in range(draw.randint(0, 4))] + [draw.randint(257, 330)]
+    spec = replace(
+        PLAIN, window=draw.randint(1, 64), causal=draw.random() < 0.5, key_value_heads=draw.choice([1, 2, 4]),
+        softcap=draw.choice([None, 2.0]), position_bias=draw.choice([None, RelativeBiasSpec(8, 40)]),
+    )  # fmt: skip
+    assert_equal_ways(spec, documents(draw.sample(lengths, len(lengths))), draw.choice([0, 0, 3, 70]))
 
 
 @pytest.mark.parametrize("name", ["causal", "of both sides", "ALiBi", "softcap", "one token"])

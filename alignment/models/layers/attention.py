@@ -88,9 +88,8 @@ class AttentionSpec:
     def reach(self) -> int | None:
         """Keys next to a query that are all it needs, its own included; None: all keys, each at its place."""
         bias = self.position_bias
-        return (
-            None if isinstance(bias, AlibiSpec) and bias.bfloat16 else self.window
-        )  # its biases count from the first key
+        from_first = isinstance(bias, AlibiSpec) and bias.bfloat16  # its biases count from the first key of all
+        return None if from_first else self.window
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""

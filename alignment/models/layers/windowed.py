@@ -8,7 +8,6 @@ run it on one row in which the documents of a batch lie end to end, without padd
 
 from collections.abc import Sequence
 from functools import cache as cached
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -98,7 +97,7 @@ def attend_chunks(
     return mixed.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]]
 
 
-class Row(NamedTuple):
+class DocumentRow(NamedTuple):
     """The documents of a batch end to end, as layers with one window read them, S slots.
 
     Attributes:
@@ -112,7 +111,7 @@ class Row(NamedTuple):
     layout: PaddedLayout | None = None
 
 
-def shared_row(batch: Ragged, reach: int) -> Row:
+def shared_row(batch: Ragged, reach: int) -> DocumentRow:
     """The row of a batch with shared prompts: the prompts, then each document's own tokens behind its prompt's last ones.
 
     Args:
@@ -137,7 +136,7 @@ def shared_row(batch: Ragged, reach: int) -> Row:
     rounds = [torch.cat([each[number] for each in copies_of if len(each) > number]) for number in range(most)]
     before = runs([0] * len(sizes) + [0], [*sizes, 1]).to(device)
     own_slots, source, *copies = (x.to(device, non_blocking=True) for x in (own_slots, source, *rounds))
-    return Row(before, None, PaddedLayout(((1, spare + 1),), ((spare + 1,),), own_slots, source, tuple(copies)))
+    return DocumentRow(before, None, PaddedLayout(((1, spare + 1),), ((spare + 1,),), own_slots, source, tuple(copies)))
 
 
 def chunk_size(window: int) -> int:
@@ -171,22 +170,22 @@ def windowed_attentions(
             continue
         assert isinstance(spec, AttentionSpec)
         row = masked_row(spec.causal, reach, spec.position_bias is not None)
-        attends.append(partial(attend_row, spec, row, None if prefix is None else prefix[layer]))
+        attends.append(row_attention(spec, row, None if prefix is None else prefix[layer]))
     return attends
 
 
-def plain_row(batch: Ragged, causal: bool) -> Row:
+def plain_row(batch: Ragged, causal: bool) -> DocumentRow:
     """The row of a batch without shared prompts: its tokens as they lie."""
     if causal:
-        return Row(batch.positions, None)
+        return DocumentRow(batch.positions, None)
     sizes = batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
-    return Row(batch.positions, sizes - 1 - batch.positions)
+    return DocumentRow(batch.positions, sizes - 1 - batch.positions)
 
 
 class MaskedRow(NamedTuple):
     """A row in chunks: the keys that a query may see among those near it, and in the prefix; masks as in `attend_chunks`."""
 
-    row: Row
+    row: DocumentRow
     chunk: int
     before: int
     after: int
@@ -194,7 +193,7 @@ class MaskedRow(NamedTuple):
     prefix: Tensor | None
 
 
-def masked(row: Row, causal: bool, window: int, bias: nn.Module | None, offset: int) -> MaskedRow:
+def masked(row: DocumentRow, causal: bool, window: int, bias: nn.Module | None, offset: int) -> MaskedRow:
     """The row's masks for layers with this window, behind a prefix of `offset` slots."""
     chunk, reach, device = chunk_size(window), -(-(window - 1) // ROUND_TO) * ROUND_TO, row.before.device
     ahead = 0 if causal else reach
@@ -214,25 +213,22 @@ def masked(row: Row, causal: bool, window: int, bias: nn.Module | None, offset: 
     return MaskedRow(row, chunk, reach, ahead, mask(relative, seen), front)
 
 
-def attend_row(
-    spec: AttentionSpec,
-    masked: MaskedRow,
-    prefix: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-) -> Tensor:
-    """Attention inside the documents of a row, an `AttentionFn`; prefix: keys and values in front of each, [2, P, KV, K]."""
-    layout, extra = masked.row.layout, None
-    if layout is not None:
-        query, key, value = layout.fill(query), layout.fill(key), layout.fill(value)
-    if prefix is not None and masked.prefix is not None:
-        keys, values = prefix.to(key.dtype).transpose(1, 2)[:, None, None]
-        extra = ExtraKeys(keys, values, masked.prefix)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    mixed = attend_chunks(
-        q, k, v, spec, mask=masked.near, chunk=masked.chunk, before=masked.before, after=masked.after,
-        extra=extra, dropout=dropout,
-    )[0].transpose(0, 1)  # fmt: skip
-    return mixed if layout is None or layout.slots is None else select_rows(mixed, layout.slots)
+def row_attention(spec: AttentionSpec, masked: MaskedRow, prefix: Tensor | None) -> AttentionFn:
+    """Attention inside the documents of a row; prefix: keys and values in front of each, [2, P, KV, K]."""
+    layout = masked.row.layout
+
+    def attend_documents(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        extra = None
+        if layout is not None:
+            query, key, value = layout.fill(query), layout.fill(key), layout.fill(value)
+        if prefix is not None and masked.prefix is not None:
+            keys, values = prefix.to(key.dtype).transpose(1, 2)[:, None, None]
+            extra = ExtraKeys(keys, values, masked.prefix)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        [mixed] = attend_chunks(
+            q, k, v, spec, mask=masked.near, chunk=masked.chunk, before=masked.before, after=masked.after,
+            extra=extra, dropout=dropout,
+        ).transpose(1, 2)  # fmt: skip
+        return mixed if layout is None or layout.slots is None else select_rows(mixed, layout.slots)
+
+    return attend_documents
