@@ -1,12 +1,14 @@
 """Train the same small decoder with one part exchanged at a time, and print what each costs and gains.
 
     python scripts/ablate.py [--rows vanilla swiglu rope] [--steps 2000] [--seeds 3] [--text FILE] [--output runs/ablate]
+    python scripts/ablate.py --table efficient --tokens 128 --layers 2 --width 64 --batch 8 --steps 300 --learning-rate 3e-3
 
 One text, character by character, its last tenth held out; the same windows in the same order, the same AdamW and the same
 seeds in every row. Loss is nats per character on the held-out part, after an eighth of the steps and at the end, the mean
 over seeds with their standard deviation. Operations are one forward's, per token, counted from the specification; steps/s is
 one over the median step of this machine. Rows are written as they come, to ablation.json and ablation.md.
 Nothing is tuned per row: a part that wants another learning rate looks worse here than it is.
+The second table is of attention below quadratic cost; see ablate_efficient.py.
 
 Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1; theirs are encoder-decoders. docs/ablation.md names
 the rows that are not here. Parts that the package does not have are in ablate_parts.py.
@@ -101,6 +103,10 @@ class Result:
 
 def main() -> None:
     arguments, settings = read_arguments()
+    if arguments.table == "efficient":
+        from ablate_efficient import run  # imports this module
+
+        return run(arguments.rows, settings, arguments.output)
     data = arguments.text.read_bytes()
     text = (gzip.decompress(data) if arguments.text.suffix == ".gz" else data).decode("utf-8")
     corpus = corpus_of(text, settings.tokens)
@@ -123,15 +129,18 @@ def read_arguments() -> tuple[argparse.Namespace, Settings]:
     usual = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=data_folder() / "tinyshakespeare" / "train.txt.gz")
-    parser.add_argument(
-        "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW", help=", ".join(ROWS)
-    )
+    parser.add_argument("--table", choices=list(TABLES), default="narang")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help=f"of the table: {TABLES}")
     for name in ("steps", "seeds", "width", "layers", "batch", "tokens"):
         parser.add_argument(f"--{name}", type=int, default=getattr(usual, name))
     parser.add_argument("--learning-rate", type=float, default=usual.learning_rate)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
     arguments = parser.parse_args()
+    known = TABLES[arguments.table]
+    arguments.rows = arguments.rows or list(known)
+    if wrong := set(arguments.rows) - set(known):
+        parser.error(f"--rows {' '.join(sorted(wrong))}: the rows of this table are {', '.join(known)}")
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
     if min(settings.steps, settings.seeds, settings.batch) < 1 or settings.tokens < 8:
         parser.error("--steps, --seeds and --batch must be at least 1, --tokens at least 8")
@@ -139,7 +148,7 @@ def read_arguments() -> tuple[argparse.Namespace, Settings]:
         parser.error(f"--layers {settings.layers}: give an even number, for one row halves it")
     if settings.width < 32 or settings.width % (2 * heads_of(settings.width)):
         parser.error(f"--width {settings.width}: give at least 32, a multiple of {2 * heads_of(settings.width)}")
-    if not arguments.text.is_file():
+    if arguments.table == "narang" and not arguments.text.is_file():
         parser.error(f"{arguments.text} is not there; set ALIGNMENT_DATA, or give --text FILE")
     return arguments, settings
 
@@ -463,6 +472,10 @@ ROWS: dict[str, Row] = {
         "Synthesizer, random plus alpha", _same, partial(parts.synthesize, kind="random", plus="alpha")
     ),
     "product-keys": Row("Product-key memory in one layer", _same, parts.add_memory),
+}
+TABLES = {
+    "narang": tuple(ROWS),
+    "efficient": ("full", "unfused", "window", "linformer", "performer", "nystrom", "lsh", "bigbird"),
 }
 
 if __name__ == "__main__":

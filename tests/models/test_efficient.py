@@ -206,6 +206,13 @@ def test_buckets_by_hand():
     assert e.hash_buckets(x, rotations, torch.tensor([0])).flatten().tolist() == [0, 0, 0, 0]
 
 
+def test_two_hashes_have_two_buckets_for_a_chunk_or_more():
+    lengths = torch.tensor([1, 4, 5, 8, 16, 400])
+    halves = e._halves(lengths, chunk=4).tolist()
+    assert halves == [0, 0, 1, 1, 2, 8]  # (2 * halves) ** 2 buckets for 1, 1, 2, 2, 4 and 100 chunks
+    assert e.LSHSpec(2, 8, chunk=4, rounds=3, max_positions=400).build(16).rotations.shape == (2, 3, 8, 8)
+
+
 def test_close_vectors_share_buckets_more_often():
     torch.manual_seed(0)
     x = torch.randn(500, 8)

@@ -11,6 +11,7 @@ import torch
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbor by its bare name
 import ablate  # noqa: E402
+import ablate_efficient as efficient  # noqa: E402
 import ablate_parts as parts  # noqa: E402
 from ablate import ROWS, vanilla  # noqa: E402
 
@@ -111,7 +112,9 @@ def test_command_line_writes_both_files(tmp_path, monkeypatch, capsys):
     assert markdown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--layers", "3"], ["--width", "36"], ["--rows", "nothing"]])
+@pytest.mark.parametrize(
+    "words", [["--layers", "3"], ["--width", "36"], ["--rows", "nothing"], ["--table", "efficient", "--rows", "rope"]]
+)
 def test_wrong_options_are_refused(words, monkeypatch, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(WORDS, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--text", str(tmp_path / "text.txt"), *words])
@@ -163,3 +166,36 @@ def test_a_memory_takes_the_best_of_all_pairs():
 )
 def test_differences_within_the_spread_are_in_brackets(values, baseline, shown):
     assert ablate.difference(values, baseline) == shown
+
+
+def test_the_second_table_has_its_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(efficient, "LENGTHS", (32, 64))
+    settings = ablate.Settings(steps=2, seeds=2, width=32, layers=1, batch=2, tokens=24)
+    efficient.run(["full", "unfused", "lsh"], settings, tmp_path)
+    written = json.loads((tmp_path / "efficient.json").read_text())
+    assert [len(row["loss"]) for row in written["rows"]] == [2, 0, 2]
+    assert all(min(*row["seconds"], *row["megabytes"]) > 0 for row in written["rows"])
+    assert "| seconds, 32 / 64 tokens |" in (tmp_path / "efficient.md").read_text()
+
+
+@pytest.mark.parametrize("name", ablate.TABLES["efficient"])
+def test_both_files_name_the_rows_of_the_second_table(name):
+    assert name in efficient.PARTS and len(efficient.PARTS) == len(ablate.TABLES["efficient"])
+
+
+def test_exponents_by_hand():
+    assert efficient.exponent((1, 2, 4), (3.0, 12.0, 48.0)) == pytest.approx(2)
+    assert efficient.exponent((1, 2, 4), (5.0, 5.0, 5.0)) == pytest.approx(0, abs=1e-12)
+
+
+def test_scores_in_memory_grow_with_the_square():
+    megabytes = [efficient.cost(efficient.PARTS["unfused"], 32, length)[1] for length in (512, 1024)]
+    assert megabytes[1] / megabytes[0] == pytest.approx(4, rel=0.15)
+
+
+def test_the_last_tokens_are_to_be_the_first_ones():
+    batch = efficient.recall(SMALL, 3, torch.Generator().manual_seed(0))
+    rows = batch.tokens.view(3, SMALL.tokens)
+    assert batch.labels.tolist() == rows[:, :8].flatten().tolist()
+    assert (rows[:, -8:] == efficient.VOCABULARY).all() and (rows[:, :-8] < efficient.VOCABULARY).all()
+    assert batch.target_index.tolist() == [*range(8, 16), *range(24, 32), *range(40, 48)]

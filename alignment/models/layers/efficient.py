@@ -73,8 +73,8 @@ class LSHSpec:
     """A token sees those that its query's hash falls into one bucket with, in any of `rounds` hashes; queries are keys.
 
     Attributes:
-        chunk: tokens; sorted by bucket, a chunk sees itself and the one before. Buckets hold half a chunk on average; a
-            document of one chunk has one bucket.
+        chunk: tokens; sorted by bucket, a chunk sees itself and the one before. Buckets hold half a chunk on average, or
+            less; a document of one chunk has one bucket.
         max_positions: of the model, tokens.
     """
 
@@ -301,16 +301,25 @@ class LSHAttention(_EfficientAttention):
 
     def __init__(self, spec: LSHSpec, width: int):
         super().__init__(spec.heads, spec.head_dim, width, shared=True)
-        halves = -(-spec.max_positions // spec.chunk)
-        self.register_buffer("rotations", torch.randn(spec.rounds, spec.head_dim, halves))
+        most = int(_halves(torch.tensor(spec.max_positions), spec.chunk))
+        self.register_buffer("rotations", torch.randn(2, spec.rounds, spec.head_dim, most))
         self.chunk = spec.chunk
 
     def mix(self, q: Tensor, v: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         """See `_EfficientAttention`."""
-        halves = torch.where(lengths > self.chunk, -(-lengths // self.chunk), 0)
-        buckets = hash_buckets(q.detach(), self.rotations, halves)
+        count, halves = 2 * self.rotations.shape[-1], _halves(lengths, self.chunk)
+        first, second = (hash_buckets(q.detach(), rotations, halves) for rotations in self.rotations)
         outside = ~real_tokens(lengths, q.shape[2]).mT  # [B, 1, 1, T]
-        return lsh_attention(q, v, buckets.masked_fill(outside, 2 * self.rotations.shape[-1]), self.chunk)
+        return lsh_attention(q, v, (count * first + second).masked_fill(outside, count**2), self.chunk)
+
+
+def _halves(lengths: Tensor, chunk: int) -> Tensor:
+    """Half of the values of each of a document's two hashes, whose pairs are its buckets, two for each chunk or more.
+
+    One hash with as many values as there are buckets would cost the square of the length.
+    """
+    chunks = -(-lengths // chunk)
+    return torch.where(chunks > 1, ((2 * chunks).sqrt() / 2).ceil().long(), 0)
 
 
 def hash_buckets(x: Tensor, rotations: Tensor, halves: Tensor) -> Tensor:
