@@ -234,6 +234,18 @@ def test_bfloat16_autocast_keeps_the_arithmetic_in_float32(spec):
         assert (low - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_types_work(spec, dtype):
+    torch.manual_seed(0)
+    layer, x = initialize_layer(spec), torch.randn(30, 16)
+    expected = run(layer, x, (18, 12))
+    other = run(layer.to(dtype), x.to(dtype), (18, 12))
+    assert other.dtype == dtype and other.isfinite().all()
+    if dtype == torch.float64:
+        assert_close(other.float(), expected, atol=1e-4, rtol=1e-3)
+
+
 def model(spec) -> LanguageModel | MaskedLanguageModel:
     torch.manual_seed(0)
     block = BlockSpec(spec, PlainFeedForwardSpec(32, "relu", bias=True), LayerNormSpec(1e-5))

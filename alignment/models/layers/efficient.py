@@ -91,7 +91,7 @@ class LSHSpec:
 
 
 class _EfficientAttention(nn.Module):
-    """output(mix(query(x), key(x), value(x))) of each rectangle of documents, in fp32."""
+    """output(mix(query(x), key(x), value(x))) of each rectangle of documents; `mix` computes in fp32 at least."""
 
     data_dependent_shapes = True  # torch.compile leaves its forward out; see compilation.py
 
@@ -110,11 +110,11 @@ class _EfficientAttention(nn.Module):
             raise ValueError("this attention needs documents laid out in rectangles")
         layers = [layer for layer in (self.query, self.key, self.value) if layer is not None]
         rectangles = (pad(layer(x).unflatten(-1, (self.heads, -1)), layout) for layer in layers)
-        mixed = []
+        mixed, dtype = [], torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # exponentials and a matrix inverse
             for lengths, parts in zip(layout.lengths, zip(*rectangles, strict=True), strict=True):
                 own = torch.tensor(lengths).to(x.device, non_blocking=True)
-                parts = [part.transpose(1, 2).float() for part in parts]  # [B, H, T, K]
+                parts = [part.transpose(1, 2).to(dtype) for part in parts]  # [B, H, T, K]
                 mixed.append(self.mix(*parts, own).transpose(1, 2).to(x.dtype))
         return self.output(context.needed(unpad(mixed, layout).flatten(1)))
 
@@ -147,8 +147,8 @@ class LinformerAttention(_EfficientAttention):
 
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, project_key: Tensor, project_value: Tensor) -> Tensor:
     """softmax(q (E k)^T / sqrt(K)) F v, [B, H, T, K] each; E and F: [projected, at least T]."""
-    columns = k.shape[2]
-    return F.scaled_dot_product_attention(q, project_key[:, :columns] @ k, project_value[:, :columns] @ v)
+    project_key, project_value = (x[:, : k.shape[2]].to(k.dtype) for x in (project_key, project_value))
+    return F.scaled_dot_product_attention(q, project_key @ k, project_value @ v)
 
 
 class PerformerAttention(_EfficientAttention):
@@ -188,7 +188,7 @@ def log_features(x: Tensor, features: Tensor) -> Tensor:
 
     Source: Choromanski et al. 2021, arXiv:2009.14794, lemma 1.
     """
-    return x @ features.T - x.square().sum(-1, keepdim=True) / 2
+    return x @ features.to(x.dtype).T - x.square().sum(-1, keepdim=True) / 2
 
 
 def performer_attention(q: Tensor, k: Tensor, v: Tensor, features: Tensor, real: Tensor, *, causal: bool) -> Tensor:
@@ -223,10 +223,7 @@ class NystromAttention(_EfficientAttention):
         super().__init__(spec.heads, spec.head_dim, width)
         self.convolution = None
         if spec.kernel:
-            padding = spec.kernel // 2
-            self.convolution = nn.Conv1d(
-                spec.heads, spec.heads, spec.kernel, padding=padding, groups=spec.heads, bias=False
-            )
+            self.convolution = nn.Conv1d(spec.heads, spec.heads, spec.kernel, groups=spec.heads, bias=False)
         self.spec = spec
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
@@ -235,8 +232,10 @@ class NystromAttention(_EfficientAttention):
         mixed = nystrom_attention(q, k, v, lengths, landmarks=self.spec.landmarks, iterations=self.spec.iterations)
         if self.convolution is None:
             return mixed
-        channels = v.permute(0, 3, 1, 2)  # [B, K, H, T]: one kernel for all channels of a head
-        return mixed + self.convolution(channels.flatten(0, 1)).view(channels.shape).permute(0, 2, 3, 1)
+        channels, kernel = v.permute(0, 3, 1, 2), self.convolution.weight.to(v.dtype)  # [B, K, H, T]
+        # One kernel for all channels of a head; beyond a document's ends lie zeros.
+        near = F.conv1d(channels.flatten(0, 1), kernel, padding=self.spec.kernel // 2, groups=len(kernel))
+        return mixed + near.view(channels.shape).permute(0, 2, 3, 1)
 
 
 def nystrom_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, landmarks: int, iterations: int) -> Tensor:
@@ -332,7 +331,7 @@ def hash_buckets(x: Tensor, rotations: Tensor, halves: Tensor) -> Tensor:
 
     Source: Kitaev et al. 2020, arXiv:2001.04451, section 2.
     """
-    turned = torch.einsum("bhtk,rkc->bhrtc", x, rotations)
+    turned = torch.einsum("bhtk,rkc->bhrtc", x, rotations.to(x.dtype))
     unused = torch.arange(rotations.shape[-1], device=x.device) >= halves[:, None]
     turned = torch.cat([turned, -turned], -1).masked_fill(unused.repeat(1, 2)[:, None, None, None], -torch.inf)
     return turned.argmax(-1)
