@@ -164,6 +164,25 @@ def test_the_convolution_adds_each_heads_neighbors():
     assert_close(both - run(layer, x, (7,)), added.flatten(1) @ layer.output.weight.T, atol=1e-5, rtol=1e-4)
 
 
+def test_nystrom_equals_transformers_layer():
+    from transformers import NystromformerConfig
+    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+    torch.manual_seed(0)
+    config = NystromformerConfig(
+        hidden_size=16, num_attention_heads=2, num_landmarks=4, segment_means_seq_len=24, conv_kernel_size=5
+    )
+    theirs = NystromformerSelfAttention(config).eval()
+    theirs.init_option = "exact"  # a scale for each matrix, as here
+    ours = initialize_layer(SPECS["nystrom"])
+    for name in ("query", "key", "value"):
+        getattr(theirs, name).load_state_dict(getattr(ours, name).state_dict())
+    theirs.conv.weight.data = ours.convolution.weight.data[..., None]
+    x = torch.randn(2, 24, 16)
+    expected = ours.output(theirs(x)[0])
+    assert_close(run(ours, x.flatten(0, 1), (24, 24)), expected.flatten(0, 1), atol=1e-5, rtol=1e-4)
+
+
 def dense_lsh(q: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Attention of shared queries and keys on the pairs in `seen` [..., T, T], a token itself only where it is alone."""
     own = torch.eye(q.shape[2], dtype=torch.bool)
