@@ -25,6 +25,7 @@ from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import MaskedLanguageModel
 from alignment.models.layers import AttentionSpec, BlockSpec, LayerNormSpec, LearnedPositionsSpec, PlainFeedForwardSpec
 from alignment.models.layers.efficient import LinformerSpec, LSHSpec, NystromSpec, PerformerSpec
+from alignment.models.layers.sparse import BlockSparseSpec
 from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Ragged
 from alignment.training.optim import build_optimizer, learning_rate_at
@@ -63,9 +64,7 @@ def _full(heads: int, head_dim: int, window: int | None = None) -> AttentionSpec
     )
 
 
-def _bigbird(heads: int, head_dim: int, longest: int) -> Any:
-    from alignment.models.layers.sparse import BlockSparseSpec
-
+def _bigbird(heads: int, head_dim: int, longest: int) -> BlockSparseSpec:
     return BlockSparseSpec(_full(heads, head_dim), block=8, random=1, max_positions=longest, seed=0)
 
 

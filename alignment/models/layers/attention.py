@@ -57,12 +57,12 @@ class AttentionContext:
 
 
 class OwnScoresSpec(Protocol):
-    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, BigBird's."""
+    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, those of efficient.py."""
 
     @property
     def heads(self) -> int: ...
     @property
-    def causal(self) -> Literal[False]: ...
+    def causal(self) -> bool: ...
     def build(self, width: int) -> nn.Module: ...
 
 
