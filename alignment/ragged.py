@@ -85,6 +85,7 @@ class Ragged(DeviceBatch):
         row_ids: name of the data row behind each document, for messages.
         labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
+        global_mask: tokens that see, and are seen by, all of their document (Longformer), [N]; None: as the model chooses.
         shared: prompts that begin several documents; None: every document stands for itself.
         sources: number of the data source of each document, where sources are told apart, [B].
     """
@@ -99,6 +100,7 @@ class Ragged(DeviceBatch):
     row_ids: tuple[str, ...] = ()
     labels: Tensor | None = None
     segments: Tensor | None = None
+    global_mask: Tensor | None = None
     shared: SharedPrompts | None = None
     sources: Tensor | None = None
 
@@ -378,6 +380,7 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
         lengths=lengths,
         target_index=own[batch.target_index],
         segments=None if batch.segments is None else longer(batch.segments),
+        global_mask=None if batch.global_mask is None else longer(batch.global_mask),
         shared=shared,
     )
     return expanded, own

@@ -1,14 +1,17 @@
 """Train the same small decoder with one part exchanged at a time, and print what each costs and gains.
 
     python scripts/ablate.py [--rows vanilla swiglu rope] [--steps 2000] [--seeds 3] [--text FILE] [--output runs/ablate]
+    python scripts/ablate.py --table efficient --tokens 128 --layers 2 --width 64 --batch 8 --steps 300 --learning-rate 3e-3
 
 One text, character by character, its last tenth held out; the same windows in the same order, the same AdamW and the same
 seeds in every row. Loss is nats per character on the held-out part, after an eighth of the steps and at the end, the mean
 over seeds with their standard deviation. Operations are one forward's, per token, counted from the specification; steps/s is
 one over the median step of this machine. Rows are written as they come, to ablation.json and ablation.md.
 Nothing is tuned per row: a part that wants another learning rate looks worse here than it is.
+The second table is of attention below quadratic cost; see ablate_efficient.py.
 
-Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1, as far as our parts go; theirs are encoder-decoders.
+Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1; theirs are encoder-decoders. docs/ablation.md names
+the rows that are not here. Parts that the package does not have are in ablate_parts.py.
 """
 
 import argparse
@@ -19,8 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ablate_parts as parts  # the neighbor in this folder
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +53,7 @@ from alignment.ragged import Ragged
 from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at
 
 Change = Callable[[TransformerSpec], TransformerSpec]
+Finish = Callable[[LanguageModel], None]
 EVALUATED = 256  # documents of the held-out part, spread evenly; fewer where it is shorter
 
 
@@ -90,7 +95,7 @@ class Result:
     name: str
     label: str
     parameters: int
-    operations_per_token: float
+    operations_per_token: float | None  # None: of a part that the package does not count
     steps_per_second: list[float] = field(default_factory=list)
     early_loss: list[float] = field(default_factory=list)
     final_loss: list[float] = field(default_factory=list)
@@ -98,6 +103,10 @@ class Result:
 
 def main() -> None:
     arguments, settings = read_arguments()
+    if arguments.table == "efficient":
+        from ablate_efficient import run  # imports this module
+
+        return run(arguments.rows, settings, arguments.output)
     data = arguments.text.read_bytes()
     text = (gzip.decompress(data) if arguments.text.suffix == ".gz" else data).decode("utf-8")
     corpus = corpus_of(text, settings.tokens)
@@ -106,7 +115,7 @@ def main() -> None:
     results: list[Result] = []
     for name in arguments.rows:
         results.append(measure(name, corpus, settings))
-        print(" | ".join(cells(results[-1])), flush=True)
+        print(" | ".join(cells(results[-1], results[0])), flush=True)
         about = {"text": str(arguments.text), "characters": len(corpus.training), "held_out": held_out}
         about |= {**asdict(settings), "optim": asdict(settings.optim)}
         found = {"settings": about, "rows": [summary(result) for result in results]}
@@ -120,15 +129,18 @@ def read_arguments() -> tuple[argparse.Namespace, Settings]:
     usual = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=data_folder() / "tinyshakespeare" / "train.txt.gz")
-    parser.add_argument(
-        "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW", help=", ".join(ROWS)
-    )
+    parser.add_argument("--table", choices=list(TABLES), default="narang")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help=f"of the table: {TABLES}")
     for name in ("steps", "seeds", "width", "layers", "batch", "tokens"):
         parser.add_argument(f"--{name}", type=int, default=getattr(usual, name))
     parser.add_argument("--learning-rate", type=float, default=usual.learning_rate)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
     arguments = parser.parse_args()
+    known = TABLES[arguments.table]
+    arguments.rows = arguments.rows or list(known)
+    if wrong := set(arguments.rows) - set(known):
+        parser.error(f"--rows {' '.join(sorted(wrong))}: the rows of this table are {', '.join(known)}")
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
     if min(settings.steps, settings.seeds, settings.batch) < 1 or settings.tokens < 8:
         parser.error("--steps, --seeds and --batch must be at least 1, --tokens at least 8")
@@ -136,7 +148,7 @@ def read_arguments() -> tuple[argparse.Namespace, Settings]:
         parser.error(f"--layers {settings.layers}: give an even number, for one row halves it")
     if settings.width < 32 or settings.width % (2 * heads_of(settings.width)):
         parser.error(f"--width {settings.width}: give at least 32, a multiple of {2 * heads_of(settings.width)}")
-    if not arguments.text.is_file():
+    if arguments.table == "narang" and not arguments.text.is_file():
         parser.error(f"{arguments.text} is not there; set ALIGNMENT_DATA, or give --text FILE")
     return arguments, settings
 
@@ -156,29 +168,32 @@ def corpus_of(text: str, tokens: int) -> Corpus:
 
 def measure(name: str, corpus: Corpus, settings: Settings) -> Result:
     """One row of the table: the same training once per seed."""
-    label, change = ROWS[name]
-    spec = change(vanilla(corpus.vocabulary, settings.width, settings.layers, settings.tokens))
-    parameters = sum(parameter.numel() for parameter in build(spec, seed=0).parameters())
-    operations = forward_operations(spec, settings.tokens)
-    result = Result(name, label, parameters, operations)
+    row = ROWS[name]
+    spec = row.change(vanilla(corpus.vocabulary, settings.width, settings.layers, settings.tokens))
+    parameters = sum(parameter.numel() for parameter in build(spec, 0, row.finish).parameters())
+    operations = forward_operations(spec, settings.tokens) if row.finish is None else None
+    result = Result(name, row.label, parameters, operations)
     for seed in range(settings.seeds):
-        speed, early, final = train(spec, corpus, settings, seed)
+        speed, early, final = train(build(spec, seed, row.finish), corpus, settings, seed)
         result.steps_per_second.append(speed)
         result.early_loss.append(early)
         result.final_loss.append(final)
     return result
 
 
-def build(spec: TransformerSpec, seed: int) -> LanguageModel:
-    """The decoder `spec` describes, with fresh weights."""
+def build(spec: TransformerSpec, seed: int, finish: Finish | None = None) -> LanguageModel:
+    """The decoder `spec` describes, with fresh weights; `finish` then exchanges parts of it."""
     torch.manual_seed(seed)
     head = nn.Linear(spec.output_width or spec.width, spec.vocabulary, bias=False)
-    return initialize(LanguageModel(spec.build(), head, config={}))
+    model = initialize(LanguageModel(spec.build(), head, config={}))
+    if finish is not None:
+        finish(model)
+    return model.eval()
 
 
-def train(spec: TransformerSpec, corpus: Corpus, settings: Settings, seed: int) -> tuple[float, float, float]:
+def train(model: LanguageModel, corpus: Corpus, settings: Settings, seed: int) -> tuple[float, float, float]:
     """Steps a second (by the median step), held-out loss after an eighth of the steps, and at the end."""
-    model = build(spec, seed).to(settings.device)
+    model = model.to(settings.device)
     optimizer = build_optimizer(model, settings.optim)
     seconds, early, early_step = [], float("nan"), max(1, settings.steps // 8)
     for step, batch in enumerate(batches(corpus.training, settings, seed), 1):
@@ -224,19 +239,30 @@ def held_out_loss(model: LanguageModel, corpus: Corpus, settings: Settings) -> f
     return total / count
 
 
-COLUMNS = ("row", "parameters", "operations/token", "steps/s", "early loss", "final loss")
+COLUMNS = ("row", "parameters", "operations/token", "steps/s", "early loss", "final loss", "beside row 1")
 
 
-def cells(result: Result) -> list[str]:
-    """What the table shows of a row."""
+def cells(result: Result, baseline: Result) -> list[str]:
+    """The row of the table; `baseline` is the one its final loss is compared with."""
+    operations = result.operations_per_token
     return [
         result.label,
         f"{result.parameters:,}",
-        f"{result.operations_per_token:,.0f}",
+        "–" if operations is None else f"{operations:,.0f}",
         f"{statistics.mean(result.steps_per_second):.1f}",
         spread(result.early_loss),
         spread(result.final_loss),
+        difference(result.final_loss, baseline.final_loss),
     ]
+
+
+def difference(values: Sequence[float], baseline: Sequence[float]) -> str:
+    """Mean minus the baseline's mean; in brackets where it is no more than the two standard deviations together."""
+    if values is baseline:
+        return ""
+    gap = statistics.mean(values) - statistics.mean(baseline)
+    within = len(values) > 1 and abs(gap) <= statistics.stdev(values) + statistics.stdev(baseline)
+    return f"({gap:+.4f})" if within else f"{gap:+.4f}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -246,9 +272,9 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """All rows in markdown."""
+    """All rows in markdown; the first one is the baseline."""
     head = [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-    return "\n".join([*head, *(f"| {' | '.join(cells(result))} |" for result in results)]) + "\n"
+    return "\n".join([*head, *(f"| {' | '.join(cells(result, results[0]))} |" for result in results)]) + "\n"
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -327,6 +353,20 @@ def _rms_norm(spec: TransformerSpec) -> TransformerSpec:
     return replace(_change_blocks(spec, norm=norm), norm=norm)
 
 
+def _same(spec: TransformerSpec) -> TransformerSpec:
+    return spec
+
+
+def _no_norm(spec: TransformerSpec) -> TransformerSpec:
+    """With the embeddings scaled, for no norm does it."""
+    changed = _change_blocks(spec, norm=NoNormSpec())
+    return replace(changed, norm=NoNormSpec(), embedding_scale=spec.width**0.5)
+
+
+def _shared(spec: TransformerSpec) -> TransformerSpec:
+    return replace(spec, blocks=spec.blocks[:1], order=(0,) * len(spec.blocks))
+
+
 def _post_norm(spec: TransformerSpec) -> TransformerSpec:
     return replace(_change_blocks(spec, wiring="post"), norm=NoNormSpec())  # the last block ends with a norm already
 
@@ -371,42 +411,71 @@ def _reshaped(spec: TransformerSpec, share: float) -> TransformerSpec:
     return replace(spec, blocks=(changed,) * layers, init=init)
 
 
-ROWS: dict[str, tuple[str, Change]] = {  # name -> its label in the table, vanilla -> this row's model
-    "vanilla": ("Vanilla (ReLU, learned positions, LayerNorm, pre-norm, tied)", lambda spec: spec),
-    "gelu": ("GELU", partial(_activation, name="gelu")),
-    "swish": ("Swish (SiLU)", partial(_activation, name="silu")),
-    "elu": ("ELU", partial(_activation, name="elu")),
-    "selu": ("SELU", partial(_activation, name="selu")),
-    "sigmoid": ("Sigmoid", partial(_activation, name="sigmoid")),
-    "glu": ("GLU", partial(_gated, gate="sigmoid")),
-    "reglu": ("ReGLU", partial(_gated, gate="relu")),
-    "geglu": ("GeGLU", partial(_gated, gate="gelu")),
-    "swiglu": ("SwiGLU", partial(_gated, gate="silu")),
-    "liglu": ("LiGLU (bilinear)", partial(_gated, gate="linear")),
-    "rmsnorm": ("RMSNorm", _rms_norm),
-    "post-norm": ("Post-norm", _post_norm),
-    "sandwich": ("Sandwich norm", partial(_change_blocks, wiring="sandwich")),
-    "parallel": ("Parallel block", partial(_change_blocks, wiring="parallel")),
-    "sinusoidal": ("Sinusoidal positions", _sinusoidal),
-    "rope": ("Rotary positions", _rotary),
-    "alibi": ("ALiBi", partial(_position_bias, bias=AlibiSpec())),
-    "t5-bias": ("T5 relative bias", partial(_position_bias, bias=RelativeBiasSpec(32, 128))),
-    "grouped-query": ("Grouped-query attention (2 heads to a key)", partial(_key_heads, sharing=2)),
-    "multi-query": ("Multi-query attention", partial(_key_heads, sharing=0)),
-    "window": (
+class Row(NamedTuple):
+    """A row's label, what it makes of vanilla's specification, and of the fresh model where the package lacks the part."""
+
+    label: str
+    change: Change
+    finish: Finish | None = None
+
+
+ROWS: dict[str, Row] = {
+    "vanilla": Row("Vanilla (ReLU, learned positions, LayerNorm, pre-norm, tied)", _same),
+    "gelu": Row("GELU", partial(_activation, name="gelu")),
+    "swish": Row("Swish (SiLU)", partial(_activation, name="silu")),
+    "elu": Row("ELU", partial(_activation, name="elu")),
+    "selu": Row("SELU", partial(_activation, name="selu")),
+    "sigmoid": Row("Sigmoid", partial(_activation, name="sigmoid")),
+    "softplus": Row("Softplus", partial(_activation, name="softplus")),
+    "glu": Row("GLU", partial(_gated, gate="sigmoid")),
+    "reglu": Row("ReGLU", partial(_gated, gate="relu")),
+    "geglu": Row("GeGLU", partial(_gated, gate="gelu")),
+    "swiglu": Row("SwiGLU", partial(_gated, gate="silu")),
+    "liglu": Row("LiGLU (bilinear)", partial(_gated, gate="linear")),
+    "rmsnorm": Row("RMSNorm", _rms_norm),
+    "rezero": Row("ReZero", _no_norm, partial(parts.add_gains, gain=0.0)),
+    "rezero-layernorm": Row("ReZero + LayerNorm", _same, partial(parts.add_gains, gain=0.0)),
+    "rezero-rmsnorm": Row("ReZero + RMSNorm", _rms_norm, partial(parts.add_gains, gain=0.0)),
+    "fixup": Row("Fixup", _no_norm, partial(parts.add_gains, gain=1.0, fixup=True)),
+    "post-norm": Row("Post-norm", _post_norm),
+    "sandwich": Row("Sandwich norm", partial(_change_blocks, wiring="sandwich")),
+    "parallel": Row("Parallel block", partial(_change_blocks, wiring="parallel")),
+    "sinusoidal": Row("Sinusoidal positions", _sinusoidal),
+    "rope": Row("Rotary positions", _rotary),
+    "alibi": Row("ALiBi", partial(_position_bias, bias=AlibiSpec())),
+    "t5-bias": Row("T5 relative bias", partial(_position_bias, bias=RelativeBiasSpec(32, 128))),
+    "grouped-query": Row("Grouped-query attention (2 heads to a key)", partial(_key_heads, sharing=2)),
+    "multi-query": Row("Multi-query attention", partial(_key_heads, sharing=0)),
+    "window": Row(
         "Sliding window (a quarter of the document)",
         lambda spec: _attention(spec, window=max(2, spec.max_positions // 4)),
     ),
-    "shared": (
-        "Shared layers (ALBERT)",
-        lambda spec: replace(spec, blocks=spec.blocks[:1], order=(0,) * len(spec.blocks)),
+    "shared": Row("Shared layers (ALBERT)", _shared),
+    "factorised": Row("Factorised embeddings (D / 4)", _factorised),
+    "factorised-untied": Row("Factorised, untied", lambda spec: replace(_factorised(spec), tied_head=False)),
+    "shared-factorised": Row("Shared layers, factorised embeddings", lambda spec: _factorised(_shared(spec))),
+    "untied": Row("Untied embeddings", lambda spec: replace(spec, tied_head=False)),
+    "moe": Row("Mixture of experts (2 of 4)", partial(_experts, experts_per_token=2)),
+    "switch": Row("Switch (1 of 4)", partial(_experts, experts_per_token=1)),
+    "deeper": Row("Twice the layers, half their heads and width", partial(_reshaped, share=0.5)),
+    "shallower": Row("Half the layers, twice their heads and width", partial(_reshaped, share=2.0)),
+    "softmaxes": Row("Mixture of softmaxes (4)", _same, parts.mix_softmaxes),
+    "lightweight": Row("Lightweight convolution", _same, partial(parts.convolve, dynamic=False)),
+    "dynamic": Row("Dynamic convolution", _same, partial(parts.convolve, dynamic=True)),
+    "dense": Row("Synthesizer, dense", _same, partial(parts.synthesize, kind="dense")),
+    "dense-plus": Row("Synthesizer, dense plus", _same, partial(parts.synthesize, kind="dense", plus="sum")),
+    "dense-alpha": Row("Synthesizer, dense plus alpha", _same, partial(parts.synthesize, kind="dense", plus="alpha")),
+    "factorized": Row("Synthesizer, factorized", _same, partial(parts.synthesize, kind="factorized")),
+    "random": Row("Synthesizer, random", _same, partial(parts.synthesize, kind="random")),
+    "random-plus": Row("Synthesizer, random plus", _same, partial(parts.synthesize, kind="random", plus="sum")),
+    "random-alpha": Row(
+        "Synthesizer, random plus alpha", _same, partial(parts.synthesize, kind="random", plus="alpha")
     ),
-    "factorised": ("Factorised embeddings (D / 4)", _factorised),
-    "untied": ("Untied embeddings", lambda spec: replace(spec, tied_head=False)),
-    "moe": ("Mixture of experts (2 of 4)", partial(_experts, experts_per_token=2)),
-    "switch": ("Switch (1 of 4)", partial(_experts, experts_per_token=1)),
-    "deeper": ("Twice the layers, half their heads and width", partial(_reshaped, share=0.5)),
-    "shallower": ("Half the layers, twice their heads and width", partial(_reshaped, share=2.0)),
+    "product-keys": Row("Product-key memory in one layer", _same, parts.add_memory),
+}
+TABLES = {
+    "narang": tuple(ROWS),
+    "efficient": ("full", "unfused", "window", "linformer", "performer", "nystrom", "lsh", "bigbird"),
 }
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from parity_reference import (
     DOORS,
     HEAD_DOORS,
     Case,
-    call,
     documents,
     filler_of,
     generated,
     logits_of,
+    outputs_of,
     padded,
     segments_of,
     targets_of,
@@ -213,9 +213,12 @@ def head_difference(case: Case, task: str, labels: int, directory: Path) -> floa
     rows = documents(case)
     if case.kind == "seq2seq":  # a sequence is read at its end token
         rows = [[*row[:-1], reference.config.eos_token_id] for row in rows]
+    separator = case.config.get("sep_token_id")
+    if task == "span" and separator is not None:  # Longformer asks for RoBERTa's three
+        rows = [_with_separators(row, separator) for row in rows if len(row) > 8]
     ids, mask = padded(rows, "right", filler_of(reference))
     segments = padded(segments_of(rows), "right", 0)[0] if case.token_types else None
-    out = call(reference, ids, mask, segments)
+    out = outputs_of(case, reference, ids, mask, segments)
     ours = model(ids, mask, **({"token_type_ids": segments} if case.token_types else {}))
     in_batch = model(batch=ragged(case, rows))
     whole, flat = SCORES[task](out, mask.bool())
@@ -224,6 +227,12 @@ def head_difference(case: Case, task: str, labels: int, directory: Path) -> floa
     if task == "next_sentence":
         differences.append(ours.logits[mask.bool()] - out.prediction_logits[mask.bool()])
     return max(map(_largest, differences))
+
+
+def _with_separators(row: list[int], separator: int) -> list[int]:
+    """A question of a fourth of the row, and its context."""
+    cut = len(row) // 4
+    return [*row[:cut], separator, separator, *row[cut + 2 : -1], separator]
 
 
 def _of_documents(out: Any, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 FOLDER = Path(__file__).resolve().parent / "parity_cases"
 DOORS = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
@@ -36,7 +37,7 @@ class Case:
         heads: tasks whose checkpoints are to open.
         token_types: whether sentence A and B are told apart.
         own_head: give the checkpoint a head that is not its embedding, whatever the config says of it.
-        rows_alone: transformers sees left-padded rows one by one, without padding.
+        rows_alone: transformers sees these rows one by one, without padding: left-padded ones, or both.
     """
 
     family: str
@@ -48,7 +49,7 @@ class Case:
     heads: tuple[str, ...] = ()
     token_types: bool = False
     own_head: bool = False
-    rows_alone: bool = False
+    rows_alone: str = ""
 
 
 def families() -> list[str]:
@@ -69,7 +70,7 @@ def read_cases(family: str) -> dict[str, Case]:
             tuple(file.get("heads", {}).get(name, ())),
             file.get("token_types", False),
             name in file.get("own_head", ()),
-            file.get("rows_alone", False),
+            file.get("rows_alone", ""),
         )
         for name, changes in file["variants"].items()
     }  # fmt: skip
@@ -136,18 +137,32 @@ def filler_of(reference: Any) -> int:
 def call(reference: Any, ids: Tensor, mask: Tensor, segments: Tensor | None = None, **more: Any) -> Any:
     """transformers' forward, told the positions where it would not derive them from the mask."""
     if "position_ids" in inspect.signature(reference.forward).parameters:
-        first = filler_of(reference) + 1 if reference.config.model_type == "roberta" else 0
+        first = filler_of(reference) + 1 if reference.config.model_type in ("roberta", "longformer") else 0
         more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     if segments is not None:
         more["token_type_ids"] = segments
+    if reference.config.model_type == "big_bird":  # a short document leaves it without its sparse attention
+        reference.base_model.set_attention_type(reference.config.attention_type)
     return reference(input_ids=ids, attention_mask=mask, **more)
+
+
+def outputs_of(case: Case, reference: Any, ids: Tensor, mask: Tensor, segments: Tensor | None) -> Any:
+    """transformers' output on rows padded on the right, row by row where it has to be."""
+    if case.rows_alone != "both":
+        return call(reference, ids, mask, segments)
+    outputs = []
+    for row, size in enumerate(mask.sum(1).tolist()):
+        one = [x if x is None else x[row : row + 1, :size] for x in (ids, mask, segments)]
+        outputs.append(call(reference, *one))
+    joined = {key: pad_sequence([output[key][0] for output in outputs], batch_first=True) for key in outputs[0]}
+    return type(outputs[0])(**joined)
 
 
 def logits_of(
     case: Case, reference: Any, side: str, rows: list[list[int]], targets: list[list[int]] | None = None
 ) -> Tensor:
     """transformers' logits of a batch padded on `side`, at real tokens, row by row, [N, V]."""
-    if case.rows_alone and side == "left" and len(rows) > 1:
+    if case.rows_alone in (side, "both") and len(rows) > 1:
         pairs = zip(rows, targets or [None] * len(rows), strict=True)
         return torch.cat([logits_of(case, reference, side, [row], target and [target]) for row, target in pairs])
     filler = filler_of(reference)

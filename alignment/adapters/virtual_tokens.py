@@ -23,6 +23,7 @@ from alignment.models.encoder_decoder import EncoderDecoderSpec, Seq2SeqClassifi
 from alignment.models.external.models import ExternalModel, ExternalSeq2SeqModel
 from alignment.models.external.rectangles import accepts
 from alignment.models.layers import AttentionSpec
+from alignment.models.layers.layer_contexts import NO_PREFIX
 from alignment.models.native_model import NativeModel
 
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
@@ -171,7 +172,7 @@ def prefix_dimensions(model: AnyModel) -> tuple[int, int, int]:
         spec = model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec
         attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
         if len(attentions) < len(spec.layers):
-            raise UserError("disentangled attention takes no prefix; use LoRA instead")
+            raise UserError(NO_PREFIX)
         if model.config["model_type"] in NO_PREFIX_IN_TRANSFORMERS:
             raise UserError(
                 f"transformers' class for {model.config['model_type']!r} ignores a prefix, so that peft could not use "

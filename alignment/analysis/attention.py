@@ -26,6 +26,7 @@ from alignment.models.layers.attention import (
     ProjectKeyValue,
 )
 from alignment.models.layers.disentangled import DisentangledAttention
+from alignment.models.layers.sparse import SparseAttention
 from alignment.models.model import evaluation_mode
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
@@ -91,8 +92,8 @@ def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
 
     def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
         x, context = inputs
-        if isinstance(attention, DisentangledAttention):  # it computes its own scores
-            own = attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
+        if isinstance(attention, DisentangledAttention | SparseAttention):  # it computes its own scores
+            own = attention.value(x).unflatten(-1, (attention.spec.heads, -1))
             own_maps.append(_weights(partial(_mixed, attention, x, context), own))
             return x, context
         if isinstance(attention, CrossAttention):
@@ -100,7 +101,7 @@ def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
             return x, replace(context, cross_attend=partial(_record_cross, context.cross_attend, cross_maps))
         return x, replace(context, attend=_recording(context.attend, own_maps))
 
-    kinds = (Attention, CrossAttention, DisentangledAttention)
+    kinds = (Attention, CrossAttention, DisentangledAttention, SparseAttention)
     with hooked(part.register_forward_pre_hook(before) for part in trunk.modules() if isinstance(part, kinds)):
         yield maps
 
@@ -143,11 +144,14 @@ def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     return torch.cat(pieces, -1)[..., :slots].transpose(0, 1).float()
 
 
-def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContext, values: Tensor) -> Tensor:
+def _mixed(
+    attention: DisentangledAttention | SparseAttention, x: Tensor, context: AttentionContext, values: Tensor
+) -> Tensor:
     """The layer's mix of other values than its own, [N, H, K]: caught on the way to its output layer."""
     caught: list[Tensor] = []
+    layers = [layer for name, layer in attention.named_children() if name.startswith("value")]  # Longformer has two
     with (
-        attention.value.register_forward_hook(lambda *_: values.flatten(1)),
+        hooked(layer.register_forward_hook(lambda *_: values.flatten(1)) for layer in layers),
         attention.output.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])),
     ):
         attention.forward(x, context)

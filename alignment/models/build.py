@@ -1,5 +1,6 @@
 """Hugging Face config -> model: the family gives the specs, each spec builds its module."""
 
+from dataclasses import replace
 from typing import Any
 
 from alignment.errors import UserError
@@ -51,6 +52,7 @@ def empty_model(config: HFConfig, task: str) -> Any:
     spec, head_spec = family.spec(value), head_spec and head_spec(value)
     if isinstance(spec, EncoderDecoderSpec):
         return _encoder_decoder_model(spec, head_spec, config, task)
+    spec = replace(spec, **family.tasks[task].trunk(value))
     trunk, width = spec.build(), spec.output_width or spec.width
     if task == "scalar":
         return ScalarModel(trunk, config)

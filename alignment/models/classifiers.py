@@ -1,5 +1,6 @@
 """Trunk and a head of few outputs: scalar models (reward, value), sequence and token classifiers, answer spans."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.models.heads import ClassificationHead, Pooling, float32_logits, score_outputs
+from alignment.models.layers.layer_contexts import up_to_first
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
@@ -76,7 +78,15 @@ class TokenClassifier(NativeModel[TransformerSpec]):
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
         """Class logits of each token, [N, C]."""
-        return ClassifierOutput(self.head(self.hidden_states(self.trunk, batch)))
+        if self.head.separator is None:
+            return ClassifierOutput(self.head(self.hidden_states(self.trunk, batch)))
+        question = up_to_first(batch, self.head.separator)
+        if batch.segments is None:
+            batch = replace(batch, segments=(~question).long())
+        logits = self.head(self.hidden_states(self.trunk, batch))
+        return ClassifierOutput(
+            logits - 1e6 * (question & (batch.positions > 0))[:, None]
+        )  # as transformers lowers them
 
 
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.models.frozen_weights import frozen_linear
-from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.layers.feedforward import ACTIVATIONS, FeedForwardSpec
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.safetensors_files import HFConfig
 
@@ -41,6 +41,24 @@ class TransformSpec:
     bias: bool
     norm: NormSpec = field(default_factory=NoNormSpec)
 
+    def build(self, width: int) -> nn.Module:
+        """x [..., width] -> [..., self.width]."""
+        return Transform(self, width)
+
+
+@dataclass(frozen=True)
+class FeedForwardTransformSpec:
+    """norm(x + dropout(feedforward(dropout(x)))), as in a post-norm layer without attention."""
+
+    width: int
+    feedforward: FeedForwardSpec
+    norm: NormSpec
+    dropout: float
+
+    def build(self, width: int) -> nn.Module:
+        """x [..., width] -> the same shape."""
+        return FeedForwardTransform(self)
+
 
 @dataclass(frozen=True)
 class LanguageHeadSpec:
@@ -60,14 +78,18 @@ class LanguageHeadSpec:
 
 @dataclass(frozen=True)
 class ClassificationHeadSpec:
-    """From hidden states to `outputs` logits, of a document (read as `pooling` says) or of every token."""
+    """From hidden states to `outputs` logits, of a document (read as `pooling` says) or of every token.
+
+    With a `separator` the tokens of a question, which ends with it, are never the answer, but for the first (BigBird).
+    """
 
     outputs: int
-    transform: TransformSpec | None = None
+    transform: TransformSpec | FeedForwardTransformSpec | None = None
     bias: bool = True
     dropout: float = 0.0
     pooling: Pooling | None = None
     input_dropout: float = 0.0
+    separator: int | None = None
 
     def build(self, width: int) -> "ClassificationHead":
         """x [..., width] -> logits [..., outputs]."""
@@ -87,6 +109,19 @@ class Transform(nn.Module):
         return self.norm(self.activation(self.dense(x)))
 
 
+class FeedForwardTransform(nn.Module):
+    """norm(x + dropout(feedforward(dropout(x))))."""
+
+    def __init__(self, spec: FeedForwardTransformSpec):
+        super().__init__()
+        self.feedforward, self.norm = spec.feedforward.build(spec.width), spec.norm.build(spec.width)
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> [..., D]."""
+        return self.norm(x + self.dropout(self.feedforward(self.dropout(x))))
+
+
 class LanguageHead(nn.Module):
     """One logit per token: softcap(predict(scale * transform(x)) + offset). Plain decoders have a linear layer instead.
 
@@ -97,7 +132,7 @@ class LanguageHead(nn.Module):
 
     def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int):
         super().__init__()
-        self.transform = None if spec.transform is None else Transform(spec.transform, width)
+        self.transform = None if spec.transform is None else spec.transform.build(width)
         self.weight: Tensor = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
         self.offset: Tensor | None
@@ -125,10 +160,11 @@ class ClassificationHead(nn.Module):
     def __init__(self, spec: ClassificationHeadSpec, width: int):
         super().__init__()
         output = nn.Linear(spec.transform.width if spec.transform else width, spec.outputs, bias=spec.bias)
-        self.transform = None if spec.transform is None else Transform(spec.transform, width)
+        self.transform = None if spec.transform is None else spec.transform.build(width)
         self.output = output
         self.input_dropout = nn.Dropout(spec.input_dropout) if spec.input_dropout else nn.Identity()
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.separator = spec.separator
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., C], fp32."""

@@ -54,6 +54,7 @@ class Model(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         *,
+        global_attention_mask: Tensor | None = None,
         batch: DeviceBatch | None = None,
         **options: object,
     ) -> Any:
@@ -62,11 +63,14 @@ class Model(nn.Module):
         Args:
             input_ids, attention_mask, token_type_ids: [B, T]; positions are counted from each row's first token. The
                 mask is 1 or True at real tokens, None: all are; the types are the sentences of a pair, for encoders.
+            global_attention_mask: 1 or True at a Longformer's global tokens, [B, T]; None: as transformers' class chooses.
             options: further arguments of the class's `outputs` or `padded_outputs`.
         """
         if batch is not None:
             return self.outputs(batch, **options)
-        return self.padded_outputs(from_padded(input_ids, attention_mask, token_type_ids), **options)
+        return self.padded_outputs(
+            from_padded(input_ids, attention_mask, token_type_ids, global_attention_mask), **options
+        )
 
     def padded_outputs(self, padded: Padded) -> Any:
         """The outputs of padded rows: logits of documents [B, C] as they are, of tokens as [B, T, C], zeros at padding."""

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.layers import AttentionSpec
@@ -95,7 +96,10 @@ def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     check_capacity(capacity, trunk.spec.max_positions)
     attention, weight = trunk.spec.blocks[0].attention, like_hidden_states(trunk.embed)
     if not isinstance(attention, AttentionSpec):
-        raise ValueError("this attention is bidirectional; nothing can be decoded token by token")
+        raise UserError(
+            f"{type(attention).__name__}: this attention keeps no cache of keys and values, so that nothing can be "
+            "generated token by token; take a model with AttentionSpec"
+        )
     device = weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return Cache(

@@ -6,7 +6,6 @@ Norms, activations, softmax, rotations and look-ups are left out, as is usual: t
 from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    DisentangledSpec,
     ExpertsSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
@@ -22,10 +21,12 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     layer is counted by its half, a window by what lies in it, and a mixture by the experts that are chosen.
 
     Raises:
-        ValueError: cross-attention, disentangled attention or a convolution, whose operations are not counted here.
+        ValueError: cross-attention, a convolution, or attention with scores of its own (DeBERTa's), whose operations are not counted here.
     """
     if not is_counted(spec):
-        raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
+        raise ValueError(
+            "operations of cross-attention, convolutions and attention with scores of its own are not counted"
+        )
     before_head, transform = spec.output_width or spec.width, spec.head.transform
     matrices = 0 if spec.projection is None else spec.projection.width * spec.width
     matrices += 0 if spec.output_width is None else spec.width * spec.output_width
@@ -39,7 +40,7 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
 def is_counted(spec: TransformerSpec) -> bool:
     """True where `forward_operations` counts every layer of this architecture."""
     return all(
-        not isinstance(block.attention, DisentangledSpec) and block.cross is None and block.convolution is None
+        isinstance(block.attention, AttentionSpec) and block.cross is None and block.convolution is None
         for block in spec.layers
     )
 

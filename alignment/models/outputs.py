@@ -81,7 +81,12 @@ class Padded(NamedTuple):
         return x.unflatten(0, tuple(self.shape))
 
 
-def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
+def from_padded(
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    segments: Tensor | None = None,
+    global_mask: Tensor | None = None,
+) -> Padded:
     """A padded rectangle [B, T] as documents end to end; ValueError for a row without tokens."""
     if input_ids is None:
         raise ValueError("a model call needs input_ids or batch")
@@ -104,6 +109,7 @@ def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segment
         target_rows=nothing,
         weight=0.0,
         segments=None if segments is None else kept(segments),
+        global_mask=None if global_mask is None else kept(global_mask) > 0,
     )
     return Padded(batch, indices, input_ids.shape)
 

@@ -15,7 +15,7 @@ from alignment.models.layers.attention import AttentionContext, AttentionSpec
 from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache, TokenSlots
-from alignment.models.layers.layer_contexts import PositionModules, decoding_contexts, training_contexts
+from alignment.models.layers.layer_contexts import GlobalRule, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.positions import PositionsSpec
 from alignment.models.layers.rotary import Rotary
@@ -49,6 +49,10 @@ class TransformerSpec:
         output_width: columns of a last linear layer before the head; None: there is none.
         embedding_scale: factor on token vectors.
         segments: number of segment embeddings (token types).
+        dropout_before_norm: the embedding's dropout acts before its norm.
+        global_tokens: tokens that see, and are seen by, all of their document (Longformer), where `Ragged.global_mask` does
+            not mark them: marked: no others. first: each first one. A token's id: those before the first such token. None:
+            the architecture has none.
         relative: relative positions with a vector that DeBERTa's layers share; 2 * relative rows, normed by
             `relative_norm`.
     """
@@ -70,6 +74,8 @@ class TransformerSpec:
     embedding_scale: float = 1.0
     embedding_norm: NormSpec | None = None
     segments: int = 0
+    dropout_before_norm: bool = False
+    global_tokens: GlobalRule | None = None
     relative: int = 0
     relative_norm: NormSpec = field(default_factory=NoNormSpec)
 
@@ -170,7 +176,7 @@ class Transformer(nn.Module):
         contexts = training_contexts(
             self.spec.layers, self.position_modules, batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            cache=cache, slots=slots,
+            global_rule=self.spec.global_tokens, cache=cache, slots=slots,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
         first = None
@@ -225,7 +231,10 @@ class Transformer(nn.Module):
             x = x + (self.segments.weight[0] if alone else self.segments(segments))
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)
-        x = self.dropout(x if self.embedding_norm is None else self.embedding_norm(x))
+        if self.spec.dropout_before_norm:
+            x = self.dropout(x)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        x = x if self.spec.dropout_before_norm else self.dropout(x)
         if self.project_in is not None and projection is not None and not projection.before_positions:
             x = self.project_in(x)
         return x

@@ -389,12 +389,12 @@ def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_met
             assert last["held_out_exact_match" if "question_answering" in name else "held_out_accuracy"] > 0.8
 
 
-# Encoders that run as transformers' class
+# Encoders of long documents, and encoders that run as transformers' class
 
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Directories of a random Longformer and BigBird by name, with a tokenizer that marks pairs as RoBERTa's does."""
+    """Directories of random encoders by family, with a tokenizer that marks pairs as RoBERTa's does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     words = Tokenizer(models.BPE())
@@ -420,6 +420,10 @@ def encoders(tmp_path_factory):
     built = {
         "longformer": transformers.LongformerForMaskedLM(longformer),
         "big_bird": transformers.BigBirdForPreTraining(big_bird),
+        "mpnet": transformers.MPNetForMaskedLM(transformers.MPNetConfig(**shape)),
+        "rembert": transformers.RemBertForMaskedLM(
+            transformers.RemBertConfig(input_embedding_size=16, output_embedding_size=24, **shape)
+        ),
     }
     directories = {}
     for name, model in built.items():
@@ -438,9 +442,13 @@ def encoders(tmp_path_factory):
         ("multiple_choice", ("We liked:", ["warm", "cold"]), "AutoModelForSequenceClassification"),
     ],
 )
-def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encoders, monkeypatch, task, row, own_class):
+@pytest.mark.parametrize("family", ["longformer", "mpnet"])
+def test_a_fine_tuned_encoder_opens_in_transformers_alike(
+    settings, encoders, monkeypatch, family, task, row, own_class
+):
     """The logits that `predict` reads are those of the plain class for the same token ids."""
-    directory = str(finetune.run(settings("gpt2", task, policy=encoders["longformer"])))
+    directory = str(finetune.run(settings("gpt2", task, policy=encoders[family])))
+    assert load_pretrained(encoders[family]).source == ("native" if family == "longformer" else "transformers")
     seen = []
 
     def spy(model, examples, *arguments):
@@ -461,9 +469,16 @@ def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encode
     assert_close(logits[0].reshape(theirs.shape), theirs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("task", ["token_classification", "multiple_choice"])
-@pytest.mark.parametrize("family", ["longformer", "big_bird"])
-def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, read_metrics, family, task):
+@pytest.mark.parametrize(
+    ("family", "task"),
+    [
+        ("longformer", "token_classification"),
+        ("big_bird", "multiple_choice"),
+        ("mpnet", "multiple_choice"),
+        ("rembert", "token_classification"),
+    ],
+)
+def test_each_of_these_encoders_learns_a_separable_task(settings, encoders, read_metrics, family, task):
     training = TrainingConfig(batch_size=16, epochs=4)
     config = settings("gpt2", task, policy=encoders[family], training=training)
     finetune.run(config)
@@ -471,40 +486,27 @@ def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, 
 
 
 def test_a_frozen_trunk_of_transformers_keeps_its_weights(settings, encoders):
-    config = settings("gpt2", "classification", policy=encoders["longformer"], frozen_trunk=True)
-    after, before = weights(finetune.run(config)), weights(encoders["longformer"])
-    kept = [name for name in before if name.startswith("longformer.")]
+    config = settings("gpt2", "classification", policy=encoders["mpnet"], frozen_trunk=True)
+    after, before = weights(finetune.run(config)), weights(encoders["mpnet"])
+    kept = [name for name in before if name.startswith("mpnet.")]
     assert len(kept) > 30 and all(torch.equal(after[name], before[name]) for name in kept)
     assert any(name.startswith("classifier.") for name in after)
 
 
-def test_sparse_attention_of_a_long_text_does_not_depend_on_the_texts_before_it(encoders):
-    """BigBird reads texts of at most (5 + 2) * 4 = 28 tokens by full attention, longer ones by blocks of 4."""
-    model = load_pretrained(
-        encoders["big_bird"], "sequence", new_head=True, config=label_config("classification", {0: "a", 1: "b"})
-    )
-    long, short = Ragged.build([[0, *range(10, 70), 2]]), Ragged.build([[0, 5, 2]])
-    with torch.no_grad():
-        first, _, again = (model(batch=batch).logits for batch in (long, short, long))
-        model.inner.base_model.config.attention_type = "original_full"
-        full = model(batch=long).logits
-    assert torch.equal(first, again) and not torch.equal(first, full)
-
-
 def test_what_is_not_fine_tuned_of_transformers_classes_is_refused_by_name(settings, encoders, tmp_path):
-    with pytest.raises(UserError, match=r"'longformer' .*`adapter`"):
-        finetune.run(settings("gpt2", "classification", policy=encoders["longformer"], adapter=LoRASpec()))
+    with pytest.raises(UserError, match=r"'mpnet' .*`adapter`"):
+        finetune.run(settings("gpt2", "classification", policy=encoders["mpnet"], adapter=LoRASpec()))
     decoder = transformers.CodeGenConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
     transformers.CodeGenForCausalLM(decoder).save_pretrained(tmp_path / "codegen")
-    load_tokenizer(encoders["longformer"]).save_pretrained(tmp_path / "codegen")
+    load_tokenizer(encoders["mpnet"]).save_pretrained(tmp_path / "codegen")
     with pytest.raises(UserError, match=r"'codegen' .* encoders only"):
         finetune.run(settings("gpt2", "classification", policy=str(tmp_path / "codegen")))
 
 
 def test_a_text_longer_than_the_position_table_of_a_transformers_encoder_is_refused(settings, encoders, tmp_path):
-    """Longformer counts positions from 2, so that 98 rows hold 96 tokens."""
+    """MPNet counts positions from 2, so that 98 rows hold 96 tokens."""
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * 200, "label": label}) + "\n" for label in "ab"))
     data = DataConfig(train=str(path), max_length=97)
     with pytest.raises(UserError, match="96 positions"):
-        finetune.run(settings("gpt2", "classification", policy=encoders["longformer"], data=data))
+        finetune.run(settings("gpt2", "classification", policy=encoders["mpnet"], data=data))

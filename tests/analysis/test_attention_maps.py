@@ -54,6 +54,20 @@ def eager(reference, **inputs):
         return reference(**inputs, output_attentions=True)
 
 
+@pytest.mark.parametrize("family", ["longformer", "big_bird"])
+def test_maps_of_long_documents_have_rows_of_one_and_holes(family, tmp_path):
+    """Longformer: 16 tokens on either side and the first. BigBird: blocks of 8, of 13, three of them near, and the ends."""
+    case = one_of(family)
+    write_checkpoint(case, tmp_path, "AutoModelForSequenceClassification")
+    ids = (ids_of(case) * 3)[:100]
+    for weights in attention_maps(load_pretrained(tmp_path, "sequence"), ids):
+        assert_close(weights.sum(-1), torch.ones(4, 100))
+        assert (weights[:, 0] > 0).all() and (weights[:, :, 0] > 0).all()
+        seen = weights[0, 50].nonzero().squeeze(1).tolist()
+        near = range(34, 67) if family == "longformer" else range(40, 64)
+        assert seen == ([0, *near] if family == "longformer" else [*range(8), *near, *range(96, 100)])
+
+
 @pytest.mark.parametrize("family", ONE_SIDED)
 def test_maps_are_transformers(family, tmp_path):
     case = one_of(family)

@@ -22,6 +22,8 @@ TINY: dict[str, dict[str, Any]] = {
     "electra": {**SHAPE, "embedding_size": 16},
     "deberta-v2": {**SHAPE, **V3},
     "modernbert": {**SHAPE, "pad_token_id": 0, "cls_token_id": 3, "sep_token_id": 4, "local_attention": 8},
+    "longformer": {**SHAPE, "pad_token_id": 1, "sep_token_id": 4, "type_vocab_size": 1, "attention_window": 8},
+    "big_bird": {**SHAPE, "sep_token_id": 4, "block_size": 4, "num_random_blocks": 1},
 }  # fmt: skip
 
 

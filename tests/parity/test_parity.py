@@ -1,11 +1,13 @@
 """I11: our models equal transformers' for every architecture and way to run it; cases and measures are the script's."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from alignment.errors import UserError
 from alignment.models.families import FAMILIES
@@ -41,7 +43,11 @@ def test_heads_give_transformers_scores_and_go_back_bit_by_bit(case, task, tmp_p
         auto_class = getattr(transformers, parity_reference.HEAD_DOORS[task])
         expected, found = (auto_class.from_pretrained(each).state_dict() for each in (theirs, again))
         assert expected.keys() == found.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        saved = load_file(again / "model.safetensors").keys()
+        idle = FAMILIES[case.model_type].ignored_tensors  # such as a pooler that transformers builds and does not read
+        for name, tensor in expected.items():
+            ignored = name not in saved and any(re.fullmatch(pattern, name) for pattern in idle)
+            assert ignored or torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("family", parity_reference.families())

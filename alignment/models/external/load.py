@@ -248,7 +248,7 @@ def _language_kind(directory: Path, config: HFConfig, settings: "PreTrainedConfi
         return "masked"
     tables = [("masked", auto.MODEL_FOR_MASKED_LM_MAPPING), ("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING)]
     decodes = getattr(settings, "is_decoder", False) or any("CausalLM" in name or "LMHead" in name for name in names)
-    for kind, table in reversed(tables) if decodes else tables:  # an encoder such as BigBird has a class of either kind
+    for kind, table in reversed(tables) if decodes else tables:  # an encoder such as RemBERT has a class of either kind
         if type(settings) in table:
             return kind
     raise UserError(f"{directory}: transformers has no language model for model_type {config['model_type']!r}")

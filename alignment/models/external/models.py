@@ -70,7 +70,7 @@ class ExternalModel(Model):
             for name, module in inner.named_modules()
             if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
         ]
-        self._first_position = max((index + 1 for index in padding if index is not None), default=0)  # 2 in Longformer
+        self._first_position = max((index + 1 for index in padding if index is not None), default=0)  # 2 in MPNet
 
     @property
     def spec(self) -> ExternalSpec:

@@ -7,12 +7,13 @@ position ids, and every layer is attention. Otherwise the documents are read aga
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, refuse_shared
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class PaddedRows(NamedTuple):
 def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) -> PaddedRows:
     """Documents `rows` (None: all) of a ragged batch as one rectangle."""
     refuse_shared(batch, "a model that runs as transformers' class")
+    if batch.global_mask is not None:
+        raise UserError("global_attention_mask: a model that runs as transformers' class takes none; leave it out")
     rows = range(len(batch.lengths)) if rows is None else rows
     device = batch.tokens.device
     lengths = torch.tensor([batch.lengths[row] for row in rows], device=device)
@@ -161,8 +164,6 @@ def run_padded(inner: "PreTrainedModel", virtual: VirtualTokens, rows: PaddedRow
         options["use_cache"] = False
     if segments is not None and accepts(inner, "token_type_ids") and getattr(inner.config, "type_vocab_size", 2) > 1:
         options["token_type_ids"] = F.pad(segments, (virtual.prompt_size, 0))  # type 0 for the prompt
-    if hasattr(inner.base_model, "set_attention_type"):  # a short rectangle leaves BigBird without its sparse attention
-        cast(Any, inner.base_model).set_attention_type(inner.config.attention_type)
     return inner(**virtual.inputs(inner, ids, mask), **options)
 
 

@@ -11,6 +11,7 @@ from alignment.models.families.family import Family
 from alignment.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from alignment.models.families.gpt import BLOOM, FALCON, GPT2, GPT_NEOX, OPENAI_GPT, OPT
 from alignment.models.families.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
+from alignment.models.families.long_encoders import BIG_BIRD, LONGFORMER
 from alignment.models.families.modernbert import MODERNBERT
 from alignment.models.families.seq2seq import BART, MT5, T5
 from alignment.models.safetensors_files import HFConfig
@@ -18,8 +19,8 @@ from alignment.models.safetensors_files import HFConfig
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        ALBERT, BART, BERT, BLOOM, DEBERTA_V2, DISTILBERT, ELECTRA, FALCON, GEMMA, GEMMA2,
-        GEMMA3, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, MODERNBERT, MT5, OLMO2, OPENAI_GPT,
+        ALBERT, BART, BERT, BIG_BIRD, BLOOM, DEBERTA_V2, DISTILBERT, ELECTRA, FALCON, GEMMA, GEMMA2,
+        GEMMA3, GPT2, GPT_NEOX, LLAMA, LONGFORMER, MISTRAL, MIXTRAL, MODERNBERT, MT5, OLMO2, OPENAI_GPT,
         OPT, PHI3, QWEN2, QWEN3, ROBERTA, SMOLLM3, T5,
     )
 }  # fmt: skip

@@ -7,7 +7,7 @@ Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/FAMILY`, and
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,10 +30,10 @@ from alignment.models.families.family import (
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import (
     AttentionSpec,
-    DisentangledSpec,
     LayerNormSpec,
     LearnedPositionsSpec,
     NoNormSpec,
+    OwnScoresSpec,
     PlainFeedForwardSpec,
 )
 from alignment.models.safetensors_files import HFConfig
@@ -126,7 +126,9 @@ def pooled_head(
 
 
 def bert_spec(
-    value: HFConfig, attention: AttentionSpec | DisentangledSpec | None = None, **more: Any
+    value: HFConfig,
+    attention: AttentionSpec | OwnScoresSpec | Sequence[AttentionSpec | OwnScoresSpec] | None = None,
+    **more: Any,
 ) -> TransformerSpec:
     """An encoder of post-norm layers from BERT's keys; `more` are further fields, or others in place of these."""
     norm = LayerNormSpec(value["layer_norm_eps"])
@@ -213,7 +215,7 @@ NEXT_SENTENCE = (
 )  # fmt: skip
 
 
-def _follows(value: HFConfig) -> ClassificationHeadSpec:
+def follows_head(value: HFConfig) -> ClassificationHeadSpec:
     """Two classes of the pooled first token: sentence B follows A (0), or it does not (1)."""
     return replace(pooled_head(value), outputs=2, dropout=0.0)
 
@@ -224,7 +226,7 @@ BERT = bert_family(
     ("classifier_dropout",),
     {
         **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, pooled_head, kept=KEPT),
-        "next_sentence": Task("BertForPreTraining", NEXT_SENTENCE, _follows, kept_by_new_head=KEPT),
+        "next_sentence": Task("BertForPreTraining", NEXT_SENTENCE, follows_head, kept_by_new_head=KEPT),
     },
     # Google's first configs describe a pooler that every one of them has.
     harmless=(
@@ -238,7 +240,7 @@ BERT = bert_family(
 )  # fmt: skip
 
 
-def _roberta(value: HFConfig) -> TransformerSpec:
+def roberta_spec(value: HFConfig, attention: Sequence[OwnScoresSpec] | None = None) -> TransformerSpec:
     """BERT without segments and pooler; its first rows of positions belong to padding.
 
     Source: Liu et al. 2019, arXiv:1907.11692.
@@ -249,6 +251,7 @@ def _roberta(value: HFConfig) -> TransformerSpec:
         raise UserError(f"config.json: max_position_embeddings must be above pad_token_id + 1 = {first}")
     return bert_spec(
         value,
+        attention,
         max_positions=count,
         positions=LearnedPositionsSpec(count, first),
         head=language_head(value, "gelu", value["hidden_size"]),  # this GELU whatever hidden_act says
@@ -264,7 +267,7 @@ DENSE_CLASSIFIER = (("classifier.dense", "head.transform.dense"), ("classifier.o
 
 ROBERTA = bert_family(
     "roberta",
-    _roberta,
+    roberta_spec,
     ("pad_token_id", "classifier_dropout"),
     encoder_tasks("Roberta", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, both_sides=True)),
     ignored_tensors=(r"roberta\.pooler\.dense\.(weight|bias)",),  # transformers' own; it was never trained

@@ -66,7 +66,7 @@ KEYS: dict[str, Key] = {
     name: key
     for key, names in {
         Key(int, 1): (
-            "attention_head_size conv_groups d_ff d_kv d_model decoder_attention_heads decoder_ffn_dim decoder_layers "
+            "attention_head_size block_size conv_groups d_ff d_kv d_model decoder_attention_heads decoder_ffn_dim decoder_layers "
             "dim embedding_size encoder_attention_heads encoder_ffn_dim encoder_layers ffn_dim ffn_hidden_size "
             "global_attn_every_n_layers hidden_dim hidden_size intermediate_size max_position_embeddings n_embd n_head "
             "n_heads n_inner n_layer n_layers n_positions no_rope_layer_interval num_attention_heads "
@@ -75,7 +75,9 @@ KEYS: dict[str, Key] = {
             "sliding_window_pattern type_vocab_size vocab_size word_embed_proj_dim"
         ),
         Key(int, 1, nullable=True): "num_key_value_heads sliding_window",
-        Key(int, 0): "conv_kernel_size decoder_start_token_id max_window_layers pad_token_id",
+        Key(int, 0): (
+            "conv_kernel_size decoder_start_token_id max_window_layers num_random_blocks pad_token_id sep_token_id"
+        ),
         Key(int, 2): "head_dim local_attention",
         Key(int, 4): "relative_attention_num_buckets",
         Key(int): "max_relative_positions position_buckets",
@@ -92,9 +94,9 @@ KEYS: dict[str, Key] = {
             "_remove_final_layer_norm alibi apply_residual_connection_post_layernorm attention_bias bias "
             "classifier_bias decoder_bias do_layer_norm_before enable_bias layer_norm_elementwise_affine legacy "
             "mlp_bias multi_query new_decoder_architecture norm_bias output_router_logits parallel_attn "
-            "position_biased_input relative_attention scale_attn_by_inverse_layer_idx scale_attn_weights "
-            "scale_decoder_outputs scale_embedding share_att_key tie_word_embeddings use_parallel_residual "
-            "use_sliding_window"
+            "position_biased_input relative_attention rescale_embeddings scale_attn_by_inverse_layer_idx "
+            "scale_attn_weights scale_decoder_outputs scale_embedding share_att_key tie_word_embeddings use_bias "
+            "use_parallel_residual use_sliding_window"
         ),
         Key(str): "afn feed_forward_proj norm_rel_ebd",
         Key(str, options=tuple(ACTIVATIONS)): (
@@ -102,6 +104,7 @@ KEYS: dict[str, Key] = {
             "pooler_hidden_act"
         ),
         Key(str, options=("cls", "mean")): "classifier_pooling",
+        Key(str, options=("block_sparse", "original_full")): "attention_type",
         Key(list): "layer_types no_rope_layers",
     }.items()
     for name in names.split()

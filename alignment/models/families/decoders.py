@@ -10,10 +10,10 @@ from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    DisentangledSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
     NormSpec,
+    OwnScoresSpec,
     RMSNormSpec,
 )
 from alignment.models.safetensors_files import HFConfig
@@ -61,7 +61,7 @@ def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> Att
 
 def transformer_spec(
     value: HFConfig,
-    attention: AttentionSpec | DisentangledSpec | Sequence[AttentionSpec],
+    attention: AttentionSpec | OwnScoresSpec | Sequence[AttentionSpec | OwnScoresSpec],
     *,
     norm: NormSpec | None = None,
     feedforward: FeedForwardSpec | None = None,

@@ -35,6 +35,9 @@ class Task:
     trunk_prefix: str | None = None  # prefix of the trunk's names in files of this class; None: the family's
     kept_by_new_head: tuple[str, ...] = ()  # tensors of the file that a new head starts from, such as BERT's pooler
     unused: tuple[str, ...] = ()  # patterns of tensors that files of other classes have and this one drops
+    trunk: Callable[[HFConfig], Mapping[str, Any]] = (
+        lambda value: {}
+    )  # config's values -> other fields of the trunk's spec
 
 
 @dataclass(frozen=True)

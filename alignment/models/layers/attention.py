@@ -3,14 +3,14 @@
 The scores are computed by `AttentionContext.attend` (sdpa.py); DeBERTa's attention is in disentangled.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 from alignment.models.layers.norms import NormSpec
-from alignment.models.layers.padded_layout import PaddedLayout
+from alignment.models.layers.padded_layout import GlobalTokens, PaddedLayout
 from alignment.models.layers.positions import AlibiSpec, PositionBiasSpec
 from alignment.models.layers.rotary import RotarySpec, Rotation, rotate
 
@@ -29,8 +29,9 @@ class AttentionContext:
         attend: attention among the batch's own tokens.
         rotation: angles of the tokens' positions, where the layer rotates queries and keys.
         cross_attend: attention on an encoder's states.
-        layout: how documents lie in rectangles, for layers that do more than `attend` (DeBERTa).
-        relative: vectors of relative positions, for the same layers, [2 * S, D].
+        layout: how documents lie in rectangles, for layers that do more than `attend`, such as DeBERTa's.
+        relative: vectors of relative positions, for DeBERTa's layers, [2 * S, D].
+        global_tokens: of each rectangle of `layout`, for Longformer's layers; None: there are none.
         select: keeps the tokens whose output is needed, [N, ...] -> [M, ...]; None: all. The last layer of a trunk needs
             keys and values of all tokens, and the output of few.
     """
@@ -40,6 +41,7 @@ class AttentionContext:
     cross_attend: CrossAttentionFn | None = None
     layout: PaddedLayout | None = None
     relative: Tensor | None = None
+    global_tokens: Sequence[GlobalTokens] | None = None
     select: Callable[[Tensor], Tensor] | None = None
 
     def needed(self, x: Tensor) -> Tensor:
@@ -52,6 +54,16 @@ class AttentionContext:
 
         cross_attend = None if self.cross_attend is None else OutsideGraphs(self.cross_attend)
         return replace(self, attend=OutsideGraphs(self.attend), cross_attend=cross_attend)
+
+
+class OwnScoresSpec(Protocol):
+    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, those of efficient.py."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def causal(self) -> bool: ...
+    def build(self, width: int) -> nn.Module: ...
 
 
 @dataclass(frozen=True)

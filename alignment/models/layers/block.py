@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from alignment.models.layers.attention import AttentionContext, AttentionSpec, CrossAttention
-from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock, DisentangledSpec
+from alignment.models.layers.attention import AttentionContext, AttentionSpec, CrossAttention, OwnScoresSpec
+from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock
 from alignment.models.layers.feedforward import Experts, FeedForwardSpec
 from alignment.models.layers.norms import NormSpec
 
@@ -28,7 +28,7 @@ class BlockSpec:
         convolution: of the layer's input, added to its output.
     """
 
-    attention: AttentionSpec | DisentangledSpec
+    attention: AttentionSpec | OwnScoresSpec
     feedforward: FeedForwardSpec
     norm: NormSpec
     dropout: float = 0.0

@@ -27,6 +27,7 @@ ACTIVATIONS = {  # by their Hugging Face names
     "tanh": torch.tanh,
     "elu": F.elu,
     "selu": F.selu,
+    "softplus": F.softplus,
     "sigmoid": torch.sigmoid,  # with a gate: GLU
     "linear": lambda x: x,  # with a gate: the bilinear layer
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from alignment.models.layers.attention import AttentionContext, AttentionFn, Att
 from alignment.models.layers.block import BlockSpec
 from alignment.models.layers.kv_cache import Cache, CrossAttentionCache, TokenSlots
 from alignment.models.layers.padded_layout import (
+    GlobalTokens,
     PaddedLayout,
     attention_masks,
+    global_tokens,
     pad_layout,
     padding_mask,
     shared_keys,
@@ -40,6 +42,8 @@ from alignment.models.layers.sdpa import (
 from alignment.models.layers.windowed import windowed_attentions
 from alignment.ragged import Ragged
 
+NO_PREFIX = "attention with scores of its own (DeBERTa, Longformer, BigBird) takes no prefix; use LoRA instead"
+GlobalRule = Literal["marked", "first"] | int  # see `TransformerSpec.global_tokens`
 Masks = Callable[[bool, int | None, bool], list[Tensor | None]]  # (causal, window, with a bias) -> of each rectangle
 
 
@@ -76,6 +80,7 @@ def training_contexts(
     training: bool,
     prefix: Tensor | None = None,
     relative: Tensor | None = None,
+    global_rule: GlobalRule | None = None,
     source: Source | None = None,
     cache: Cache | None = None,
     slots: Sequence[TokenSlots] | None = None,
@@ -87,6 +92,7 @@ def training_contexts(
         training: True where dropout acts.
         prefix: keys and values in front of every document, [layers, 2, P, KV, K]; positions then start at P.
         relative: DeBERTa's vectors of relative positions, [2 * S, D].
+        global_rule: which tokens are global; see `TransformerSpec`.
         source: what an encoder read, one document for each of the batch's.
         cache, slots: filled with keys and values, at the `Cache.places` of the tokens.
     """
@@ -105,6 +111,7 @@ def training_contexts(
         in_chunks = windowed_attentions([layer.attention for layer in layers], batch, modules.bias, prefix)
         masks = modules.masks(queries, keys, offset, device)
         attends = padded_attentions(layers, queries, keys, masks, prefix, in_chunks=in_chunks)
+    marked = _global_tokens(batch, layout, global_rule)
     if cache is not None and slots is not None:
         attends = [filling_attention(cache, layer, slots[layer], attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
@@ -117,9 +124,35 @@ def training_contexts(
             cache.memory = memory
         across = cross_attentions([layer.cross for layer in layers if layer.cross is not None], source, batch, memory)
     return [
-        AttentionContext(attend, turn, cross, layout, relative)
+        AttentionContext(attend, turn, cross, layout, relative, marked)
         for attend, turn, cross in zip(attends, turns, across, strict=True)
     ]
+
+
+def _global_tokens(batch: Ragged, layout: PaddedLayout | None, rule: GlobalRule | None) -> list[GlobalTokens] | None:
+    """The global tokens of each rectangle: those that the batch marks, else those of the rule."""
+    marked, most = batch.global_mask, None
+    if rule is None and marked is not None:
+        raise UserError("global_attention_mask: only a Longformer has global tokens; leave it out")
+    if marked is None and rule == "first":
+        marked, most = batch.positions == 0, 1
+    elif marked is None and isinstance(rule, int):
+        marked = up_to_first(batch, rule) & (batch.tokens != rule)
+    return None if marked is None or layout is None else global_tokens(marked, layout, most)
+
+
+def up_to_first(batch: Ragged, token: int) -> Tensor:
+    """True up to the first `token` of each document, that one included, [N]: a question and the separator after it."""
+    found = batch.tokens == token
+    before = found.cumsum(0) - found.long()  # in this document and those before it
+    before = before - before[batch.firsts].repeat_interleave(batch.sizes, output_size=len(found))
+    question = before == 0
+    if bool((question & ~found)[batch.last].any()):
+        raise UserError(
+            f"a document has no separator {token} between question and context; the model's sep_token_id must be the "
+            "tokenizer's"
+        )
+    return question
 
 
 def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
@@ -147,14 +180,14 @@ def padded_attentions(
                 padded_attention(spec, queries, keys, layer_masks, None if prefix is None else prefix[layer])
             )
         elif prefix is not None:
-            raise UserError("disentangled attention takes no prefix; use LoRA instead")
+            raise UserError(NO_PREFIX)
         else:
             attends.append(_no_attention)
     return attends
 
 
 def _no_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    raise ValueError("disentangled attention computes its own scores and does not call `attend`")
+    raise ValueError("this attention computes its own scores and does not call `attend`")
 
 
 def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[AttentionFn]:

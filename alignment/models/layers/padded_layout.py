@@ -9,6 +9,7 @@ its last key.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,25 @@ class PaddedLayout:
     def fill(self, x: Tensor) -> Tensor:
         """Tokens [N, ...] in their slots, [S, ...]; no gradient comes back from padding."""
         return x if self.slots is None else _FillSlots.apply(x, self.source, self.slots, *self.copies)
+
+
+class GlobalTokens(NamedTuple):
+    """Tokens of a rectangle that see, and are seen by, their whole documents (Longformer)."""
+
+    columns: Tensor  # the columns of each row's, [B, G]
+    real: Tensor  # False where a row has fewer than G, [B, G]
+
+
+def global_tokens(marked: Tensor, layout: PaddedLayout, most: int | None = None) -> list[GlobalTokens]:
+    """The `marked` tokens [N] of each rectangle; `most` of a document, None: they are counted."""
+    found = []
+    for rectangle, real in zip(pad(marked, layout), key_masks(layout, marked.device), strict=True):
+        rectangle = rectangle if real is None else rectangle & real[:, 0, 0]
+        columns = rectangle.long().argsort(dim=1, descending=True, stable=True)[
+            :, : most or int(rectangle.sum(1).max())
+        ]
+        found.append(GlobalTokens(columns, rectangle.gather(1, columns)))
+    return found
 
 
 def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
