@@ -229,7 +229,7 @@ def load_adapters(model: Loaded, directories: Mapping[str, str | Path]) -> Loade
         )
     if model.row_adapters is not None or kinds_attached(model):
         raise UserError("the model has an adapter already; load the base, and all of its adapters in one call")
-    raise_all(problem for name, path in directories.items() for problem in _not_by_document(name, Path(path)))
+    check_adapters(directories)
     found = {name: _taken_off(load_adapter(model, Path(path))) for name, path in directories.items()}
     raise_all(
         f"adapters.{name}: {layer} does not read the tokens of whole documents, which its update needs here; leave the layer "
@@ -240,6 +240,11 @@ def load_adapters(model: Loaded, directories: Mapping[str, str | Path]) -> Loade
     )
     model.row_adapters = RowAdapters(model, found)
     return model
+
+
+def check_adapters(directories: Mapping[str, str | Path]) -> None:
+    """Refuse adapters that cannot act on single documents of a batch, before their base is loaded; see `load_adapters`."""
+    raise_all(problem for name, path in directories.items() for problem in _not_by_document(name, Path(path)))
 
 
 def _not_by_document(name: str, directory: Path) -> Iterator[str]:

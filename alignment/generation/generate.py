@@ -66,8 +66,8 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
-    if adapters is not None and (num_beams > 1 or len(adapters) != len(prompts)):
-        raise ValueError(
+    if adapters is not None and (len(adapters) != len(prompts) or (num_beams > 1 and any(adapters))):
+        raise UserError(
             f"adapters must name one for each of {len(prompts)} prompts, got {len(adapters)}; beam search takes none"
         )
     return _generate(model, tokenizer, prompts, config, batch_size=batch_size, stop=stop, adapters=adapters)

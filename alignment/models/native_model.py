@@ -60,9 +60,9 @@ class NativeModel(Model, Generic[Spec]):
         if vectors is None:
             return DocumentStates(stack(batch, prefix=prefix, cache=cache, rows=rows, select=select), batch, None)
         batch, own, virtual = with_virtual_tokens(batch, len(vectors))
-        prompt = virtual, vectors.repeat(len(virtual) // len(vectors), 1)
         of_all = None if select is None else lambda states: select(select_rows(states, own))
-        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows, select=of_all)
+        of_each = vectors.repeat(len(virtual) // len(vectors), 1)
+        states = stack(batch, prefix=prefix, prompt=(virtual, of_each), cache=cache, rows=rows, select=of_all)
         return DocumentStates(states, batch, own if select is None else None)
 
     def hidden_states(
