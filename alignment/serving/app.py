@@ -292,8 +292,10 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
     from starlette.routing import Route
 
     about: JSON = {"object": "model", "created": 0, "owned_by": "alignment"}
-    descriptions: dict[str, JSON] = {served.name: {"id": served.name, **about}}
-    descriptions |= {name: {"id": name, **about, "parent": served.name} for name in served.adapters}
+    descriptions: dict[str, JSON] = {
+        name: {"id": name, **about, "parent": served.name if name in served.adapters else None}
+        for name in (served.name, *served.adapters)
+    }
 
     async def health(request: "Request") -> "ASGIApp":
         seconds = thread.step_seconds
