@@ -39,6 +39,11 @@ Quantize = Annotated[
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=DIR", help="One of several adapters, which act side by side on rows of their own."),
+]
+NAMED_ADAPTER = "--adapters", "the adapter's name = its directory, such as polite=runs/polite/model"
 ChatTemplate = Annotated[str | None, typer.Option(help="Built-in chat template or a file.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 Texts = list[str] | None
@@ -254,6 +259,7 @@ def generate(
     model: ModelName,
     overrides: Overrides = None,
     adapter: AdapterName = None,
+    adapters: Adapters = None,
     prompt: Annotated[Texts, typer.Option(help="One prompt; may be given several times.")] = None,
     prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
@@ -263,17 +269,26 @@ def generate(
 ) -> None:
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
+    With --adapters the column `adapter` of FILE names the one that answers each row; a row without is the model's own.
+
     Keys: max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed
     num_beams length_penalty early_stopping batch_size chat_template.
     """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
+    if adapters and prompt:
+        raise UserError(
+            "generate: --adapters needs --prompts FILE, whose column `adapter` names the adapter of each row"
+        )
     from alignment.commands.generate import generate_responses
     from alignment.files import write_text
     from alignment.models.weights_config import WeightsConfig
 
     weights = WeightsConfig(dtype, quantize)
-    rows = generate_responses(model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights)
+    rows = generate_responses(
+        model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights,
+        adapters=_named(adapters, *NAMED_ADAPTER),
+    )  # fmt: skip
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
         print(lines, end="")
@@ -319,6 +334,7 @@ def serve(
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines reach it.")] = False,
     api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable with the clients' key.")] = None,
     adapter: AdapterName = None,
+    adapters: Adapters = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
     chat_template: ChatTemplate = None,
@@ -326,12 +342,17 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
 ) -> None:
-    """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""
+    """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health.
+
+    Each of --adapters answers under its own name as the model of a request, all over one base and in one batch.
+    """
     from alignment.commands import serve as serving
     from alignment.models.weights_config import WeightsConfig
 
     weights = WeightsConfig(dtype, quantize)
-    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
+    config = serving.ServeConfig(
+        model, adapter, chat_template, weights, name, max_batch, max_tokens, _named(adapters, *NAMED_ADAPTER)
+    )
     serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
 
 
@@ -427,7 +448,7 @@ def data_check(
     evaluation: Annotated[str | None, typer.Option(help="Held-out rows: which prompts are in FILE too.")] = None,
 ) -> None:
     """Read rows as training does, and list what is wrong with them: a file, directory, glob or Hub id."""
-    renamed = _columns(columns)
+    renamed = _named(columns)
     from alignment.data.doctor import check_file
 
     try:
@@ -442,11 +463,13 @@ def data_check(
         raise typer.Exit(2)
 
 
-def _columns(pairs: Texts) -> dict[str, str]:
-    """Our names of columns -> the file's, of options such as prompt=question."""
+def _named(
+    pairs: Texts, option: str = "--columns", form: str = "our name of the column = the file's, such as prompt=question"
+) -> dict[str, str]:
+    """Our names of columns -> the file's, of options such as prompt=question; likewise of another option."""
     names = [pair.partition("=") for pair in pairs or []]
     if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
-        raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
+        raise UserError(f"{option} {wrong[0]!r}: write {form}")
     return {ours: theirs for ours, _, theirs in names}
 
 
@@ -506,7 +529,7 @@ def inspect_probe(
     from alignment.data.config import DataConfig
 
     rows = DataConfig(
-        train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_columns(columns),
+        train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_named(columns),
         max_rows=max_rows, max_length=max_length,
     )  # fmt: skip
     print(write_probe(model, rows, output, words=words, pooling=pooling))

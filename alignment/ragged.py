@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
@@ -336,46 +336,44 @@ class Seq2Seq(DeviceBatch):
         return self.decoder.counted_sources
 
 
-def distinct_firsts(batch: Ragged) -> Tensor:
-    """Index of the first token of each document, for those with a shared prompt once: at most [B]."""
-    shared = batch.shared
-    if shared is None:
-        return batch.firsts
-    begins = [True] * len(shared.lengths) + [prompt is None for prompt in shared.of_documents]
-    return torch.tensor(list(compress(accumulate(batch.pieces, initial=0), begins))).to(batch.tokens.device)
+def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragged, Tensor, Tensor]:
+    """The documents with `count` more tokens in front of each, or with a count of their own, for vectors that are no tokens'.
 
+    A shared prompt has them once for its documents, which need the same count; targets stay the same tokens.
 
-def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
-    """The documents with `count` more tokens in front of each, for the vectors of a soft prompt, and the indices of their own
-    tokens there, [N]. A shared prompt has them once for its documents; targets stay the same tokens.
+    Returns:
+        The longer documents; the indices of their own tokens, [N]; those of the virtual ones, document by document.
     """
     shared, device, pieces = batch.shared, batch.tokens.device, batch.pieces
-    alone = [True] * len(pieces)  # pieces that begin a document
+    counts = [count] * len(batch.lengths) if isinstance(count, int) else list(count)
+    lengths = tuple(length + more for length, more in zip(batch.lengths, counts, strict=True))
+    added, places = counts, [0] * len(pieces)  # of each piece: its virtual tokens, the position of its first token
+    prompts, most = 0, counts[0]
     if shared is not None:
-        alone = [True] * len(shared.lengths) + [prompt is None for prompt in shared.of_documents]
-    starts = [0, *accumulate(size + count * first for size, first in zip(pieces, alone, strict=True))]
-    own = runs([start + count * first for start, first in zip(starts[:-1], alone, strict=True)], pieces)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "documents with shared prompts need equally many virtual tokens; build the batch without them"
+            )
+        prompts = len(shared.lengths)
+        added = [most] * prompts + [most * (prompt is None) for prompt in shared.of_documents]
+        places = [0] * prompts + [before and before + most for before in shared.of_each]
+    sizes = [size + more for size, more in zip(pieces, added, strict=True)]
+    starts = [0, *accumulate(sizes)]
+    own = runs([start + more for start, more in zip(starts[:-1], added, strict=True)], pieces)
     own = own.to(device, non_blocking=True)
-    begun = [start for start, first in zip(starts[:-1], alone, strict=True) if first]
-    virtual = runs(begun, [count] * len(begun)).to(device, non_blocking=True)
 
     def longer(x: Tensor) -> Tensor:
         return x.new_zeros(starts[-1]).index_copy(0, own, x)
 
-    lengths = tuple(length + count for length in batch.lengths)
-    prompts = 0
     if shared is not None:
-        prompts = len(shared.lengths)
-        longer_prompts = tuple(length + count for length in shared.lengths)
+        longer_prompts = tuple(length + most for length in shared.lengths)
         documents = document_tokens(longer_prompts, shared.of_documents, lengths)
         documents = documents.to(device, non_blocking=True)
         shared = replace(shared, lengths=longer_prompts, documents=documents, before=own[shared.before])
     expanded = replace(
         batch,
         tokens=longer(batch.tokens),
-        positions=longer(batch.positions + count).index_copy(
-            0, virtual, torch.arange(count, device=device).repeat(len(begun))
-        ),
+        positions=runs(places, sizes).to(device, non_blocking=True),
         starts=torch.tensor(starts[prompts:], dtype=batch.starts.dtype).to(device, non_blocking=True),
         lengths=lengths,
         target_index=own[batch.target_index],
@@ -383,7 +381,7 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
         global_mask=None if batch.global_mask is None else longer(batch.global_mask),
         shared=shared,
     )
-    return expanded, own
+    return expanded, own, runs(starts[:-1], added).to(device, non_blocking=True)
 
 
 def group_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:

@@ -3,8 +3,10 @@
 from alignment.adapters.attach import (
     adapter_state,
     attach,
+    check_adapters,
     disabled,
     load_adapter,
+    load_adapters,
     merge_adapter,
     read_spec,
     save_adapter,
@@ -14,6 +16,6 @@ from alignment.adapters.specs import AdapterSpec, BottleneckSpec, DoRASpec, IA3S
 
 __all__ = [
     "AdapterSpec", "BottleneckSpec", "DoRASpec", "IA3Spec", "LoRASpec", "PrefixSpec", "PromptSpec", "adapter_state",
-    "attach", "disabled", "is_adapter", "is_scalar_adapter", "load_adapter", "merge_adapter", "read_base",
-    "read_revision", "read_spec", "save_adapter",
+    "attach", "check_adapters", "disabled", "is_adapter", "is_scalar_adapter", "load_adapter", "load_adapters",
+    "merge_adapter", "read_base", "read_revision", "read_spec", "save_adapter",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
 """Attach an adapter to a model, switch it off for a while, merge it into the weights, read and write its directory."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +15,8 @@ from alignment.adapters.extras import State, changed, plain_name, replace_extras
 from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
-from alignment.adapters.lora import LoRAKind
-from alignment.adapters.specs import AdapterSpec, PromptSpec
+from alignment.adapters.lora import LoRAKind, lora_updates
+from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec, PromptSpec
 from alignment.adapters.virtual_tokens import PrefixKind, PromptKind
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
@@ -34,6 +34,9 @@ from alignment.models.language_model import LanguageModel
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantization_of
 from alignment.models.safetensors_files import read_safetensors
+
+if TYPE_CHECKING:
+    from alignment.models.row_adapters import RowAdapter
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
 Kind = LoRAKind | IA3Kind | PrefixKind | PromptKind | BottleneckKind
@@ -199,3 +202,78 @@ def _load_strictly(
     raise_all(problems)
     for name, value in found.items():
         parameters[name].copy_(value)
+
+
+# Several adapters over one base, of which each document of a batch has its own
+
+
+def load_adapters(model: Loaded, directories: Mapping[str, str | Path]) -> Loaded:
+    """Load adapters by name over one base for inference and return the model, whose weights stay as they are.
+
+    `with model.using_adapters(names):` then reads each document of a batch with its own; requests and `generate` name
+    theirs. LoRAs of any ranks and layers, prefixes and soft prompts go together.
+
+    Args:
+        model: a decoder of this library without an adapter, on the device where it runs.
+        directories: name -> the adapter's directory.
+
+    Raises:
+        UserError: all that cannot act on single documents, at once.
+    """
+    from alignment.models.row_adapters import RowAdapters
+
+    if not isinstance(model, LanguageModel):
+        raise UserError(
+            f"several adapters in one batch need a decoder of this library, and {model.config.get('model_type')!r} is none; "
+            "load one with load_adapter"
+        )
+    if model.row_adapters is not None or kinds_attached(model):
+        raise UserError("the model has an adapter already; load the base, and all of its adapters in one call")
+    check_adapters(directories)
+    found = {name: _taken_off(load_adapter(model, Path(path))) for name, path in directories.items()}
+    raise_all(
+        f"adapters.{name}: {layer} does not read the tokens of whole documents, which its update needs here; leave the layer "
+        "out of the adapter, or merge it with `alignment export`"
+        for name, adapter in found.items()
+        for layer in adapter.updates
+        if not layer.startswith("trunk.") or ".experts." in layer
+    )
+    model.row_adapters = RowAdapters(model, found)
+    return model
+
+
+def check_adapters(directories: Mapping[str, str | Path]) -> None:
+    """Refuse adapters that cannot act on single documents of a batch, before their base is loaded; see `load_adapters`."""
+    raise_all(problem for name, path in directories.items() for problem in _not_by_document(name, Path(path)))
+
+
+def _not_by_document(name: str, directory: Path) -> Iterator[str]:
+    """Reasons why an adapter cannot act on single documents of a batch."""
+    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    if not isinstance(spec, LoRASpec | PrefixSpec | PromptSpec):
+        yield (
+            f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of a "
+            "batch; serve it alone (--adapter)"
+        )
+    elif isinstance(spec, LoRASpec) and (whole := [each for each in tensors if ".lora_" not in each]):
+        yield (
+            f"adapters.{name}: {directory} replaces {whole[0]}, of which a batch has one; serve it alone (--adapter)"
+        )
+    if broken := [each for each, value in tensors.items() if not value.isfinite().all()]:
+        yield f"adapters.{name}: {directory}: {broken[0]} holds NaN or infinity, which other rows would read too"
+
+
+@torch.no_grad()
+def _taken_off(model: LanguageModel) -> "RowAdapter":
+    """The weights of the model's adapter, which it has no longer."""
+    from alignment.models.row_adapters import RowAdapter
+
+    updates = lora_updates(model, model.state_dict())
+    found = RowAdapter(
+        {layer: (update.down, update.scale * update.up.T) for layer, update in updates.items()},
+        model.active_prefix(),
+        model.active_soft_prompt(),
+    )
+    _lora.detach(model)
+    model.prefix = model.soft_prompt = None
+    return found

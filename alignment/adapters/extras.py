@@ -340,13 +340,18 @@ class InjectedKind(AdapterKind):
 
     def merge(self, model: nn.Module) -> None:
         """Put the adapter into the weights and remove it; all parameters are trainable afterwards."""
-        for name, layer in self.layers(model).items():
+        for layer in self.layers(model).values():
             layer.merge(safe_merge=True)
+        self.detach(model)
+        _merge_extras(model)
+        model.requires_grad_(True)
+
+    def detach(self, model: nn.Module) -> None:
+        """Put the base's layers back in place of peft's."""
+        for name, layer in self.layers(model).items():
             model.set_submodule(name, layer.get_base_layer())
         if hasattr(model, "peft_config"):
             del model.peft_config
-        _merge_extras(model)
-        model.requires_grad_(True)
 
     def read_options(
         self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path

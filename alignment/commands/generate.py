@@ -1,11 +1,12 @@
 """The command `alignment generate`: prompts in, rows of responses out."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from alignment.adapters import load_adapter
+from alignment.adapters import check_adapters, load_adapter, load_adapters
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, override
 from alignment.data.rows.read import read_rows
@@ -44,27 +45,26 @@ def generate_responses(
     *,
     raw: bool = False,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
+    adapters: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """One row per prompt (texts, or the name of a file): prompt, response, token_ids, log_probs, ended.
+
+    With `adapters` (name -> directory) the rows of the file name theirs in a column `adapter`, which is kept.
 
     log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits processors.
     `raw`: do not apply the model's chat template; with the template a text is one user message.
     """
     settings = asdict(build(GenerateConfig, override(SourcedYaml({}), overrides)))
-    written: list[Any] = list(prompts)
-    if isinstance(prompts, str):
-        rows: list[Any] = read_rows(prompts, "prompts")[0]
-        raise_all(
-            f"{row.row_id}: tool definitions are not read here; put them into the system message"
-            for row in rows
-            if row.tools
-        )
-        written = [row.prompt for row in rows]
+    named = {name: find_directory(directory) for name, directory in (adapters or {}).items()}
+    check_adapters(named)
+    written, names = _read_file(prompts, named) if isinstance(prompts, str) else (list[Any](prompts), None)
     tokenizer = load_tokenizer(model, settings.pop("chat_template"))
     stops = describe_stop_tokens(model, tokenizer)
     loaded = load_model(model, weights.dtype, best_device(), quantize=weights.quantize)
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
+    if named:
+        loaded = load_adapters(loaded, named)
     inputs, explanation = written, "prompts are read as they are: the model has no chat template"
     if tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"):
         explanation = "prompts are read as they are, without the model's chat template (--raw)"
@@ -77,7 +77,32 @@ def generate_responses(
         if raw and not isinstance(prompt, str)
     )
     print(f"{explanation}; {stops}", file=sys.stderr)
-    generated = generate_texts(loaded, tokenizer, inputs, **settings)
-    columns = (written, generated.texts, generated.token_ids, generated.log_probs, generated.ended)
-    names = ("prompt", "response", "token_ids", "log_probs", "ended")
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    generated = generate_texts(loaded, tokenizer, inputs, adapters=names, **settings)
+    columns: dict[str, Sequence[Any]] = {
+        "prompt": written,
+        "response": generated.texts,
+        "token_ids": generated.token_ids,
+    }
+    columns |= {
+        "log_probs": generated.log_probs,
+        "ended": generated.ended,
+        **({"adapter": names or ()} if named else {}),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _read_file(file: str, adapters: Mapping[str, Path]) -> tuple[list[Any], list[str | None]]:
+    """The prompts of a file and the adapter that each row names, where there are adapters; None: none."""
+    rows: list[Any] = read_rows(file, "prompts")[0]
+    names = [row.extra.get("adapter") if adapters else None for row in rows]
+    raise_all(
+        f"{row.row_id}: tool definitions are not read here; put them into the system message"
+        for row in rows
+        if row.tools
+    )
+    raise_all(
+        f"{row.row_id}: there is no adapter {name!r}; --adapters gives {', '.join(adapters)}"
+        for row, name in zip(rows, names, strict=True)
+        if name not in (None, *adapters)
+    )
+    return [row.prompt for row in rows], names

@@ -5,12 +5,12 @@ import os
 import queue
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from alignment.adapters import load_adapter
+from alignment.adapters import check_adapters, load_adapter, load_adapters
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
@@ -34,6 +34,7 @@ class ServeConfig:
         name: of the model in requests.
         max_batch: responses decoded side by side; further ones wait.
         max_tokens: longest chat response where a request names none.
+        adapters: name in requests -> directory, of adapters that are served beside the model and over its weights.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ServeConfig:
     name: str | None = None
     max_batch: int = 32
     max_tokens: int = 512
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def serve_model(
@@ -93,9 +95,17 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
     encoders: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
     encoders.put(tokenizer)
     encoders.put(other)
+    adapters = {name: find_directory(directory) for name, directory in config.adapters.items()}
+    check_adapters(adapters)
+    if (config.name or config.model) in config.adapters:
+        raise UserError(
+            f"--adapters: {config.name or config.model} is the model's own name in requests; choose another"
+        )
     model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     if config.adapter is not None:
         model = load_adapter(model, find_directory(config.adapter)).eval()
+    if adapters:
+        model = load_adapters(model, adapters)
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start = start_token_of(model)
     print(describe_stop_tokens(config.model, tokenizer), file=sys.stderr)
@@ -121,6 +131,7 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
         positions=model.spec.max_positions - model.virtual_tokens(),
         reads_apart=start is not None,
         max_tokens=config.max_tokens,
+        adapters={name: model.adapter_tokens(name) for name in adapters},
     )
 
     def make_engine() -> DecodingEngine:

@@ -26,12 +26,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.generation.filling import Prompt, PromptFiller
+from alignment.generation.filling import PromptFiller, PromptKey
 from alignment.generation.requests import (
     DecodingRequest,
     IncrementalText,
@@ -73,7 +74,7 @@ class DecodingEngine:
         self._skip_special_tokens = start_token is not None
         self._start = None if start_token is None else [start_token]
         self._waiting: deque[RunningRequest] = deque()
-        self._waiting_prompts: Counter[Prompt] = Counter()
+        self._waiting_prompts: Counter[PromptKey] = Counter()
         self.running: list[RunningRequest | None] = []
         self._newest = torch.zeros(0, dtype=torch.long, device=self._device)  # last token of each row
         self._sampler: RowSampler | None = None  # of all rows; None: they have changed
@@ -93,13 +94,13 @@ class DecodingEngine:
         """Let a request wait for a free row; returns its number. UserError where it does not fit the model's positions."""
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
-        self.expect(request.prompt, request.sampling.max_new_tokens)
+        self.expect(request.prompt, request.sampling.max_new_tokens + self._model.adapter_tokens(request.adapter))
         text = None
         if self._tokenizer is not None:
             text = IncrementalText(self._tokenizer, request.stop, skip_special_tokens=self._skip_special_tokens)
         self._numbers += 1
         self._waiting.append(RunningRequest(self._numbers, request, text))
-        self._waiting_prompts[tuple(request.prompt)] += 1
+        self._waiting_prompts[_prompt_of(request)] += 1
         return self._numbers
 
     def expect(self, longest_prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -113,7 +114,7 @@ class DecodingEngine:
         """Forget a request, whether it waits or runs; one that has finished is no error."""
         if found := next((each for each in self._waiting if each.number == number), None):
             self._waiting.remove(found)
-            self._waiting_prompts -= Counter([tuple(found.request.prompt)])
+            self._waiting_prompts -= Counter([_prompt_of(found.request)])
         for slot, running in enumerate(self.running):
             if running is not None and running.number == number:
                 self.running[slot], running.finish = None, "cancelled"
@@ -186,7 +187,7 @@ class DecodingEngine:
             self.running = []
         count = min(len(self._waiting), self._max_rows - self._live())
         admitted = [self._waiting.popleft() for _ in range(count)]
-        prompts = [tuple(row.request.prompt) for row in admitted]
+        prompts = [_prompt_of(row.request) for row in admitted]
         self._waiting_prompts -= Counter(prompts)
         free = sum(row is None for row in self.running)
         self.running += [None] * (count - free)
@@ -211,7 +212,8 @@ class DecodingEngine:
     @torch.no_grad()
     def _decode(self) -> None:
         """One more token for every row."""
-        logits = self._model.decode(self._newest, self._filler.cache)
+        with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
+            logits = self._model.decode(self._newest, self._filler.cache)
         self._filler.advance()
         if self._sampler is None:
             self._sampler = RowSampler(self.running, self._device, steps=self._most_unseen)
@@ -255,7 +257,7 @@ class DecodingEngine:
         if self._history is not None:
             self._history.keep(index)
 
-    def _remember(self, prompts: Sequence[Prompt], slots: Sequence[int], rows: Sequence[RunningRequest]) -> None:
+    def _remember(self, prompts: Sequence[PromptKey], slots: Sequence[int], rows: Sequence[RunningRequest]) -> None:
         """Note the tokens before the responses, where a logits processor needs them."""
         needed = [row.request.sampling.needs_history for row in rows]
         if self._history is None and any(needed):
@@ -264,7 +266,11 @@ class DecodingEngine:
             self._history.reserve(len(self.running), self._room)
             for prompt, slot, wanted in zip(prompts, slots, needed, strict=True):
                 if wanted:
-                    self._history.put(slot, self._start or prompt)
+                    self._history.put(slot, self._start or prompt.tokens)
+
+
+def _prompt_of(request: DecodingRequest) -> PromptKey:
+    return PromptKey(tuple(request.prompt), request.adapter)
 
 
 def _hand_out(drawn: SampledTokens, with_events: bool) -> list[TokenEvent]:
@@ -315,6 +321,7 @@ def decode_responses(
     largest: Callable[[int], int] | None = None,
     stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
+    adapters: Sequence[str | None] | None = None,
 ) -> Generation:
     """Sample one response for each prompt.
 
@@ -329,19 +336,21 @@ def decode_responses(
             depends on it. None: this process decodes by itself.
         stop: texts that end a response, whose tokens reach to the one that completes the text.
         tokenizer: for `stop`.
+        adapters: of each prompt, as in `DecodingRequest`; None: none has one.
 
     Raises:
         UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in `rows`.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
+    named = [None] * len(prompts) if adapters is None else adapters
     # Prompts of similar length side by side share the width of the cache with little waste; no response depends on it.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     try:
         engine = DecodingEngine(model, max_rows=batch_size, start_token=start_token, tokenizer=tokenizer)
         if order:
             engine.expect(prompts[order[-1]], config.max_new_tokens)
-        requests = [DecodingRequest(prompts[i], config, numbers[i], stop_ids=stop_ids, stop=stop) for i in order]
-        added = [engine.add(request) for request in requests]
+        request = partial(DecodingRequest, sampling=config, stop_ids=stop_ids, stop=stop)
+        added = [engine.add(request(prompts[i], row=numbers[i], adapter=named[i])) for i in order]
         found = engine.run(largest, idle_room=1 + config.max_new_tokens)
     except torch.OutOfMemoryError as error:
         count, room = min(batch_size, len(prompts)), max(map(len, prompts)) + config.max_new_tokens

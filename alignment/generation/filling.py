@@ -1,6 +1,7 @@
 """Fills the rows of a decoding cache with prompts; equal prompts are computed once. The tokens after them: engine.py."""
 
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,12 @@ from alignment.models.layers.kv_cache import Cache, CachedDocument
 from alignment.models.model import Model
 from alignment.ragged import Ragged, Seq2Seq
 
-Prompt = tuple[int, ...]
+
+class PromptKey(NamedTuple):
+    """The token ids of a prompt, and the name of the adapter that reads them; None: none."""
+
+    tokens: tuple[int, ...]
+    adapter: str | None
 
 
 class PromptFiller:
@@ -24,7 +30,9 @@ class PromptFiller:
 
     def __init__(self, model: Model, device: torch.device, start_token: int | None):
         self._model, self._device, self._start_token = model, device, start_token
-        self._waiting: dict[Prompt, tuple[CachedDocument, Tensor]] = {}  # prompts that come again; with logits [1, V]
+        self._waiting: dict[
+            PromptKey, tuple[CachedDocument, Tensor]
+        ] = {}  # prompts that come again; with logits [1, V]
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
         self._virtual_tokens = 0
         self.cache: Cache | ExternalCache | None = None
@@ -32,7 +40,7 @@ class PromptFiller:
         self.forwards = 0
 
     def fill(
-        self, prompts: Sequence[Prompt], slots: Sequence[int], *, rows: int, room: int, waiting: Container[Prompt]
+        self, prompts: Sequence[PromptKey], slots: Sequence[int], *, rows: int, room: int, waiting: Container[PromptKey]
     ) -> Tensor:
         """Put prompts into the rows `slots` of a cache of `rows` rows with room for `room` tokens; logits after each, [B, V].
 
@@ -72,7 +80,7 @@ class PromptFiller:
     def idle(self, room: int) -> None:
         """Run one token through the model, where each forward is a collective operation and no prompt waits here."""
         cache = self._model.new_cache(1, room)
-        self._prefill([(0,)], cache)
+        self._prefill([PromptKey((0,), None)], cache)
         if self.cache is None or not self.continuous:
             self.cache, self._lengths = cache, [1]
 
@@ -87,7 +95,7 @@ class PromptFiller:
         return self.cache
 
     def _fill_rows(
-        self, prompts: Sequence[Prompt], slots: Sequence[int], cache: Cache, waiting: Container[Prompt]
+        self, prompts: Sequence[PromptKey], slots: Sequence[int], cache: Cache, waiting: Container[PromptKey]
     ) -> Tensor:
         first = dict(reversed(list(zip(prompts, slots, strict=True))))  # the row that each prompt is computed in
         known = [prompt for prompt in dict.fromkeys(prompts) if prompt in self._waiting]
@@ -98,7 +106,8 @@ class PromptFiller:
         if fresh:
             found.append(self._prefill(fresh, cache, torch.tensor([first[prompt] for prompt in fresh])))
         for prompt, slot in zip(prompts, slots, strict=True):
-            self._lengths[slot] = len(prompt) + self._virtual_tokens
+            before = self._virtual_tokens + self._model.adapter_tokens(prompt.adapter)
+            self._lengths[slot] = before + len(prompt.tokens)
         copies = [(first[prompt], slot) for prompt, slot in zip(prompts, slots, strict=True) if slot != first[prompt]]
         if copies:
             sources, targets = torch.tensor(copies, device=self._device).unbind(1)
@@ -115,11 +124,14 @@ class PromptFiller:
         index = [order[prompt] for prompt in prompts]
         return logits if index == list(range(len(logits))) else logits[torch.tensor(index, device=self._device)]
 
-    def _prefill(self, prompts: Sequence[Prompt], cache: Cache | ExternalCache, rows: Tensor | None = None) -> Tensor:
-        read = Ragged.build(prompts)
+    def _prefill(
+        self, prompts: Sequence[PromptKey], cache: Cache | ExternalCache, rows: Tensor | None = None
+    ) -> Tensor:
+        read = Ragged.build([prompt.tokens for prompt in prompts])
         self.forwards += 1
         if self._start_token is not None:
             batch = Seq2Seq(read, Ragged.build([[self._start_token]] * len(prompts)))
             return self._model.prefill(batch.to(self._device), cache)
         into = () if rows is None else (rows.to(self._device),)
-        return self._model.prefill(read.to(self._device), cache, *into)
+        with self._model.using_adapters([prompt.adapter for prompt in prompts]):
+            return self._model.prefill(read.to(self._device), cache, *into)

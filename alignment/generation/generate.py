@@ -32,6 +32,7 @@ def generate(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
     stop: Sequence[str] = (),
+    adapters: Sequence[str | None] | None = None,
 ) -> Generation:
     """One response for each prompt: sampled, or with several beams the best one that beam search finds.
 
@@ -47,6 +48,7 @@ def generate(
         num_beams: 1 samples; from 2 on beam search, where nothing is random. `BeamConfig` describes its settings.
         stop: texts that end a response, when sampling. The text is cut before the first that occurs; the token ids reach
             to the token that completed it.
+        adapters: when sampling, for each prompt the name of its adapter, None for the base; see `load_adapters`.
 
     Returns:
         Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
@@ -64,7 +66,11 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
-    return _generate(model, tokenizer, prompts, config, batch_size=batch_size, stop=stop)
+    if adapters is not None and (len(adapters) != len(prompts) or (num_beams > 1 and any(adapters))):
+        raise UserError(
+            f"adapters must name one for each of {len(prompts)} prompts, got {len(adapters)}; beam search takes none"
+        )
+    return _generate(model, tokenizer, prompts, config, batch_size=batch_size, stop=stop, adapters=adapters)
 
 
 def _generate(
@@ -75,13 +81,15 @@ def _generate(
     *,
     batch_size: int,
     stop: Sequence[str],
+    adapters: Sequence[str | None] | None,
 ) -> Generation:
     """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
     if start_token is None:
-        lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
+        before = [model.adapter_tokens(name) for name in adapters or [None] * len(ids)]
+        lengths = [(f"prompt {number}", len(tokens) + before[number]) for number, tokens in enumerate(ids)]
         check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
     with evaluation_mode(model):
         if isinstance(config, BeamConfig):
@@ -90,7 +98,7 @@ def _generate(
         else:
             found = decode_responses(
                 model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, stop=stop,
-                tokenizer=tokenizer if stop else None,
+                tokenizer=tokenizer if stop else None, adapters=adapters,
             )  # fmt: skip
     texts = found.texts or [
         response_text(tokenizer, tokens, ended) if start_token is None

@@ -72,6 +72,7 @@ class DecodingRequest:
         alternatives: number of likeliest tokens that each event has, with their log-probabilities.
         log_probs: of which distribution: "sampled", exactly the one drawn from (temperature, filters and processors
             applied; 0 for the likeliest token where the temperature is 0), or "model", the softmax of its logits.
+        adapter: name of the one of the model's adapters that acts on this request, see `load_adapters`; None: none.
     """
 
     prompt: Sequence[int]
@@ -81,6 +82,7 @@ class DecodingRequest:
     stop: Sequence[str] = ()
     alternatives: int = 0
     log_probs: Literal["sampled", "model"] = "sampled"
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

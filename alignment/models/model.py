@@ -1,7 +1,7 @@
 """Base of all models, ours and transformers': one `forward`, and trained vectors in front of every document."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +31,7 @@ class Model(nn.Module):
         prefix_enabled: False: `prefix` does not act.
         soft_prompt: module whose call gives the vectors that are read as the first tokens of every document, [P, E].
         soft_prompt_enabled: False: `soft_prompt` does not act.
+        row_adapters: `RowAdapters`, of which each document has its own, see `load_adapters`; None: there are none.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Model(nn.Module):
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
     generation_config: dict[str, Any] | None = None
+    row_adapters: Any = None
 
     def __init__(self, config: HFConfig, task: str):
         super().__init__()
@@ -91,6 +93,20 @@ class Model(nn.Module):
         return sum(
             int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
         )
+
+    def using_adapters(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
+        """Within the block document i, or row i of a cache, is read with the adapter `names[i]` of `row_adapters`, None: none."""
+        list(map(self.adapter_tokens, names))  # refuses unknown names
+        return nullcontext() if self.row_adapters is None else self.row_adapters.using(names)
+
+    def adapter_tokens(self, name: str | None) -> int:
+        """Virtual tokens that an adapter of `row_adapters` puts in front of a document; UserError for an unknown name."""
+        adapters = {} if self.row_adapters is None else self.row_adapters.weights
+        if name is not None and name not in adapters:
+            raise UserError(
+                f"there is no adapter {name!r}; {', '.join(adapters) or 'none'} is loaded (see load_adapters)"
+            )
+        return 0 if name is None else adapters[name].virtual_tokens
 
 
 def check_capacity(capacity: int, positions: int) -> None:

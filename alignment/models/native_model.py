@@ -55,12 +55,15 @@ class NativeModel(Model, Generic[Spec]):
 
         `select` is of the documents' own tokens; the states are then of the selected ones alone.
         """
-        prompt = self.active_soft_prompt()
-        if prompt is None:
+        if self.row_adapters is not None and self.row_adapters.documents:
+            return self.row_adapters.read(stack, batch, cache=cache, rows=rows, select=select)
+        vectors = self.active_soft_prompt()
+        if vectors is None:
             return DocumentStates(stack(batch, prefix=prefix, cache=cache, rows=rows, select=select), batch, None)
-        batch, own = with_virtual_tokens(batch, len(prompt))
+        batch, own, virtual = with_virtual_tokens(batch, len(vectors))
         of_all = None if select is None else lambda states: select(select_rows(states, own))
-        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows, select=of_all)
+        of_each = vectors.repeat(len(virtual) // len(vectors), 1)
+        states = stack(batch, prefix=prefix, prompt=(virtual, of_each), cache=cache, rows=rows, select=of_all)
         return DocumentStates(states, batch, own if select is None else None)
 
     def hidden_states(

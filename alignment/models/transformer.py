@@ -1,7 +1,8 @@
 """The trunk of a decoder or encoder: embedding, blocks, final norm; over whole documents or one new token per row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from alignment.models.layers.layer_contexts import GlobalRule, PositionModules, 
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.positions import PositionsSpec
 from alignment.models.layers.rotary import Rotary
-from alignment.models.layers.sdpa import Source
-from alignment.ragged import Ragged, distinct_firsts, refuse_shared
+from alignment.models.layers.sdpa import Source, given_attention
+from alignment.ragged import Ragged, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
 
@@ -145,7 +146,8 @@ class Transformer(nn.Module):
         batch: Ragged,
         *,
         prefix: Tensor | None = None,
-        prompt: Tensor | None = None,
+        prompt: tuple[Tensor, Tensor] | None = None,
+        keys_values: tuple[Tensor, Tensor] | None = None,
         cache: Cache | None = None,
         rows: Tensor | None = None,
         source: Source | None = None,
@@ -156,7 +158,9 @@ class Transformer(nn.Module):
         Args:
             batch: documents end to end, N tokens.
             prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; positions then start at P.
-            prompt: vectors of a soft prompt, [P, E], read in place of the first P tokens of every document.
+            prompt: indices of the tokens that a soft prompt takes the place of, [n], and its vectors for them, [n, E].
+            keys_values: indices of the tokens that a prefix takes the place of, [n], and its keys and values for them in
+                every layer, [layers, 2, n, K, head_dim].
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: documents that an encoder read, one for each of the batch's; with a cache, for all of its rows.
@@ -171,7 +175,7 @@ class Transformer(nn.Module):
         if cache is not None or source is not None:
             refuse_shared(batch, "a forward that fills a cache or reads an encoder's states")
         offset = 0 if prefix is None else prefix.shape[2]
-        self._check_length(batch, offset, 0 if prompt is None else len(prompt))
+        self._check_length(batch, offset, {"soft prompt": prompt, "prefix": keys_values})
         slots = None if cache is None else _reserve(cache, batch, rows, prefix)
         contexts = training_contexts(
             self.spec.layers, self.position_modules, batch, parameter=like_hidden_states(self.embed), training=self.training,
@@ -179,15 +183,15 @@ class Transformer(nn.Module):
             global_rule=self.spec.global_tokens, cache=cache, slots=slots,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
-        first = None
-        if prompt is not None:
-            firsts = distinct_firsts(batch)
-            index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
-            first = index.flatten(), prompt.repeat(len(firsts), 1)
+        if keys_values is not None:
+            contexts = [
+                replace(context, attend=given_attention(keys_values[0], given, context.attend))
+                for context, given in zip(contexts, keys_values[1], strict=True)
+            ]
         if select is not None and not self.compiled and selects_tokens(self.blocks[-1]) and not self.spec.order:
             contexts[-1] = replace(contexts[-1], select=select)
             select = None
-        states = self._run(self.embedded(batch.tokens, positions, batch.segments, first), contexts)
+        states = self._run(self.embedded(batch.tokens, positions, batch.segments, prompt), contexts)
         return states if select is None else select(states)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -250,14 +254,18 @@ class Transformer(nn.Module):
         x = self.output_dropout(self.norm(x))
         return x if self.project_out is None else self.project_out(x)
 
-    def _check_length(self, batch: Ragged, prefix: int, prompt: int) -> None:
+    def _check_length(self, batch: Ragged, prefix: int, virtual: Mapping[str, tuple[Tensor, Tensor] | None]) -> None:
         if max(batch.lengths) + prefix <= self.spec.max_positions:
             return
         row = max(range(len(batch.lengths)), key=batch.lengths.__getitem__)
         name = f" (row {batch.row_ids[row]})" if batch.row_ids else ""
-        before = f" after a prefix of {prefix}" if prefix else f" after a soft prompt of {prompt}" if prompt else ""
+        length, before = batch.lengths[row], f" after a prefix of {prefix}" if prefix else ""
+        for kind, given in virtual.items():
+            behind = [] if given is None else (given[0] - batch.firsts[row]).tolist()
+            if count := len(list(takewhile(behind.__contains__, range(length)))):
+                length, before = length - count, f" after a {kind} of {count}"
         raise UserError(
-            f"a document of {batch.lengths[row] - prompt} tokens{before}{name} does not fit the model's "
+            f"a document of {length} tokens{before}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"
         )
 

@@ -9,9 +9,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -192,6 +192,7 @@ class ServedModel:
     positions: int  # longest prompt and response together, tokens; of an encoder-decoder, longest response
     reads_apart: bool = False  # an encoder reads the prompts, so they take none of the positions
     max_tokens: int = 512  # longest chat response where a request names none
+    adapters: Mapping[str, int] = field(default_factory=dict)  # name in requests -> positions that its prefix takes
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; BadRequest also for one so long that it is not encoded."""
@@ -227,13 +228,14 @@ class ServedModel:
         """
         chat, seed = isinstance(asked, ChatBody), secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
         stop = (asked.stop,) if isinstance(asked.stop, str) else asked.stop
-        requests = []
+        requests, adapter = [], asked.model if asked.model in self.adapters else None
+        positions = self.positions - self.adapters.get(asked.model or "", 0)
         for ids in prompts:
-            room = self.positions - (0 if self.reads_apart else len(ids))
+            room = positions - (0 if self.reads_apart else len(ids))
             longest = asked.longest or max(1, min(self.max_tokens if chat else 16, room))  # 16 is OpenAI's
             if room < longest:
                 raise BadRequest(
-                    f"the prompt has {len(ids)} tokens and {longest} may follow; the model has {self.positions} positions: "
+                    f"the prompt has {len(ids)} tokens and {longest} may follow; the model has {positions} positions: "
                     "shorten the prompt or lower max_tokens",
                     "messages" if chat else "prompt",
                     code="context_length_exceeded",
@@ -245,7 +247,7 @@ class ServedModel:
                 min_new_tokens=asked.min_tokens,
             )  # fmt: skip
             requests += [
-                DecodingRequest(ids, sampling, row, self.stop_ids, stop, asked.alternatives or 0, log_probs="model")
+                DecodingRequest(ids, sampling, row, self.stop_ids, stop, asked.alternatives or 0, "model", adapter)
                 for row in range(len(requests), len(requests) + asked.n)
             ]
         return requests
@@ -289,7 +291,11 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
     from starlette.applications import Starlette
     from starlette.routing import Route
 
-    description: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "alignment"}
+    about: JSON = {"object": "model", "created": 0, "owned_by": "alignment"}
+    descriptions: dict[str, JSON] = {
+        name: {"id": name, **about, "parent": served.name if name in served.adapters else None}
+        for name in (served.name, *served.adapters)
+    }
 
     async def health(request: "Request") -> "ASGIApp":
         seconds = thread.step_seconds
@@ -302,11 +308,12 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         return json_response({"status": "ok", **found})
 
     async def models(request: "Request") -> "ASGIApp":
-        return json_response({"object": "list", "data": [description]})
+        return json_response({"object": "list", "data": list(descriptions.values())})
 
     async def model(request: "Request") -> "ASGIApp":
-        check_name(request.path_params["name"], served)
-        return json_response(description)
+        name = request.path_params["name"]
+        check_name(name, served)
+        return json_response(descriptions[name])
 
     def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
         async def checked(request: "Request") -> "ASGIApp":
@@ -344,7 +351,7 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
         return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in prompts]
 
     answer = Answer(thread, served.requests(asked, await while_connected(request, encode())))
-    writer = AnswerWriter(asked, served.name, served.tokenizer, served.stop_ids)
+    writer = AnswerWriter(asked, asked.model or served.name, served.tokenizer, served.stop_ids)
     if asked.stream:
         headers = {"Cache-Control": "no-cache"}
         events = stream_events(answer, writer)
@@ -358,8 +365,8 @@ async def answer_completion(kind: Kind, served: ServedModel, thread: ModelThread
 
 def check_name(name: str | None, served: ServedModel) -> None:
     """Refuse another model's name; None: the request names none."""
-    if name not in (None, served.name):
-        message = f"the model {name!r} is not served here; {served.name!r} is"
+    if name not in (None, served.name, *served.adapters):
+        message = f"the model {name!r} is not served here; {', '.join(map(repr, (served.name, *served.adapters)))} is"
         raise BadRequest(message, "model", code="model_not_found", status=404)
 
 

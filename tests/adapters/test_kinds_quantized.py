@@ -14,6 +14,7 @@ from alignment.adapters import (
     attach,
     disabled,
     load_adapter,
+    load_adapters,
     merge_adapter,
     save_adapter,
 )
@@ -167,3 +168,20 @@ def test_merging_into_quantized_weights_is_refused(bases, kind, quantize):
     model = attach(load_model(bases("llama"), quantize=quantize), KINDS[kind])
     with pytest.raises(UserError, match=f"cannot be merged into weights in {quantize}.*alignment export"):
         merge_adapter(model)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@torch.no_grad()
+def test_several_adapters_over_one_quantized_base_act_as_each_alone(bases, tmp_path, quantize):
+    directory = bases("llama")
+    for seed, kind in enumerate(("lora", "prefix")):
+        adapted = disturb(attach(load_model(directory, quantize=quantize), KINDS[kind]), seed=seed)
+        save_adapter(adapted, tmp_path / kind, base=directory)
+    names, model = ["lora", None, "prefix"], load_model(directory, quantize=quantize)
+    load_adapters(model, {name: tmp_path / name for name in ("lora", "prefix")})
+    ids = inputs("llama")["input_ids"][:1]
+    with model.using_adapters(names):
+        found = model(ids.repeat(3, 1)).logits
+    for row, name in enumerate(names):
+        alone = load_model(tmp_path / name if name else directory, quantize=quantize)
+        assert_close(found[row], alone(ids).logits[0], atol=1e-4, rtol=0)

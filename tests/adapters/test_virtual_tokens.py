@@ -70,7 +70,7 @@ def test_a_reward_models_adapter_opens_in_peft_with_its_head(name, kind, tmp_pat
 
 
 def test_a_document_gets_its_virtual_tokens_in_front():
-    batch, own = with_virtual_tokens(Ragged.build([[7, 8, 9], [5]], [[False, True, True], [False]]), 2)
+    batch, own, _ = with_virtual_tokens(Ragged.build([[7, 8, 9], [5]], [[False, True, True], [False]]), 2)
     assert batch.tokens.tolist() == [0, 0, 7, 8, 9, 0, 0, 5]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert (batch.starts.tolist(), batch.lengths) == ([0, 5, 8], (5, 3))

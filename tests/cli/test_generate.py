@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from alignment import generate, load_model, load_tokenizer
+from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.cli import main
+from tests.adapters.tiny_models import disturb
 
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
@@ -102,3 +104,29 @@ def test_a_broken_generation_config_is_named(model, capsys, content):
 def test_ppo_keeps_in_its_lineage_which_tokens_end_a_response(stage, tokenizer):
     notes = json.loads((stage("ppo") / "lineage.json").read_text())["notes"]
     assert f"a response ends at {tokenizer.eos_token} ({tokenizer.eos_token_id})" in notes
+
+
+def test_the_column_adapter_names_the_adapter_of_each_row(model, tmp_path, capsys):
+    options = []
+    for number, (name, spec) in enumerate({"lora": LoRASpec(rank=2), "prefix": PrefixSpec(tokens=4)}.items()):
+        save_adapter(disturb(attach(load_model(str(model)), spec), seed=number), tmp_path / name, base=str(model))
+        options += ["--adapters", f"{name}={tmp_path / name}"]
+    rows, file = [("prefix", "Hi"), (None, "Hi"), ("lora", "Where is"), ("prefix", "Where")], tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "adapter": name}) + "\n" for name, text in rows))
+    command = ["generate", "--model", str(model), "--prompts", str(file), "max_new_tokens=8", "temperature=0"]
+    assert main([*command, *options]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["adapter"], row["prompt"]) for row in found] == rows
+    tokenizer = load_tokenizer(str(model))
+    for row in found:
+        alone = load_model(str(model if row["adapter"] is None else tmp_path / row["adapter"]))
+        wanted = generate(alone, tokenizer, [row["prompt"]], max_new_tokens=8, temperature=0)
+        assert row["token_ids"] == wanted.token_ids[0]
+
+    for arguments, why in [
+        ([*command, *options[:2]], "rows.jsonl:1: there is no adapter 'prefix'; --adapters gives lora"),
+        ([*command, "--adapters", "lora"], "--adapters 'lora': write the adapter's name = its directory"),
+        ([*command[:3], "--prompt", "Hi", *options], "--adapters needs --prompts FILE"),
+        ([*command, *options, "num_beams=2"], "beam search takes none"),
+    ]:
+        assert main(arguments) == 2 and why in capsys.readouterr().err

@@ -23,13 +23,16 @@ import torch
 import uvicorn
 
 from alignment import generate, load_model, load_tokenizer
+from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.cli import main
 from alignment.commands import serve as serving
 from alignment.data.text.chat import prompt_ids
+from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest, TokenEvent
 from alignment.serving.app import ModelThread, ServedModel, build_app
 from alignment.serving.protocol import AnswerWriter, BadRequest, ResponseChoice, read_request
+from tests.adapters.tiny_models import disturb
 
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
@@ -331,6 +334,57 @@ def test_a_control_token_typed_by_a_user_stays_text(chat_tokenizer, directory):
         request, raw = served.prompt_ids(messages), served.prompt_ids(f"Hi {chat_tokenizer.eos_token}")
     assert chat_tokenizer.eos_token_id not in [*request, *raw]
     assert chat_tokenizer.eos_token in chat_tokenizer.decode(request)
+
+
+# Several adapters over one base
+
+
+@pytest.fixture(scope="module")
+def adapters(directory, tmp_path_factory):
+    """Directories of a LoRA and a prefix for the served model, by name."""
+    made = {"lora": LoRASpec(rank=4, layers=r"attention\.(query|value)"), "prefix": PrefixSpec(tokens=6)}
+    for number, (name, spec) in enumerate(made.items()):
+        path = tmp_path_factory.mktemp(name)
+        save_adapter(disturb(attach(load_model(str(directory)), spec), seed=number), path, base=str(directory))
+        made[name] = str(path)
+    return made
+
+
+def test_two_adapters_and_their_base_answer_side_by_side_under_their_names(directory, adapters, chat_tokenizer):
+    config = serving.ServeConfig(str(directory), name="tiny", max_batch=4, adapters=adapters)
+    names = ["lora", "prefix", "tiny", "prefix", "lora", "lora"]
+    with (
+        serving.load_served(config) as (served, thread),
+        running_server(build_app(served, thread)) as url,
+        concurrent.futures.ThreadPoolExecutor(len(names)) as clients,
+    ):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        assert {model.id for model in client.models.list().data} == {"tiny", "lora", "prefix"}
+        assert client.models.retrieve("prefix").parent == "tiny"
+
+        def ask(name):
+            return client.chat.completions.create(model=name, messages=MESSAGES, temperature=0, max_tokens=24)
+
+        answers = list(clients.map(ask, names))
+        with pytest.raises(openai.NotFoundError, match="'tiny', 'lora', 'prefix' is"):
+            ask("polite")
+        room = served.positions - len(prompt_ids(chat_tokenizer, MESSAGES))
+        with pytest.raises(openai.BadRequestError, match=f"the model has {served.positions - 6} positions"):
+            client.chat.completions.create(model="prefix", messages=MESSAGES, max_tokens=room)
+    wanted = {"tiny": load_model(str(directory))}
+    wanted |= {name: load_model(path) for name, path in adapters.items()}
+    texts = {
+        name: generate(each, chat_tokenizer, [MESSAGES], temperature=0, max_new_tokens=24).texts[0]
+        for name, each in wanted.items()
+    }
+    assert [answer.choices[0].message.content for answer in answers] == [texts[name] for name in names]
+    assert [answer.model for answer in answers] == names and len(set(texts.values())) == 3
+
+
+def test_an_adapter_may_not_have_the_models_name(directory, adapters):
+    config = serving.ServeConfig(str(directory), name="lora", adapters=adapters)
+    with pytest.raises(UserError, match="lora is the model's own name"), serving.load_served(config):
+        pass
 
 
 # Clients that go away, and a model that fails

@@ -96,6 +96,16 @@ def filling_attention(cache: Cache, layer: int, slots: TokenSlots, attend: Atten
     return attend_and_fill
 
 
+def given_attention(index: Tensor, given: Tensor, attend: AttentionFn) -> AttentionFn:
+    """`attend` where the tokens at `index` [n] have given keys and values, [2, n, KV, K], in place of their own."""
+
+    def attend_given(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        key, value = (x.index_copy(0, index, part.to(x.dtype)) for x, part in zip((key, value), given, strict=True))
+        return attend(query, key, value, dropout)
+
+    return attend_given
+
+
 def cached_attention(cache: Cache, layer: int, spec: AttentionSpec, mask: Tensor) -> AttentionFn:
     """Attention of one new token per row over its row of the cache, where its key and value are already.
 
