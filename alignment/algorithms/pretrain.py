@@ -28,11 +28,12 @@ from alignment.data.batches import Example, collate
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.prepare import (
+    Noise,
     SentencePairBatch,
     collate_masked,
     collate_sentence_pairs,
     collate_seq2seq,
-    infilling,
+    denoising,
     mask_tokens_of,
     prefix_modeling,
     prepare_text,
@@ -118,16 +119,24 @@ class PrefixLM:
 
 @dataclass(frozen=True)
 class Infilling(Settings):
-    """Predict the whole text from one with masked spans (BART).
+    """Predict the whole text from one with masked spans, or after other noise (BART).
 
     Attributes:
-        density: share of the tokens in spans.
+        noises: what is done to the text, in this order: spans become one mask token each (infilling), tokens become the
+            mask token (masking) or vanish (deletion), sentences change places (permutation), the text begins at a
+            random token and ends with its beginning (rotation). The published BART has [permutation, infilling].
+        density: share of the tokens in spans, masked or deleted.
         mean_span: mean tokens of a span.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2.
     """
 
     kind: Literal["infilling"] = "infilling"
+    noises: tuple[Noise, ...] = ("infilling",)
     density: Density = 0.3
     mean_span: MeanSpan = 3.0
+
+    RULES = (Rule("noises", lambda c: not c.noises, "must name at least one, such as infilling"),)
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infilling
@@ -413,8 +422,8 @@ def collate_for_objective(
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
         case PrefixLM():
             corrupt = prefix_modeling(tokenizer)
-        case Infilling(density=density, mean_span=mean_span):
-            corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
+        case Infilling(noises=noises, density=density, mean_span=mean_span):
+            corrupt = denoising(tokenizer, noises=noises, density=density, mean_span=mean_span)
     assert start_id is not None
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 

@@ -57,7 +57,14 @@ CASES = {
     "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
     "prefix": (PrefixLM(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram"}),
     "infilling": (Infilling(), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
-}
+    "permutation and infilling": (
+        Infilling(noises=("permutation", "infilling")), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
+    "every noise": (
+        Infilling(noises=("rotation", "masking", "deletion"), density=0.1),
+        BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -180,6 +187,8 @@ def test_settings_that_contradict_each_other_are_refused(make):
         make("sentence pairs", distillation=DistillationConfig("t"))
     with pytest.raises(ValueError, match="must be above 0"):
         DistillationConfig("t", soft_coef=0.0)
+    with pytest.raises(ValueError, match="noises must name at least one"):
+        Infilling(noises=())
     assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None
 
 

@@ -1,13 +1,20 @@
 """Examples and batches of pretraining objectives: targets, differences between epochs, and none between micro-batches."""
 
+import numpy as np
 import pytest
 import torch
 
-from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
+from alignment.data.pretraining.corruption import (
+    EpochStream,
+    Masking,
+    delete_tokens,
+    fixed_seed_rows,
+    permute_sentences,
+)
 from alignment.data.pretraining.prepare import (
     collate_masked,
     collate_seq2seq,
-    infilling,
+    denoising,
     mask_tokens_of,
     prefix_modeling,
     span_corruption,
@@ -201,11 +208,21 @@ def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
 def test_infilling_writes_the_whole_text():
     bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
     examples, _ = tokenize_plain(ROWS, bart, 200, special_tokens=3)
-    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=infilling(bart), start_id=1))
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=denoising(bart), start_id=1))
     for example in examples:
         source, target = found[example.row_id]
         assert target == [1, 0, *example.ids]  # this tokenizer puts nothing after a text
         assert 3 in source and len(source) <= len(example.ids) + 1
+
+
+def test_noises_act_in_the_order_they_are_named():
+    tokenizer = train_tokenizer("wordpiece", [". ".join(TEXTS)], 60)
+    ids = tokenizer("the cat sat . on the mat . and watched", add_special_tokens=False).input_ids
+    corrupt = denoising(tokenizer, noises=["permutation", "deletion"], density=0.5)
+    source, target = corrupt(ids, np.random.default_rng(3))
+    first = permute_sentences(ids, {tokenizer.convert_tokens_to_ids(".")}, rng := np.random.default_rng(3))
+    assert source[1:-1] == delete_tokens(first, rng, density=0.5) and target[1:-1] == ids
+    assert corrupt(ids, np.random.default_rng(3)) == (source, target)  # the same for the same seed
 
 
 def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram, bpe):

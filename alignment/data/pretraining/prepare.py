@@ -37,6 +37,7 @@ from alignment.errors import UserError
 from alignment.ragged import Ragged, RaggedBatch, Seq2Seq, group_rows_by_length
 
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
+Noise = Literal["infilling", "masking", "deletion", "permutation", "rotation"]
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 TOO_SHORT = "text of a single token, too short for a source and a target"
 MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
@@ -328,12 +329,27 @@ def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
     return lambda ids, generator: _ended(corruption.split_prefix(ids, generator), end)
 
 
-def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
-    """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
+def denoising(
+    tokenizer: Tokenizer, *, noises: Sequence[Noise] = ("infilling",), density: float = 0.3, mean_span: float = 3.0
+) -> Corrupt:
+    """BART's denoising: the text after each noise in turn, and the whole text, both with the tokenizer's special tokens.
+
+    A sentence ends after a token whose text ends in a full stop, question mark or exclamation mark.
+    """
     mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
+    stops = frozenset(number for token, number in tokenizer.get_vocab().items() if token.endswith((".", "!", "?")))
+    functions: dict[Noise, Callable[..., list[int]]] = {
+        "infilling": partial(corruption.infill, mask_id=mask, density=density, mean_span=mean_span),
+        "masking": partial(corruption.mask_random_tokens, mask_id=mask, density=density),
+        "deletion": partial(corruption.delete_tokens, density=density),
+        "permutation": partial(corruption.permute_sentences, stops=stops),
+        "rotation": corruption.rotate,
+    }
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-        source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
+        source = list(ids)
+        for noise in noises:
+            source = functions[noise](source, generator=generator)
         return template.encode(source).ids, template.encode(ids).ids
 
     return corrupt
