@@ -34,7 +34,9 @@ from alignment.data.pretraining.prepare import (
     collate_sentence_pairs,
     collate_seq2seq,
     denoising,
+    make_pair,
     mask_tokens_of,
+    ordered_pair,
     prefix_modeling,
     prepare_text,
     span_corruption,
@@ -90,9 +92,17 @@ class Masked:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Predict masked tokens of two sentences and whether the second follows the first (BERT); needs a next-sentence head."""
+    """Predict masked tokens of two pieces of text, and of the pair its label; for encoders with a next-sentence head.
+
+    Attributes:
+        task: next_sentence: the second piece follows the first, or is of another text (BERT). sentence_order: it follows the
+            first, or the two have changed places (ALBERT).
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1; Lan et al. 2020, arXiv:1909.11942, section 3.1.
+    """
 
     kind: Literal["sentence_pairs"] = "sentence_pairs"
+    task: Literal["next_sentence", "sentence_order"] = "next_sentence"
     masking: Masking = field(default_factory=Masking)
 
 
@@ -290,7 +300,9 @@ def run(config: PretrainConfig) -> Path:
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         sources = sources_of(config.data)
-        of_kind = sentence_pair_loss_fn if config.objective.kind == "sentence_pairs" else language_loss_fn
+        of_kind = language_loss_fn
+        if isinstance(config.objective, SentencePairs):
+            of_kind = partial(sentence_pair_loss_fn, task=config.objective.task)
         loss_fn = held_out_loss_fn = of_kind(engine.model, sources)
         if config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
@@ -413,11 +425,10 @@ def collate_for_objective(
             return lambda rows, micro_batch_tokens: collate([row.row for row in rows], micro_batch_tokens)
         case Masked(masking=masking):
             return partial(collate_masked, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
-        case SentencePairs(masking=masking):
-            return partial(
-                collate_sentence_pairs, passages=examples, template=special_token_template(tokenizer), masking=masking,
-                mask_tokens=mask_tokens_of(tokenizer), max_length=max_length,
-            )  # fmt: skip
+        case SentencePairs(task=task, masking=masking):
+            make = ordered_pair if task == "sentence_order" else partial(make_pair, passages=examples)
+            make = partial(make, template=special_token_template(tokenizer), max_length=max_length)
+            return partial(collate_sentence_pairs, make=make, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
         case SpanCorruption(density=density, mean_span=mean_span):
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
         case PrefixLM():
@@ -428,8 +439,12 @@ def collate_for_objective(
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE) -> LossFn:
-    """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
+def sentence_pair_loss_fn(
+    model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE, *, task: str = "next_sentence"
+) -> LossFn:
+    """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus the loss of its label.
+
+    Metrics of the label are named by the `task`.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, appendix A.2.
     """
@@ -440,11 +455,11 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
         assert logits is not None  # the family built a next-sentence head
         tokens = -(output.log_probs * batch.token_shares)
         masked = tokens.sum()
-        next_sentence = label_loss(logits, batch.labels)
+        label = label_loss(logits, batch.labels)
         correct = (logits.argmax(-1) == batch.labels).float().sum()
-        metrics = {"masked_loss": masked, "next_sentence_loss": next_sentence, "next_sentence_accuracy": correct}
+        metrics = {"masked_loss": masked, f"{task}_loss": label, f"{task}_accuracy": correct}
         masked_each = tokens.new_zeros(len(batch.labels)).index_add(0, batch.ragged.target_rows, tokens.detach())
-        return LossSum(masked + next_sentence, metrics, sources.means(batch, masked_loss=masked_each))
+        return LossSum(masked + label, metrics, sources.means(batch, masked_loss=masked_each))
 
     return loss_fn
 

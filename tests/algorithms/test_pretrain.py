@@ -1,9 +1,11 @@
 """Pretraining runs of every objective: they learn, do not depend on memory settings, resume exactly, and distil."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -28,15 +30,18 @@ from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.new_weights import init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 
+NOUNS, STATES = ("cat", "dog", "bird", "cow", "fox", "hen", "pig", "rat"), ("old", "ill", "shy", "wet", "hot", "sad")
 TEXT = "The cat sat on the mat. A dog came by and looked at it. Nobody knew why."
 BERT = {
     "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+ALBERT = {**BERT, "model_type": "albert", "embedding_size": 16}
 T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
     "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -53,6 +58,9 @@ CASES = {
     "masked words": (Masked(masking=Masking(units="words")), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked spans, BPE": (Masked(masking=Masking(units="spans")), BERT, {"vocabulary": 300}),
     "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "sentence order": (
+        SentencePairs(task="sentence_order"), ALBERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
     "span corruption": (SpanCorruption(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16}),
     "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
     "prefix": (PrefixLM(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram"}),
@@ -91,9 +99,36 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
     assert lines[-1]["tokens"] > 0
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     assert model.spec.vocabulary >= len(tokenizer)
+    if case == "sentence order":
+        assert {"masked_loss", "sentence_order_loss", "sentence_order_accuracy"} <= lines[-1].keys()
     if case == "sentence pairs":
         assert {"masked_loss", "next_sentence_loss", "next_sentence_accuracy"} <= lines[-1].keys()
         assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["next_sentence_loss"], rel=1e-4)
+
+
+def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head(make, tmp_path, read_metrics):
+    rows = [f"at dawn the {noun} was {state}. at dusk the {noun} left." for noun in NOUNS for state in STATES]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    changes = {
+        "data": DataConfig(train=str(data), evaluation=str(data), max_length=48),
+        "optim": OptimConfig(learning_rate=1e-2, warmup_steps=10),
+        "training": TrainingConfig(batch_size=32, max_steps=100),
+    }
+    directory = pretrain.run(make("sentence order", **changes))
+    line = read_metrics(tmp_path / "run")[-1]
+    assert line["held_out_sentence_order_accuracy"] > 0.95
+    theirs, loading = transformers.AlbertForPreTraining.from_pretrained(directory, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    first, second = rows[0].replace(". ", ".|").split("|")
+    tokens = load_tokenizer(str(directory))([first, second], [second, first], padding=True, return_tensors="pt")
+    inputs = (tokens["input_ids"], tokens["attention_mask"], tokens["token_type_ids"])
+    with torch.no_grad():
+        ours = load_pretrained(directory, "next_sentence")(*inputs)
+        expected = theirs.eval()(*inputs)
+    assert_close(ours.next_sentence_logits, expected.sop_logits, atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits, expected.prediction_logits, atol=1e-5, rtol=1e-5)
+    assert expected.sop_logits.argmax(1).tolist() == [0, 1]  # in order, and swapped
 
 
 @pytest.mark.parametrize("case", ["masked", "sentence pairs", "span corruption"])

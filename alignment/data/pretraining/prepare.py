@@ -1,4 +1,4 @@
-"""Texts and batches of every pretraining objective: masked texts, BERT's sentence pairs, encoder-decoders.
+"""Texts and batches of every pretraining objective: masked texts, sentence pairs of BERT and ALBERT, encoder-decoders.
 
 The corruption itself is in corruption.py.
 """
@@ -147,7 +147,7 @@ def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
 
 @dataclass(frozen=True)
 class SentencePairBatch(RaggedBatch):
-    """B masked pairs, and 0 or 1 of each: 0 where B follows A in its text. Its weight is B; `ragged` counts masked tokens."""
+    """P masked pairs A B, and 0 or 1 of each: 0 where B follows A in its text. Its weight is P; `ragged` counts masked tokens."""
 
     labels: Tensor
 
@@ -221,17 +221,15 @@ def collate_sentence_pairs(
     rows: Sequence[SeededRow[Example]],
     micro_batch_tokens: int,
     *,
-    passages: Sequence[Example],
-    template: SpecialTokenTemplate,
+    make: Callable[[Example, np.random.Generator], Example],
     masking: Masking,
     mask_tokens: MaskTokens,
-    max_length: int,
 ) -> list[SentencePairBatch]:
-    """Masked pairs as batches; in half of the pairs B is replaced by sentences of another of the `passages`."""
+    """Masked pairs as batches; `make` makes the pair of a passage: see `make_pair` and `ordered_pair`."""
     masked = []
     for row in rows:
         generator = row.generator()
-        pair = make_pair(row.row, passages, template, max_length, generator)
+        pair = make(row.row, generator)
         masked.append(mask_example(pair, masking, mask_tokens, generator))
     batches = []
     for group in _grouped(masked, micro_batch_tokens):
@@ -243,10 +241,11 @@ def collate_sentence_pairs(
 
 def make_pair(
     passage: Example,
+    generator: np.random.Generator,
+    *,
     passages: Sequence[Example],
     template: SpecialTokenTemplate,
     max_length: int,
-    generator: np.random.Generator,
 ) -> Example:
     """A passage split in two at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
 
@@ -256,12 +255,38 @@ def make_pair(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.2.
     """
+    first, second = _halves(passage, generator)
+    if generator.random() < 0.5:
+        other = other_sentences(passage, passages, _tokens(second), generator)
+        return _pair(passage, (first, other), OTHER_TEXT, template, max_length)
+    return _pair(passage, (first, second), FOLLOWS, template, max_length)
+
+
+def ordered_pair(
+    passage: Example, generator: np.random.Generator, *, template: SpecialTokenTemplate, max_length: int
+) -> Example:
+    """A passage split in two at a random sentence, its halves in the other order with probability 1/2: [CLS] A [SEP] B [SEP].
+
+    The values are those of `make_pair`; the label is 0 where B follows A in its text and 1 where A follows B.
+
+    Source: Lan et al. 2020, arXiv:1909.11942, section 3.1 (sentence-order prediction).
+    """
+    halves = _halves(passage, generator)
+    swapped = int(generator.random() < 0.5)
+    return _pair(passage, halves[::-1] if swapped else halves, swapped, template, max_length)
+
+
+def _halves(passage: Example, generator: np.random.Generator) -> tuple[list[Sentence], list[Sentence]]:
     sentences = sentences_in(passage)
     edge = int(generator.integers(1, len(sentences)))
-    first, second, label = sentences[:edge], sentences[edge:], FOLLOWS
-    if generator.random() < 0.5:
-        second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
-    sides = [[token for sentence in side for token in sentence] for side in (first, second)]
+    return sentences[:edge], sentences[edge:]
+
+
+def _pair(
+    passage: Example, halves: Sequence[list[Sentence]], label: int, template: SpecialTokenTemplate, max_length: int
+) -> Example:
+    """Two halves with special tokens, the longer one truncated where there is no room."""
+    sides = [[token for sentence in half for token in sentence] for half in halves]
     kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
     encoded = template.encode(*([token for token, _ in side] for side in kept))
     words = [[starts for _, starts in side] for side in kept]
