@@ -30,9 +30,11 @@ from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_se
 from alignment.data.pretraining.prepare import (
     Noise,
     SentencePairBatch,
+    SpanBatch,
     collate_masked,
     collate_sentence_pairs,
     collate_seq2seq,
+    collate_spans,
     denoising,
     make_pair,
     mask_tokens_of,
@@ -53,7 +55,7 @@ from alignment.loading import find_directory, load_tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.new_weights import init_from_teacher
+from alignment.models.new_weights import attach_span_boundary, init_from_teacher
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Ragged, Seq2Seq
@@ -83,11 +85,25 @@ class Causal:
 
 
 @dataclass(frozen=True)
-class Masked:
-    """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT)."""
+class Masked(Settings):
+    """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT).
+
+    Attributes:
+        boundary_coef: weight of SpanBERT's span-boundary loss, which predicts the tokens of a span from the tokens beside
+            it; SpanBERT has 1. Its head is trained with the model and is not part of `output/model`.
+    """
 
     kind: Literal["masked"] = "masked"
     masking: Masking = field(default_factory=Masking)
+    boundary_coef: NonNegativeFloat = 0.0
+
+    RULES = (
+        Rule(
+            "boundary_coef",
+            lambda c: c.boundary_coef and c.masking.units != "spans",
+            "is the weight of a loss on spans; set masking.units=spans",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -274,7 +290,17 @@ class PretrainConfig(Settings):
             lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
             "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
         ),
+        Rule(
+            "objective.boundary_coef",
+            lambda c: c.boundary_coef and (c.adapter or c.distillation),
+            "trains a head of its own, which neither an adapter nor distillation does; set it to 0",
+        ),
     )
+
+    @property
+    def boundary_coef(self) -> float:
+        """Weight of the span-boundary loss; 0 where the objective has none."""
+        return self.objective.boundary_coef if isinstance(self.objective, Masked) else 0.0
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -298,11 +324,16 @@ def run(config: PretrainConfig) -> Path:
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
+        if config.boundary_coef:
+            attach_span_boundary(policy.model)
+            run.note("span-boundary head: trained with the model, left out of output/model")
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         sources = sources_of(config.data)
         of_kind = language_loss_fn
         if isinstance(config.objective, SentencePairs):
             of_kind = partial(sentence_pair_loss_fn, task=config.objective.task)
+        elif config.boundary_coef:
+            of_kind = partial(span_loss_fn, boundary_coef=config.boundary_coef)
         loss_fn = held_out_loss_fn = of_kind(engine.model, sources)
         if config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
@@ -423,8 +454,14 @@ def collate_for_objective(
     match objective:
         case Causal():
             return lambda rows, micro_batch_tokens: collate([row.row for row in rows], micro_batch_tokens)
-        case Masked(masking=masking):
-            return partial(collate_masked, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
+        case Masked(masking=masking, boundary_coef=coef):
+            if coef and not all(special_token_template(tokenizer).single):
+                raise UserError(
+                    "objective.boundary_coef reads the tokens beside a span, and this tokenizer puts none before or after "
+                    "a text; take a wordpiece tokenizer, or set it to 0"
+                )
+            of_rows = collate_spans if coef else collate_masked
+            return partial(of_rows, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
         case SentencePairs(task=task, masking=masking):
             make = ordered_pair if task == "sentence_order" else partial(make_pair, passages=examples)
             make = partial(make, template=special_token_template(tokenizer), max_length=max_length)
@@ -437,6 +474,25 @@ def collate_for_objective(
             corrupt = denoising(tokenizer, noises=noises, density=density, mean_span=mean_span)
     assert start_id is not None
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
+
+
+def span_loss_fn(
+    model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE, *, boundary_coef: float
+) -> LossFn:
+    """Loss function of SpanBERT: of each masked token -log p from its own state, and from the states beside its span.
+
+    Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2 (L_MLM + L_SBO, `boundary_coef` 1).
+    """
+
+    def loss_fn(batch: SpanBatch) -> LossSum:
+        output = model(batch=batch.ragged, boundaries=batch.boundaries)
+        assert output.boundary_log_probs is not None  # the head was attached
+        masked, boundary = -output.log_probs.sum(), -output.boundary_log_probs.sum()
+        metrics = {"masked_loss": masked, "boundary_loss": boundary}
+        means = sources.means(batch, masked_loss=-output.log_probs)
+        return LossSum(masked + boundary_coef * boundary, metrics, means)
+
+    return loss_fn
 
 
 def sentence_pair_loss_fn(

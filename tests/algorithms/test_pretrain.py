@@ -31,9 +31,10 @@ from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.new_weights import init_from_teacher, spaced_layers
+from alignment.models.new_weights import attach_span_boundary, init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
+from tests.stopping import assert_goes_on
 
 NOUNS, STATES = ("cat", "dog", "bird", "cow", "fox", "hen", "pig", "rat"), ("old", "ill", "shy", "wet", "hot", "sad")
 TEXT = "The cat sat on the mat. A dog came by and looked at it. Nobody knew why."
@@ -57,6 +58,10 @@ CASES = {
     "masked": (Masked(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked words": (Masked(masking=Masking(units="words")), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked spans, BPE": (Masked(masking=Masking(units="spans")), BERT, {"vocabulary": 300}),
+    "span boundaries": (
+        Masked(masking=Masking(units="spans"), boundary_coef=1.0), BERT,
+        {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
     "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "sentence order": (
         SentencePairs(task="sentence_order"), ALBERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
@@ -99,6 +104,11 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
     assert lines[-1]["tokens"] > 0
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     assert model.spec.vocabulary >= len(tokenizer)
+    if case == "span boundaries":
+        assert lines[-1]["boundary_loss"] < lines[0]["boundary_loss"] - 0.3
+        assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["boundary_loss"], rel=1e-4)
+        _, loading = transformers.BertForMaskedLM.from_pretrained(directory, output_loading_info=True)
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]  # the head is not part of the model
     if case == "sentence order":
         assert {"masked_loss", "sentence_order_loss", "sentence_order_accuracy"} <= lines[-1].keys()
     if case == "sentence pairs":
@@ -131,7 +141,7 @@ def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head
     assert expected.sop_logits.argmax(1).tolist() == [0, 1]  # in order, and swapped
 
 
-@pytest.mark.parametrize("case", ["masked", "sentence pairs", "span corruption"])
+@pytest.mark.parametrize("case", ["span boundaries", "sentence pairs", "span corruption"])
 def test_memory_settings_change_no_result(case, make):
     weights = []
     for name, settings in (("a", {}), ("b", {"micro_batch_tokens": 150, "gradient_checkpointing": True})):
@@ -215,11 +225,42 @@ def test_layers_copied_from_a_teacher_are_evenly_spaced():
         init_from_teacher(build_model({**config, "hidden_size": 48}), teacher)
 
 
+def test_a_run_with_span_boundaries_goes_on_as_if_it_had_not_stopped(make, tmp_path):
+    training = TrainingConfig(batch_size=16, max_steps=4)
+    assert_goes_on(lambda name: (pretrain.run, make("span boundaries", name, training=training)), 2, tmp_path)
+
+
+def test_a_span_is_predicted_from_the_states_beside_it_and_places():
+    torch.manual_seed(0)
+    model = build_model({**BERT, "vocab_size": 50})
+    attach_span_boundary(model)
+    masked = Ragged.build([[2, 4, 4, 12, 3], [2, 11, 4, 3]])
+    batch = replace(masked, target_index=torch.tensor([1, 2, 7]), labels=torch.tensor([20, 21, 22]))
+    boundaries = torch.tensor([[0, 3, 0], [0, 3, 1], [6, 8, 0]])
+    output = model(batch=batch, boundaries=boundaries)
+    head, states = model.span_boundary, model.hidden_states(model.trunk, batch)
+    h = torch.cat([states[[0, 0, 6]], states[[3, 3, 8]], head.place.weight[[0, 1, 0]]], 1)
+    for dense, norm in ((head.mix.dense, head.mix.norm), (head.predict.transform.dense, head.predict.transform.norm)):
+        h = F.layer_norm(F.gelu(dense(h)), [32], norm.weight, norm.bias, 1e-12)
+    logits = h @ model.trunk.embed.weight.T + head.predict.bias
+    expected = logits.log_softmax(1)[[0, 1, 2], batch.labels]
+    assert_close(output.boundary_log_probs, expected)
+    assert_close(output.log_probs, model(batch=batch).log_probs)
+    far = head(states, torch.tensor([[0, 3, 19], [0, 3, 500]]))
+    assert torch.equal(far[0], far[1])
+
+
 def test_settings_that_contradict_each_other_are_refused(make):
     with pytest.raises(ValueError, match=r"tokenizer .* one of the two"):
         make("masked", tokenizer="somewhere")
     with pytest.raises(ValueError, match="not sentence_pairs"):
         make("sentence pairs", distillation=DistillationConfig("t"))
+    with pytest.raises(ValueError, match=r"boundary_coef .*units=spans"):
+        Masked(boundary_coef=1.0)
+    with pytest.raises(ValueError, match="boundary_coef trains a head"):
+        make("span boundaries", distillation=DistillationConfig("t"))
+    with pytest.raises(UserError, match="puts none before or after"):
+        pretrain.run(make("span boundaries", tokenizer_kind="bpe"))
     with pytest.raises(ValueError, match="must be above 0"):
         DistillationConfig("t", soft_coef=0.0)
     with pytest.raises(ValueError, match="noises must name at least one"):

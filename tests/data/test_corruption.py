@@ -98,6 +98,13 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
             assert len(set(new[positions] == MASK)) == 1
 
 
+def test_the_boundaries_of_spans_are_worked_by_hand():
+    # spans at 1-2 and, beside each other, 4 and 5-7
+    choice = np.array([-1, 1, 1, -1, 0, 2, 2, 2, -1])
+    expected = [[0, 3, 0], [0, 3, 1], [3, 5, 0], [4, 8, 0], [4, 8, 1], [4, 8, 2]]
+    assert corruption.span_boundaries(choice).tolist() == expected
+
+
 def test_shares_above_one_are_refused():
     with pytest.raises(ValueError, match="add up"):
         Masking(mask_share=0.9, random_share=0.2)
@@ -196,7 +203,7 @@ def test_barts_noises_are_worked_by_hand():
     # 0.3 * 6 = 1.8: two tokens are masked or deleted
     assert corruption.mask_random_tokens(ids, MASK, Draws([4, 1])) == [a, MASK, c, d, MASK, stop]
     assert corruption.delete_tokens(ids, Draws([5, 0, 2, 3])) == [a, c, d, stop]
-    assert corruption.rotate(ids, Draws(4)) == [e, stop, a, b, c, d]
+    assert corruption.rotate_text(ids, Draws(4)) == [e, stop, a, b, c, d]
     text = [a, b, stop, c, stop, stop, d, e]  # three sentences: the run of stops ends one, the last has no stop
     assert corruption.permute_sentences(text, {stop}, Draws([2, 0, 1])) == [d, e, a, b, stop, c, stop, stop]
 
@@ -209,7 +216,7 @@ def test_noises_keep_to_their_share_and_lose_nothing_else():
         assert masked.count(MASK) == count and len(masked) == length
         deleted = corruption.delete_tokens(ids, generator(length), density=0.9)
         assert deleted == sorted(deleted) and len(deleted) == max(1, length - count)
-        rotated = corruption.rotate(ids, generator(length))
+        rotated = corruption.rotate_text(ids, generator(length))
         assert sorted(rotated) == ids and sum(b < a for a, b in pairwise(rotated)) <= 1
         shuffled = corruption.permute_sentences(ids, {12, 20}, generator(length))
         assert sorted(shuffled) == ids
@@ -219,7 +226,7 @@ def test_every_order_of_sentences_and_every_rotation_occurs():
     chance, ids = generator(0), [10, 9, 11, 9, 12, 9]
     orders = {tuple(corruption.permute_sentences(ids, {9}, chance)[::2]) for _ in range(200)}
     assert len(orders) == 6
-    assert {corruption.rotate(ids, chance)[0] for _ in range(200)} == {9, 10, 11, 12}
+    assert {corruption.rotate_text(ids, chance)[0] for _ in range(200)} == {9, 10, 11, 12}
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,18 @@ def _choose_spans(
     return choice
 
 
+def span_boundaries(choice: np.ndarray) -> np.ndarray:
+    """For each token of a span: the token before its span, the token after it, and its place in it from 0, [M, 3].
+
+    Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2 (x_{s-1}, x_{e+1} and i - s of a token i of span s to e).
+    """
+    chosen = np.flatnonzero(choice != NOT_CHOSEN)
+    first = np.flatnonzero(np.diff(choice[chosen], prepend=NOT_CHOSEN))  # of each span, among the chosen tokens
+    spans = np.searchsorted(first, np.arange(len(chosen)), side="right") - 1
+    starts, stops = chosen[first], chosen[np.append(first[1:], len(chosen)) - 1] + 1
+    return np.stack([starts[spans] - 1, stops[spans], chosen - starts[spans]], 1)
+
+
 def span_lengths(stop: float, longest: int) -> np.ndarray:
     """Probabilities of the lengths 1 .. longest under a geometric distribution truncated there, [longest]."""
     probabilities = stop * (1 - stop) ** np.arange(longest)
@@ -286,7 +298,7 @@ def permute_sentences(ids: Ids, stops: Set[int], generator: np.random.Generator)
     return [token for number in generator.permutation(len(sentences)) for token in sentences[number]]
 
 
-def rotate(ids: Ids, generator: np.random.Generator) -> list[int]:
+def rotate_text(ids: Ids, generator: np.random.Generator) -> list[int]:
     """The text from a random token to its end, and then from its beginning to that token.
 
     Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (document rotation).

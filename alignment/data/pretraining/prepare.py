@@ -47,7 +47,7 @@ ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
 LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut off"
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 Sentence = list[tuple[int, bool]]  # token ids, and True where a word begins
-MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and True at the chosen positions, [N]
+MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and the group of each token, [N]
 
 
 # Masked texts
@@ -130,19 +130,45 @@ def mask_example(
     """The example with its ids corrupted."""
     choice = corruption.choose(example.mask, mask_of(example.values["word_starts"]), masking, generator)
     ids = corruption.replace_chosen(example.ids, choice, masking, generator, **mask_tokens._asdict())
-    return example, ids, choice != NOT_CHOSEN
+    return example, ids, choice
 
 
 def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
     """One ragged batch of masked examples."""
     ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
     ragged = ragged.with_sources([example.source for example, _, _ in masked])
-    targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
+    targets = torch.from_numpy(np.flatnonzero(np.concatenate([choice for _, _, choice in masked]) != NOT_CHOSEN))
     rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
     originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
     return replace(
         ragged, target_index=targets, target_rows=rows[targets], labels=originals[targets], weight=float(len(targets))
     )
+
+
+@dataclass(frozen=True)
+class SpanBatch(RaggedBatch):
+    """Masked spans, and of each target the tokens before and after its span and its place in it, [M, 3]; weight: targets."""
+
+    boundaries: Tensor
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each target, [M]."""
+        return self.ragged.counted_sources
+
+
+def collate_spans(
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
+) -> list[SpanBatch]:
+    """The batches of `collate_masked` with the boundaries of their spans; a text has tokens before and after its own."""
+    masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
+    batches = []
+    for group in _grouped(masked, micro_batch_tokens):
+        ragged = masked_batch(group)
+        boundaries = torch.from_numpy(np.concatenate([corruption.span_boundaries(choice) for _, _, choice in group]))
+        boundaries[:, :2] += ragged.starts[ragged.target_rows, None]
+        batches.append(SpanBatch(ragged, boundaries))
+    return batches
 
 
 @dataclass(frozen=True)
@@ -368,7 +394,7 @@ def denoising(
         "masking": partial(corruption.mask_random_tokens, mask_id=mask, density=density),
         "deletion": partial(corruption.delete_tokens, density=density),
         "permutation": partial(corruption.permute_sentences, stops=stops),
-        "rotation": corruption.rotate,
+        "rotation": corruption.rotate_text,
     }
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
