@@ -87,6 +87,8 @@ class Ragged(DeviceBatch):
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
         shared: prompts that begin several documents; None: every document stands for itself.
         sources: number of the data source of each document, where sources are told apart, [B].
+        prefix_lengths: first tokens of each document that a decoder reads in both directions (prefix LM), [B]; None: no
+            token sees what follows it.
     """
 
     tokens: Tensor
@@ -101,6 +103,7 @@ class Ragged(DeviceBatch):
     segments: Tensor | None = None
     shared: SharedPrompts | None = None
     sources: Tensor | None = None
+    prefix_lengths: Tensor | None = None
 
     @classmethod
     def build(
@@ -211,6 +214,13 @@ class Ragged(DeviceBatch):
         if self.shared is None:
             return self.starts.long().diff()
         return torch.tensor(self.lengths).to(self.tokens.device, non_blocking=True)
+
+    @property
+    def in_prefix(self) -> Tensor | None:
+        """True for the tokens of `prefix_lengths`, [N]; None where there are none."""
+        if self.prefix_lengths is None:
+            return None
+        return self.positions < self.prefix_lengths.repeat_interleave(self.sizes, output_size=len(self.tokens))
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -379,6 +389,7 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
         target_index=own[batch.target_index],
         segments=None if batch.segments is None else longer(batch.segments),
         shared=shared,
+        prefix_lengths=None if batch.prefix_lengths is None else batch.prefix_lengths + count,
     )
     return expanded, own
 

@@ -31,6 +31,7 @@ from alignment.data.pretraining.prepare import (
     Noise,
     SentencePairBatch,
     SpanBatch,
+    collate_in_one,
     collate_masked,
     collate_sentence_pairs,
     collate_seq2seq,
@@ -45,8 +46,8 @@ from alignment.data.pretraining.prepare import (
 )
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
-from alignment.data.table import Rows, describe_cache
-from alignment.data.text.special_tokens import special_token_template
+from alignment.data.table import Rows, column_of, describe_cache
+from alignment.data.text.special_tokens import bos_adder, special_token_template
 from alignment.data.text.templates import read_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
@@ -54,7 +55,10 @@ from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss
 from alignment.models.build import build_model
+from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.language_model import LanguageModel
+from alignment.models.model import check_lengths
 from alignment.models.new_weights import attach_span_boundary, init_from_teacher
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -126,21 +130,33 @@ class SentencePairs:
 class SpanCorruption(Settings):
     """Replace spans of the source by sentinels; the decoder predicts the spans (T5).
 
+    A model that is a decoder alone reads source and target as one document.
+
     Attributes:
         density: share of the tokens in spans.
         mean_span: mean tokens of a span.
+        prefix_mask: of a decoder alone: source tokens see one another in both directions; False: what is before them only.
     """
 
     kind: Literal["span_corruption"] = "span_corruption"
     density: Density = 0.15
     mean_span: MeanSpan = 3.0
+    prefix_mask: bool = True
 
 
 @dataclass(frozen=True)
 class PrefixLM:
-    """Predict the rest of a text from its beginning, which the encoder reads (T5's prefix language modeling)."""
+    """Predict the rest of a text from its beginning, which an encoder reads, or the decoder alone (T5's prefix LM).
+
+    Attributes:
+        prefix_mask: of a decoder alone: the beginning's tokens see one another in both directions; False: what is before
+            them only.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.2.1.
+    """
 
     kind: Literal["prefix"] = "prefix"
+    prefix_mask: bool = True
 
 
 @dataclass(frozen=True)
@@ -202,7 +218,8 @@ class PretrainConfig(Settings):
         data: texts, one document per row.
         output: the run's directory.
         objective: the tokens to predict; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
-            infilling, and must fit the model: decoder, encoder, or encoder-decoder.
+            infilling, and must fit the model: decoder, encoder, or encoder-decoder; for span_corruption and prefix either
+            of the last and the first.
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.
         policy: continue from this checkpoint instead.
@@ -338,10 +355,13 @@ def run(config: PretrainConfig) -> Path:
         if config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
             loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation, sources)
-        start_id = policy.model.spec.start_token if MODELS[config.objective.kind] == "Seq2SeqModel" else None
+        alone = isinstance(policy.model, LanguageModel)
+        start_id = None if alone or MODELS[config.objective.kind] != "Seq2SeqModel" else policy.model.spec.start_token
         collate = partial(
             collate_for_objective, config.objective, tokenizer, start_id=start_id, max_length=config.data.max_length
         )
+        if alone and not isinstance(config.objective, Causal):
+            check_documents(policy.model, collate(train), train + held_out)
         evaluate = None
         if held_out:
             rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
@@ -353,6 +373,14 @@ def run(config: PretrainConfig) -> Path:
             training=config.training, run=run, evaluate=evaluate, save=save,
         )  # fmt: skip
         return run.output / "model"
+
+
+def check_documents(model: Any, collate: Collate, examples: Sequence[Any]) -> None:
+    """Refuse texts whose sources and targets as one document do not fit the model's positions; the longest is made."""
+    longest = examples[int(column_of(examples, "longest").argmax())]
+    [batch] = collate(fixed_seed_rows([longest]), micro_batch_tokens=1)
+    ways = "lower data.max_length, or take a model with a longer context"
+    check_lengths(model, [(longest.row_id, max(batch.lengths))], ways)
 
 
 def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> Rows:
@@ -386,7 +414,7 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
         settings = tokenizer_settings(tokenizer)
-        if MODELS[config.objective.kind] == "Seq2SeqModel":
+        if family_of(config.model or {}).architecture == "encoder-decoder":
             settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
         policy = Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)
     elif distillation is not None and distillation.copy_layers:  # written to, and so read whole
@@ -423,7 +451,8 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
 def check_kind(objective: Objective, model: Any) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
     found = type(model).__name__
-    if model.source == "native" and found != MODELS[objective.kind]:
+    one_document = isinstance(objective, SpanCorruption | PrefixLM) and found == "LanguageModel"
+    if model.source == "native" and found != MODELS[objective.kind] and not one_document:
         other = next(kind for kind, trained in MODELS.items() if trained == found)
         raise UserError(
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
@@ -472,7 +501,10 @@ def collate_for_objective(
             corrupt = prefix_modeling(tokenizer)
         case Infilling(noises=noises, density=density, mean_span=mean_span):
             corrupt = denoising(tokenizer, noises=noises, density=density, mean_span=mean_span)
-    assert start_id is not None
+    if start_id is None:
+        assert not isinstance(objective, Infilling)  # the kinds that a decoder alone can have
+        with_bos = bos_adder(tokenizer)
+        return partial(collate_in_one, corrupt=corrupt, with_bos=with_bos, prefix_mask=objective.prefix_mask)
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 

@@ -1,6 +1,7 @@
 """Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,12 +25,14 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
     Attributes:
         value_head: gives one number per token in training, see `attach_value_head`; not saved with the model.
+        prefix_mask: prompts are read in both directions when responses are decoded (prefix LM).
     """
 
     def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
         super().__init__(trunk.spec, config, "language")
         self.trunk, self.head = trunk, head
         self.value_head: nn.Linear | None = None
+        self.prefix_mask = False
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
@@ -98,6 +101,8 @@ class LanguageModel(NativeModel[TransformerSpec]):
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: Cache, rows: Tensor | None = None) -> Tensor:
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
+        if self.prefix_mask:
+            batch = replace(batch, prefix_lengths=batch.sizes)
         last = partial(select_rows, index=batch.last)
         return self.head(self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
 

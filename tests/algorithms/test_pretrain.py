@@ -69,6 +69,10 @@ CASES = {
     "span corruption": (SpanCorruption(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16}),
     "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
     "prefix": (PrefixLM(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram"}),
+    "prefix, one decoder": (PrefixLM(), LLAMA, {"vocabulary": 300}),
+    "span corruption, one decoder": (
+        SpanCorruption(), LLAMA, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16},
+    ),
     "infilling": (Infilling(), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "permutation and infilling": (
         Infilling(noises=("permutation", "infilling")), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
@@ -101,7 +105,7 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
     directory = str(pretrain.run(make(case)))
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
-    assert lines[-1]["tokens"] > 0
+    assert lines[-1]["tokens"] > 0 and lines[-1]["held_out_loss"] > 0
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     assert model.spec.vocabulary >= len(tokenizer)
     if case == "span boundaries":
@@ -176,7 +180,12 @@ def test_continuing_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read
 
 @pytest.mark.parametrize(
     ("case", "model", "advice"),
-    [("masked", LLAMA, "causal"), ("causal", BERT, "masked"), ("causal", T5, "span_corruption")],
+    [
+        ("masked", LLAMA, "causal"),
+        ("causal", BERT, "masked"),
+        ("causal", T5, "span_corruption"),
+        ("infilling", LLAMA, "causal"),
+    ],
 )
 def test_an_objective_that_does_not_fit_the_model_is_refused(case, model, advice, make):
     with pytest.raises(UserError, match=rf"does not fit model_type.*objective.kind: {advice} would"):
@@ -248,6 +257,12 @@ def test_a_span_is_predicted_from_the_states_beside_it_and_places():
     assert_close(output.log_probs, model(batch=batch).log_probs)
     far = head(states, torch.tensor([[0, 3, 19], [0, 3, 500]]))
     assert torch.equal(far[0], far[1])
+
+
+def test_a_document_of_source_and_target_must_fit_the_decoder(make):
+    """Sentinels make a document longer than its text of up to 48 tokens: the bound is on what the model reads."""
+    with pytest.raises(UserError, match=r"do not fit the model's 48 positions.*lower data.max_length"):
+        pretrain.run(make("span corruption, one decoder", model={**LLAMA, "max_position_embeddings": 48}))
 
 
 def test_settings_that_contradict_each_other_are_refused(make):

@@ -10,8 +10,10 @@ from alignment.data.pretraining.corruption import (
     delete_tokens,
     fixed_seed_rows,
     permute_sentences,
+    split_prefix,
 )
 from alignment.data.pretraining.prepare import (
+    collate_in_one,
     collate_masked,
     collate_seq2seq,
     denoising,
@@ -24,7 +26,7 @@ from alignment.data.pretraining.prepare import (
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.table import mask_of
-from alignment.data.text.special_tokens import sentinel_ids, special_token_template
+from alignment.data.text.special_tokens import bos_adder, sentinel_ids, special_token_template
 from alignment.data.tokenize import even_slices
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
@@ -203,6 +205,24 @@ def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
         source, target = found[example.row_id]
         assert source[:-1] + target[1:-1] == example.ids
         assert len(source) >= 2 and len(target) >= 3
+
+
+@pytest.mark.parametrize("prefix_mask", [True, False])
+def test_a_decoder_reads_source_and_target_as_one_document(prefix_mask, bpe):
+    examples, _ = tokenize_plain(ROWS, bpe, 200)
+    options = {"corrupt": prefix_modeling(bpe), "with_bos": bos_adder(bpe), "prefix_mask": prefix_mask}
+    batches = collate_in_one(fixed_seed_rows(examples), 150, **options)
+    cuts = {example.row_id: len(split_prefix(example.ids, row.generator())[0])
+            for example, row in zip(examples, fixed_seed_rows(examples), strict=True)}  # fmt: skip
+    texts = {example.row_id: [bpe.bos_token_id, *example.ids, bpe.eos_token_id] for example in examples}
+    for batch in batches:
+        assert len(batch.tokens) <= 150
+        prefixes = torch.tensor([1 + cuts[name] for name in batch.row_ids])
+        documents = torch.split(batch.tokens, batch.lengths)
+        assert [document.tolist() for document in documents] == [texts[name] for name in batch.row_ids]
+        after = (batch.positions >= prefixes.repeat_interleave(batch.sizes)).nonzero().squeeze(1)
+        assert torch.equal(batch.target_index, after) and batch.weight == len(after)
+        assert torch.equal(batch.prefix_lengths, prefixes) if prefix_mask else batch.prefix_lengths is None
 
 
 def test_infilling_writes_the_whole_text():

@@ -430,6 +430,36 @@ def collate_seq2seq(
     return batches
 
 
+def collate_in_one(
+    rows: Sequence[SeededRow[Example]],
+    micro_batch_tokens: int,
+    *,
+    corrupt: Corrupt,
+    with_bos: Callable[[list[int]], list[int]],
+    prefix_mask: bool,
+) -> list[Ragged]:
+    """Source and target of each corrupted text as one document for a decoder; the targets are the target's tokens.
+
+    The source's end token is left out. With `prefix_mask` the source is a prefix that is read in both directions.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, sections 3.2.1 and 3.2.3 (language model and prefix language model).
+    """
+    documents = []
+    for row in rows:
+        source, target = corrupt(row.row.ids, row.generator())
+        source = with_bos(source[:-1])
+        documents.append((row.row, len(source), [*source, *target]))
+    batches = []
+    for group in group_rows_by_length(documents, [len(ids) for _, _, ids in documents], micro_batch_tokens):
+        examples, sources, texts = zip(*group, strict=True)
+        masks = [[number >= source for number in range(len(ids))] for _, source, ids in group]
+        ragged = Ragged.build(texts, masks, row_ids=[example.row_id for example in examples])
+        prefixes = torch.tensor(sources) if prefix_mask else None
+        ragged = ragged.with_sources([example.source for example in examples])
+        batches.append(replace(ragged, prefix_lengths=prefixes))
+    return batches
+
+
 # Every objective
 
 TOKENIZE_TEXT: dict[Objective, Tokenize] = {

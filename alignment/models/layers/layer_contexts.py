@@ -55,13 +55,30 @@ class PositionModules(NamedTuple):
         made = {spec: rotary(positions, longest, sizes) for spec, rotary in self.rotaries.items()}
         return [made.get(getattr(layer.attention, "rotary", None)) for layer in layers]  # type: ignore[arg-type]
 
-    def masks(self, queries: PaddedLayout, keys: PaddedLayout, offset: int, device: torch.device) -> Masks:
+    def masks(
+        self,
+        queries: PaddedLayout,
+        keys: PaddedLayout,
+        offset: int,
+        device: torch.device,
+        *,
+        in_prefix: Tensor | None = None,
+    ) -> Masks:
         """`attention_masks` of these layouts, made once for all layers that need the same."""
 
         @cached
         def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
             bias = self.bias if biased else None
-            return attention_masks(queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device)
+            return attention_masks(
+                queries,
+                keys,
+                offset=offset,
+                causal=causal,
+                window=window,
+                bias=bias,
+                device=device,
+                in_prefix=in_prefix,
+            )
 
         return masks
 
@@ -89,11 +106,17 @@ def training_contexts(
         source: what an encoder read, one document for each of the batch's.
         cache, addresses: filled with keys and values, at the `Cache.addresses` of the tokens, [N * KV].
     """
-    if batch.shared is not None and not shares_prompts(layers):
+    if batch.shared is not None and (batch.prefix_lengths is not None or not shares_prompts(layers)):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
+    if batch.prefix_lengths is not None and any(getattr(layer.attention, "window", None) for layer in layers):
+        raise UserError("a layer that attends within a window cannot read a prefix in both directions")
     offset = 0 if prefix is None else prefix.shape[2]
     layout = None
-    if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
+    if (
+        prefix is None
+        and batch.prefix_lengths is None
+        and varlen_applies([layer.attention for layer in layers], parameter, training)
+    ):
         attends = varlen_attentions(layers, batch)
     else:
         heads, device = layers[0].attention.heads, batch.tokens.device
@@ -101,7 +124,8 @@ def training_contexts(
             queries = keys = layout = pad_layout(batch.lengths, heads, device)
         else:
             queries, keys = shared_layouts(batch, heads)
-        attends = padded_attentions(layers, queries, keys, modules.masks(queries, keys, offset, device), prefix)
+        masks = modules.masks(queries, keys, offset, device, in_prefix=batch.in_prefix)
+        attends = padded_attentions(layers, queries, keys, masks, prefix)
     if cache is not None and addresses is not None:
         attends = [filling_attention(cache, layer, addresses, attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
