@@ -88,6 +88,8 @@ class Ragged(DeviceBatch):
         global_mask: tokens that see, and are seen by, all of their document (Longformer), [N]; None: as the model chooses.
         shared: prompts that begin several documents; None: every document stands for itself.
         sources: number of the data source of each document, where sources are told apart, [B].
+        prefix_lengths: first tokens of each document that a decoder reads in both directions (prefix LM), [B]; None: no
+            token sees what follows it.
     """
 
     tokens: Tensor
@@ -103,6 +105,7 @@ class Ragged(DeviceBatch):
     global_mask: Tensor | None = None
     shared: SharedPrompts | None = None
     sources: Tensor | None = None
+    prefix_lengths: Tensor | None = None
 
     @classmethod
     def build(
@@ -213,6 +216,13 @@ class Ragged(DeviceBatch):
         if self.shared is None:
             return self.starts.long().diff()
         return torch.tensor(self.lengths).to(self.tokens.device, non_blocking=True)
+
+    @property
+    def in_prefix(self) -> Tensor | None:
+        """True for the tokens of `prefix_lengths`, [N]; None where there are none."""
+        if self.prefix_lengths is None:
+            return None
+        return self.positions < self.prefix_lengths.repeat_interleave(self.sizes, output_size=len(self.tokens))
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -380,6 +390,7 @@ def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragg
         segments=None if batch.segments is None else longer(batch.segments),
         global_mask=None if batch.global_mask is None else longer(batch.global_mask),
         shared=shared,
+        prefix_lengths=None if batch.prefix_lengths is None else batch.prefix_lengths + torch.tensor(counts, device=device),
     )
     return expanded, own, runs(starts[:-1], added).to(device, non_blocking=True)
 

@@ -28,20 +28,26 @@ from alignment.data.batches import Example, collate
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.prepare import (
+    Noise,
     SentencePairBatch,
+    SpanBatch,
+    collate_in_one,
     collate_masked,
     collate_sentence_pairs,
     collate_seq2seq,
-    infilling,
+    collate_spans,
+    denoising,
+    make_pair,
     mask_tokens_of,
+    ordered_pair,
     prefix_modeling,
     prepare_text,
     span_corruption,
 )
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
-from alignment.data.table import Rows, describe_cache
-from alignment.data.text.special_tokens import special_token_template
+from alignment.data.table import Rows, column_of, describe_cache
+from alignment.data.text.special_tokens import bos_adder, special_token_template
 from alignment.data.text.templates import read_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
@@ -49,8 +55,11 @@ from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss
 from alignment.models.build import build_model
+from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.new_weights import init_from_teacher
+from alignment.models.language_model import LanguageModel
+from alignment.models.model import check_lengths
+from alignment.models.new_weights import attach_span_boundary, init_from_teacher
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Ragged, Seq2Seq
@@ -80,18 +89,40 @@ class Causal:
 
 
 @dataclass(frozen=True)
-class Masked:
-    """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT)."""
+class Masked(Settings):
+    """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT).
+
+    Attributes:
+        boundary_coef: weight of SpanBERT's span-boundary loss, which predicts the tokens of a span from the tokens beside
+            it; SpanBERT has 1. Its head is trained with the model and is not part of `output/model`.
+    """
 
     kind: Literal["masked"] = "masked"
     masking: Masking = field(default_factory=Masking)
+    boundary_coef: NonNegativeFloat = 0.0
+
+    RULES = (
+        Rule(
+            "boundary_coef",
+            lambda c: c.boundary_coef and c.masking.units != "spans",
+            "is the weight of a loss on spans; set masking.units=spans",
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Predict masked tokens of two sentences and whether the second follows the first (BERT); needs a next-sentence head."""
+    """Predict masked tokens of two pieces of text, and of the pair its label; for encoders with a next-sentence head.
+
+    Attributes:
+        task: next_sentence: the second piece follows the first, or is of another text (BERT). sentence_order: it follows the
+            first, or the two have changed places (ALBERT).
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1; Lan et al. 2020, arXiv:1909.11942, section 3.1.
+    """
 
     kind: Literal["sentence_pairs"] = "sentence_pairs"
+    task: Literal["next_sentence", "sentence_order"] = "next_sentence"
     masking: Masking = field(default_factory=Masking)
 
 
@@ -99,35 +130,55 @@ class SentencePairs:
 class SpanCorruption(Settings):
     """Replace spans of the source by sentinels; the decoder predicts the spans (T5).
 
+    A model that is a decoder alone reads source and target as one document.
+
     Attributes:
         density: share of the tokens in spans.
         mean_span: mean tokens of a span.
+        prefix_mask: of a decoder alone: source tokens see one another in both directions; False: what is before them only.
     """
 
     kind: Literal["span_corruption"] = "span_corruption"
     density: Density = 0.15
     mean_span: MeanSpan = 3.0
+    prefix_mask: bool = True
 
 
 @dataclass(frozen=True)
 class PrefixLM:
-    """Predict the rest of a text from its beginning, which the encoder reads (T5's prefix language modeling)."""
+    """Predict the rest of a text from its beginning, which an encoder reads, or the decoder alone (T5's prefix LM).
+
+    Attributes:
+        prefix_mask: of a decoder alone: the beginning's tokens see one another in both directions; False: what is before
+            them only.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.2.1.
+    """
 
     kind: Literal["prefix"] = "prefix"
+    prefix_mask: bool = True
 
 
 @dataclass(frozen=True)
 class Infilling(Settings):
-    """Predict the whole text from one with masked spans (BART).
+    """Predict the whole text from one with masked spans, or after other noise (BART).
 
     Attributes:
-        density: share of the tokens in spans.
+        noises: what is done to the text, in this order: spans become one mask token each (infilling), tokens become the
+            mask token (masking) or vanish (deletion), sentences change places (permutation), the text begins at a
+            random token and ends with its beginning (rotation). The published BART has [permutation, infilling].
+        density: share of the tokens in spans, masked or deleted.
         mean_span: mean tokens of a span.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2.
     """
 
     kind: Literal["infilling"] = "infilling"
+    noises: tuple[Noise, ...] = ("infilling",)
     density: Density = 0.3
     mean_span: MeanSpan = 3.0
+
+    RULES = (Rule("noises", lambda c: not c.noises, "must name at least one, such as infilling"),)
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infilling
@@ -167,7 +218,8 @@ class PretrainConfig(Settings):
         data: texts, one document per row.
         output: the run's directory.
         objective: the tokens to predict; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
-            infilling, and must fit the model: decoder, encoder, or encoder-decoder.
+            infilling, and must fit the model: decoder, encoder, or encoder-decoder; for span_corruption and prefix either
+            of the last and the first.
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.
         policy: continue from this checkpoint instead.
@@ -255,7 +307,17 @@ class PretrainConfig(Settings):
             lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
             "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
         ),
+        Rule(
+            "objective.boundary_coef",
+            lambda c: c.boundary_coef and (c.adapter or c.distillation),
+            "trains a head of its own, which neither an adapter nor distillation does; set it to 0",
+        ),
     )
+
+    @property
+    def boundary_coef(self) -> float:
+        """Weight of the span-boundary loss; 0 where the objective has none."""
+        return self.objective.boundary_coef if isinstance(self.objective, Masked) else 0.0
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -279,17 +341,27 @@ def run(config: PretrainConfig) -> Path:
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
+        if config.boundary_coef:
+            attach_span_boundary(policy.model)
+            run.note("span-boundary head: trained with the model, left out of output/model")
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         sources = sources_of(config.data)
-        of_kind = sentence_pair_loss_fn if config.objective.kind == "sentence_pairs" else language_loss_fn
+        of_kind = language_loss_fn
+        if isinstance(config.objective, SentencePairs):
+            of_kind = partial(sentence_pair_loss_fn, task=config.objective.task)
+        elif config.boundary_coef:
+            of_kind = partial(span_loss_fn, boundary_coef=config.boundary_coef)
         loss_fn = held_out_loss_fn = of_kind(engine.model, sources)
         if config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
             loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation, sources)
-        start_id = policy.model.spec.start_token if MODELS[config.objective.kind] == "Seq2SeqModel" else None
+        alone = isinstance(policy.model, LanguageModel)
+        start_id = None if alone or MODELS[config.objective.kind] != "Seq2SeqModel" else policy.model.spec.start_token
         collate = partial(
             collate_for_objective, config.objective, tokenizer, start_id=start_id, max_length=config.data.max_length
         )
+        if alone and not isinstance(config.objective, Causal):
+            check_documents(policy.model, collate(train), train + held_out)
         evaluate = None
         if held_out:
             rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
@@ -301,6 +373,14 @@ def run(config: PretrainConfig) -> Path:
             training=config.training, run=run, evaluate=evaluate, save=save,
         )  # fmt: skip
         return run.output / "model"
+
+
+def check_documents(model: Any, collate: Collate, examples: Sequence[Any]) -> None:
+    """Refuse texts whose sources and targets as one document do not fit the model's positions; the longest is made."""
+    longest = examples[int(column_of(examples, "longest").argmax())]
+    [batch] = collate(fixed_seed_rows([longest]), micro_batch_tokens=1)
+    ways = "lower data.max_length, or take a model with a longer context"
+    check_lengths(model, [(longest.row_id, max(batch.lengths))], ways)
 
 
 def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> Rows:
@@ -334,7 +414,7 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
         settings = tokenizer_settings(tokenizer)
-        if MODELS[config.objective.kind] == "Seq2SeqModel":
+        if family_of(config.model or {}).architecture == "encoder-decoder":
             settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
         policy = Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)
     elif distillation is not None and distillation.copy_layers:  # written to, and so read whole
@@ -371,7 +451,8 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
 def check_kind(objective: Objective, model: Any) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
     found = type(model).__name__
-    if model.source == "native" and found != MODELS[objective.kind]:
+    one_document = isinstance(objective, SpanCorruption | PrefixLM) and found == "LanguageModel"
+    if model.source == "native" and found != MODELS[objective.kind] and not one_document:
         other = next(kind for kind, trained in MODELS.items() if trained == found)
         raise UserError(
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
@@ -402,25 +483,56 @@ def collate_for_objective(
     match objective:
         case Causal():
             return lambda rows, micro_batch_tokens: collate([row.row for row in rows], micro_batch_tokens)
-        case Masked(masking=masking):
-            return partial(collate_masked, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
-        case SentencePairs(masking=masking):
-            return partial(
-                collate_sentence_pairs, passages=examples, template=special_token_template(tokenizer), masking=masking,
-                mask_tokens=mask_tokens_of(tokenizer), max_length=max_length,
-            )  # fmt: skip
+        case Masked(masking=masking, boundary_coef=coef):
+            if coef and not all(special_token_template(tokenizer).single):
+                raise UserError(
+                    "objective.boundary_coef reads the tokens beside a span, and this tokenizer puts none before or after "
+                    "a text; take a wordpiece tokenizer, or set it to 0"
+                )
+            of_rows = collate_spans if coef else collate_masked
+            return partial(of_rows, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
+        case SentencePairs(task=task, masking=masking):
+            make = ordered_pair if task == "sentence_order" else partial(make_pair, passages=examples)
+            make = partial(make, template=special_token_template(tokenizer), max_length=max_length)
+            return partial(collate_sentence_pairs, make=make, masking=masking, mask_tokens=mask_tokens_of(tokenizer))
         case SpanCorruption(density=density, mean_span=mean_span):
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
         case PrefixLM():
             corrupt = prefix_modeling(tokenizer)
-        case Infilling(density=density, mean_span=mean_span):
-            corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
-    assert start_id is not None
+        case Infilling(noises=noises, density=density, mean_span=mean_span):
+            corrupt = denoising(tokenizer, noises=noises, density=density, mean_span=mean_span)
+    if start_id is None:
+        assert not isinstance(objective, Infilling)  # the kinds that a decoder alone can have
+        with_bos = bos_adder(tokenizer)
+        return partial(collate_in_one, corrupt=corrupt, with_bos=with_bos, prefix_mask=objective.prefix_mask)
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE) -> LossFn:
-    """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
+def span_loss_fn(
+    model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE, *, boundary_coef: float
+) -> LossFn:
+    """Loss function of SpanBERT: of each masked token -log p from its own state, and from the states beside its span.
+
+    Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2 (L_MLM + L_SBO, `boundary_coef` 1).
+    """
+
+    def loss_fn(batch: SpanBatch) -> LossSum:
+        output = model(batch=batch.ragged, boundaries=batch.boundaries)
+        assert output.boundary_log_probs is not None  # the head was attached
+        masked, boundary = -output.log_probs.sum(), -output.boundary_log_probs.sum()
+        metrics = {"masked_loss": masked, "boundary_loss": boundary}
+        means = sources.means(batch, masked_loss=-output.log_probs)
+        return LossSum(masked + boundary_coef * boundary, metrics, means)
+
+    return loss_fn
+
+
+def sentence_pair_loss_fn(
+    model: Callable[..., LanguageOutput], sources: Sources = ONE_SOURCE, *, task: str = "next_sentence"
+) -> LossFn:
+    """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus the loss of its label.
+
+    Metrics of the label are named by the `task`.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, appendix A.2.
     """
@@ -431,11 +543,11 @@ def sentence_pair_loss_fn(model: Callable[..., LanguageOutput], sources: Sources
         assert logits is not None  # the family built a next-sentence head
         tokens = -(output.log_probs * batch.token_shares)
         masked = tokens.sum()
-        next_sentence = label_loss(logits, batch.labels)
+        label = label_loss(logits, batch.labels)
         correct = (logits.argmax(-1) == batch.labels).float().sum()
-        metrics = {"masked_loss": masked, "next_sentence_loss": next_sentence, "next_sentence_accuracy": correct}
+        metrics = {"masked_loss": masked, f"{task}_loss": label, f"{task}_accuracy": correct}
         masked_each = tokens.new_zeros(len(batch.labels)).index_add(0, batch.ragged.target_rows, tokens.detach())
-        return LossSum(masked + next_sentence, metrics, sources.means(batch, masked_loss=masked_each))
+        return LossSum(masked + label, metrics, sources.means(batch, masked_loss=masked_each))
 
     return loss_fn
 

@@ -10,10 +10,11 @@ from alignment.adapters import check_adapters, load_adapter, load_adapters
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, override
 from alignment.data.rows.read import read_rows
-from alignment.errors import raise_all
+from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.models.language_model import LanguageModel
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.settings import PositiveInt, Rule, refusal
 
@@ -26,6 +27,7 @@ class GenerateConfig(SamplingConfig):
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
         num_beams, length_penalty, early_stopping: of beam search, see `BeamConfig`; 1 beam samples.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file; None: the tokenizer's own.
+        prefix_mask: a prompt's tokens see one another in both directions, for a decoder that was trained as a prefix LM.
     """
 
     batch_size: PositiveInt = 64
@@ -33,6 +35,7 @@ class GenerateConfig(SamplingConfig):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     chat_template: str | None = None
+    prefix_mask: bool = False
 
     RULES = (Rule("num_beams", lambda c: refusal(decoding_config, c, c.num_beams, c.length_penalty, c.early_stopping)),)
 
@@ -61,6 +64,12 @@ def generate_responses(
     tokenizer = load_tokenizer(model, settings.pop("chat_template"))
     stops = describe_stop_tokens(model, tokenizer)
     loaded = load_model(model, weights.dtype, best_device(), quantize=weights.quantize)
+    if settings.pop("prefix_mask"):
+        if not isinstance(loaded, LanguageModel):
+            raise UserError(
+                f"prefix_mask needs a decoder of this library's own families, and {model} is none; leave it out"
+            )
+        loaded.prefix_mask = True
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
     if named:

@@ -1,4 +1,4 @@
-"""Metrics of downstream tasks, of classes, entities and answers: pure functions of labels and predictions."""
+"""Metrics of downstream tasks, of classes, numbers, entities and answers: pure functions of labels and predictions."""
 
 import re
 import string
@@ -43,6 +43,16 @@ def matthews(table: Tensor) -> float:
     if spread == 0:
         return 0.0
     return float((rows * table.trace() - labeled @ predicted) / spread.sqrt())
+
+
+def number_metrics(labels: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
+    """`pearson` and `spearman`, the correlations of numbers and of their ranks, in [-1, 1]; 0 where either is constant."""
+    from scipy.stats import pearsonr, spearmanr  # two seconds, which only this task needs
+
+    if len(set(labels)) < 2 or len(set(predictions)) < 2:
+        return {"pearson": 0.0, "spearman": 0.0}
+    found = (correlation(labels, predictions).statistic for correlation in (pearsonr, spearmanr))  # pyright: ignore
+    return dict(zip(("pearson", "spearman"), map(float, found), strict=True))
 
 
 def are_entities(names: Iterable[str]) -> bool:

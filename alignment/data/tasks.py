@@ -13,6 +13,7 @@ from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig, 
 from alignment.data.prepare import require_enough, rows_of_part
 from alignment.data.rows.fields import BadRow, list_field, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
+from alignment.data.rows.published import choice_rows, pair_rows
 from alignment.data.rows.read import ParsedRows, overlap, parse_rows, read_sources
 from alignment.data.rows.records import Columns, Tally
 from alignment.data.text.special_tokens import (
@@ -29,12 +30,18 @@ from alignment.losses.language import IGNORED
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
 FinetuneTask = Literal[
-    "classification", "pair_classification", "token_classification", "question_answering", "multiple_choice"
+    "classification",
+    "pair_classification",
+    "regression",
+    "token_classification",
+    "question_answering",
+    "multiple_choice",
 ]
 Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]
 FORMATS: dict[FinetuneTask, tuple[Format, ...]] = {  # of the other tasks: tokenizer alone
     "classification": ("tokenizer", "gpt1"),
     "pair_classification": ("tokenizer", "gpt1", "gpt1_similarity"),
+    "regression": ("tokenizer", "gpt1", "gpt1_similarity"),
     "multiple_choice": ("tokenizer", "gpt1"),
 }
 GPT1_TOKENS = ("<start>", "<delimiter>", "<extract>")
@@ -70,7 +77,7 @@ class TaskFormat:
     @property
     def names_classes(self) -> bool:
         """True where labels are names of classes."""
-        return self.task not in ("question_answering", "multiple_choice")
+        return self.task not in ("regression", "question_answering", "multiple_choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class LabeledRow:
     inputs: tuple[
         Any, ...
     ]  # text and None; both of a pair; a list of words; question, context; context, list of choices
-    labels: tuple[Any, ...]  # the class; the class of each word; the answers, if any; the index of the right choice
+    labels: tuple[Any, ...]  # the class or number; the class of each word; the answers; the index of the right choice
     row_id: str
 
     @property
@@ -98,15 +105,22 @@ def read_labeled(
 ) -> tuple[list[LabeledRow], Tally]:
     """The labeled rows of one or several sources, in order, and the tally of dropped ones.
 
-    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
-    `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
-    {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (index of the right choice).
+    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; regression `text`, perhaps
+    `pair`, and `label`, a number; token_classification `words`, `labels` (lists of equal length); question_answering
+    `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists); multiple_choice `context`,
+    `choices`, `label` (index of the right choice). Of pairs and choices the columns in rows/published.py are known too.
     """
+    reader, published = READERS[task], PUBLISHED.get(task, lambda row: [row])
+
+    def parse(values: Columns, row_id: str) -> list[LabeledRow]:
+        rows = published(values)
+        names = [row_id] if len(rows) == 1 else [f"{row_id}[{number}]" for number in range(1, len(rows) + 1)]
+        return [LabeledRow(*reader(row), name) for row, name in zip(rows, names, strict=True)]
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
         return parse_rows(
             read_raw(each.source, str(each.split)),
-            lambda values, row_id: [LabeledRow(*READERS[task](values), row_id)],
+            parse,
             columns=each.columns or {},
             max_rows=left,
         )
@@ -164,15 +178,27 @@ def _label(value: object, key: str = "label") -> str:
     return str(value)
 
 
+def _number(row: Columns) -> Values:
+    if (number := number_field(row, "label")) is None:
+        raise BadRow("label", "must be a number", repr(row.get("label"))[:40])
+    return (text_field(row, "text"), text_field(row, "pair") if "pair" in row else None), (number,)
+
+
 READERS: dict[str, Callable[[Columns], Values]] = {
     "classification": lambda row: ((text_field(row, "text"), None), (_label(row.get("label")),)),
     "pair_classification": lambda row: (
         (text_field(row, "text"), text_field(row, "pair")),
         (_label(row.get("label")),),
     ),
+    "regression": _number,
     "token_classification": _words,
     "question_answering": _question,
     "multiple_choice": _choice,
+}
+PUBLISHED: dict[str, Callable[[Columns], list[Columns]]] = {
+    "pair_classification": pair_rows,
+    "regression": pair_rows,
+    "multiple_choice": choice_rows,
 }
 
 
@@ -200,12 +226,12 @@ def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str,
 class TaskExample:
     """A row, or one window of it, as token ids.
 
-    The labels are the class; or the class of each token, `IGNORED` where none counts; or first and last token of the answer,
+    The labels are the class or the number; or the class of each token, `IGNORED` where none counts; or first and last token of the answer,
     0 and 0 where the window does not contain it; or the index of the right choice.
     """
 
     encoded: tuple[EncodedText, ...]  # its documents: one, both orders of a pair, or one for each choice
-    labels: list[int]
+    labels: list[Any]
     row_id: str
     weight: int = 1  # number of labels that count; 1 of an answer
     word_tokens: tuple[int | None, ...] = ()  # of tagged words: first token of each; None for a word without one

@@ -373,6 +373,23 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
+def squared_error_loss(predictions: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of predicted numbers, summed.
+
+    loss = sum_i (prediction_i - label_i)^2
+
+    Args:
+        predictions: [B].
+        labels: [B].
+
+    Returns:
+        Scalar. The mean over rows is transformers' loss for problem_type "regression".
+
+    Source: Cer et al. 2017, arXiv:1708.00055 (STS-B, scores from 0 to 5).
+    """
+    return (predictions - labels).square().sum()
+
+
 def span_loss(logits: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of the cross-entropies of an answer's first and last token, summed over windows.
 

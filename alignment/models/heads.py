@@ -1,6 +1,6 @@
 """Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -147,6 +147,33 @@ class LanguageHead(nn.Module):
         logits = logits if self.offset is None else logits + self.offset
         cap = self.spec.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's second guess at a masked token: from the states beside its span, and its place in the span.
+
+    y = transform(transform([x_before; x_after; p_place])), and its logits are W y + b with the W of the language head. The
+    transforms are like the head's own, which are BERT's: norm(activation(dense(x))). Places beyond the last share it.
+
+    Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2.
+    """
+
+    PLACES = 20
+
+    def __init__(self, head: LanguageHead, width: int):
+        super().__init__()
+        assert head.spec.transform is not None
+        wide = replace(head.spec.transform, width=width)
+        self.place = nn.Embedding(self.PLACES, width)
+        self.mix = Transform(wide, 3 * width)
+        self.predict = LanguageHead(LanguageHeadSpec(head.spec.transform, bias=True), width, head.out_features)
+        self.predict.weight = head.weight
+
+    def forward(self, states: Tensor, boundaries: Tensor) -> Tensor:
+        """Inputs of `predict` for M targets, [M, D]; states [N, D], boundaries as in `span_boundaries`."""
+        before, after, place = boundaries.unbind(1)
+        place = self.place(place.clamp(max=self.PLACES - 1))
+        return self.mix(torch.cat([states[before], states[after], place.to(states.dtype)], 1))
 
 
 VocabularyHead = nn.Linear | LanguageHead  # what predicts tokens: a plain linear layer in most decoders

@@ -1,13 +1,14 @@
 """Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from alignment.losses.language import TokenLoss, chunked_token_log_probs
-from alignment.models.heads import ClassificationHead, VocabularyHead, float32_logits
+from alignment.models.heads import ClassificationHead, SpanBoundaryHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
@@ -24,12 +25,14 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
     Attributes:
         value_head: gives one number per token in training, see `attach_value_head`; not saved with the model.
+        prefix_mask: prompts are read in both directions when responses are decoded (prefix LM).
     """
 
     def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
         super().__init__(trunk.spec, config, "language")
         self.trunk, self.head = trunk, head
         self.value_head: nn.Linear | None = None
+        self.prefix_mask = False
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
@@ -98,6 +101,8 @@ class LanguageModel(NativeModel[TransformerSpec]):
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: Cache, rows: Tensor | None = None) -> Tensor:
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
+        if self.prefix_mask:
+            batch = replace(batch, prefix_lengths=batch.sizes)
         last = partial(select_rows, index=batch.last)
         return self.head(self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
 
@@ -109,6 +114,9 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
 class MaskedLanguageModel(NativeModel[TransformerSpec]):
     """An encoder with a language head that predicts masked tokens, and perhaps a next-sentence head on the first token.
+
+    Attributes:
+        span_boundary: predicts masked tokens from beside their span, see `attach_span_boundary`; not saved with the model.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
@@ -122,17 +130,28 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
     ):
         super().__init__(trunk.spec, config, "language" if next_sentence is None else "next_sentence")
         self.trunk, self.head, self.next_sentence = trunk, head, next_sentence
+        self.span_boundary: SpanBoundaryHead | None = None
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
-    def outputs(self, batch: Ragged, *, return_logits: bool = False) -> LanguageOutput | LogitsOutput:
-        """Log-probabilities of the batch's `labels` at its `target_index`, or the logits there and the states behind."""
+    def outputs(
+        self, batch: Ragged, *, return_logits: bool = False, boundaries: Tensor | None = None
+    ) -> LanguageOutput | LogitsOutput:
+        """Log-probabilities of the batch's `labels` at its `target_index`, or the logits there and the states behind.
+
+        With `boundaries`, as of `span_boundaries` in the batch, [M, 3], also those of the span-boundary head.
+        """
         read = self.read(self.trunk, batch, prefix=self.active_prefix())
         masked = select_rows(read.states, read.batch.target_index)
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
-        log_probs = chunked_token_log_probs(self.head, masked, batch.target_labels).log_probs
-        return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(read))
+        log_probs, beside = chunked_token_log_probs(self.head, masked, batch.target_labels).log_probs, None
+        if boundaries is not None and self.span_boundary is not None:
+            mixed = self.span_boundary(read.own_states(), boundaries)
+            beside = chunked_token_log_probs(self.span_boundary.predict, mixed, batch.target_labels).log_probs
+        return LanguageOutput(
+            log_probs, next_sentence_logits=self._next_sentence_logits(read), boundary_log_probs=beside
+        )
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""

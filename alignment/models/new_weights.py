@@ -1,4 +1,4 @@
-"""Weights that a checkpoint does not have: a value head, rows for added tokens, a student made of its teacher's layers."""
+"""Weights that a checkpoint lacks: a value or span-boundary head, rows for added tokens, a student of a teacher's layers."""
 
 import dataclasses
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.models.heads import LanguageHead, SpanBoundaryHead
 from alignment.models.huggingface.weight_map import read_parameters
-from alignment.models.language_model import LanguageModel
+from alignment.models.init_weights import initialize_layer
+from alignment.models.language_model import LanguageModel, MaskedLanguageModel
 
 OWN_FAMILIES_ONLY = (
     "tokens can be added to language models of this library's own decoder families only; add them with transformers"
@@ -31,6 +33,20 @@ def attach_value_head(model: nn.Module) -> None:
     head = nn.Linear(spec.output_width or spec.width, 1, bias=False, device=weight.device, dtype=torch.float32)
     nn.init.zeros_(head.weight)
     model.value_head = head
+
+
+def attach_span_boundary(model: nn.Module) -> None:
+    """Give an encoder of ours whose weights are in memory a new span-boundary head, as `model.span_boundary`."""
+    if not isinstance(model, MaskedLanguageModel):
+        raise UserError("objective.boundary_coef needs an encoder of this library's own families; set it to 0")
+    if model.trunk.embed.weight.is_meta:
+        raise UserError("objective.boundary_coef runs in one process or with DDP; with FSDP2 or ZeRO set it to 0")
+    assert isinstance(model.head, LanguageHead)
+    head = SpanBoundaryHead(model.head, model.spec.output_width or model.spec.width)
+    for module in head.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            initialize_layer(module, model.spec.init)
+    model.span_boundary = head.to(model.head.weight.device)
 
 
 @torch.no_grad()

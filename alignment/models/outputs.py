@@ -22,6 +22,7 @@ class LanguageOutput(NamedTuple):
     next_sentence_logits: Tensor | None = None  # not next, next, [B, 2]; of encoders with a next-sentence head
     losses: Tensor | None = None  # of each target with label smoothing or z-loss, [M]
     values: Tensor | None = None  # of a value head before each target, [M]
+    boundary_log_probs: Tensor | None = None  # of each target, from the states beside its span, [M]
 
 
 # A language model, or a reference: (batch=, temperature=, token_loss=) -> log-probabilities of the batch's targets.

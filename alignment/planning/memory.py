@@ -23,6 +23,7 @@ from alignment.algorithms.pretrain import distillation_loss_fn
 from alignment.data.batches import TokenizedRow
 from alignment.generation.sampling import sampling_log_probs
 from alignment.losses import language
+from alignment.models.language_model import LanguageModel
 from alignment.models.layers import layer_contexts
 from alignment.models.layers.sdpa import varlen_computes
 from alignment.models.new_weights import attach_value_head
@@ -349,7 +350,7 @@ class Tracer:
             batch = replace(batch, target_index=index, labels=torch.zeros_like(index), weight=float(len(index)))
             if objective == "sentence_pairs":
                 batch = replace(batch, segments=torch.zeros_like(batch.tokens))
-        elif objective not in ("", "causal"):
+        elif objective not in ("", "causal") and not isinstance(self.networks["policy"], LanguageModel):
             targets = [max(2, round(size * TARGET_SHARE / (1 + TARGET_SHARE))) for size, _ in documents]
             sources = [size - target for (size, _), target in zip(documents, targets, strict=True)]
             batch = Seq2Seq(*(Ragged.build([[0] * size for size in sizes]) for sizes in (sources, targets)))

@@ -208,7 +208,8 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
     else:
         start = find_start(config.policy, near)
     choice = config.task == "multiple_choice"
-    labels = {} if config.task == "question_answering" else {"num_labels": 1 if choice else 2}
+    outputs = 1 if choice or config.task == "regression" else 2
+    labels = {} if config.task == "question_answering" else {"num_labels": outputs}
     network = Network(
         start, HEADS[config.task], 1, adapter=config.adapter, labels=labels, trains_head=True,
         trains_trunk=not config.frozen_trunk,

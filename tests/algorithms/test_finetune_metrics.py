@@ -13,6 +13,7 @@ from alignment.data.task_metrics import (
     entities,
     entity_metrics,
     normalized,
+    number_metrics,
 )
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
@@ -31,6 +32,14 @@ def test_three_classes():
     assert metrics == pytest.approx(
         {"accuracy": 0.8, "macro_f1": (2 / 3 + 4 / 5 + 1) / 3, "matthews": 11 / math.sqrt(16 * 14)}
     )
+
+
+def test_correlations_of_numbers():
+    """Both have mean 2 and squares of 10; products (-2)(-1) + (-1)(-2) + 0 + (1)(2) + (2)(1) = 8; they are their own ranks."""
+    labels, predictions = [0, 1, 2, 3, 4], [1, 0, 2, 4, 3]
+    assert number_metrics(labels, predictions) == pytest.approx({"pearson": 0.8, "spearman": 0.8})
+    assert number_metrics([0, 1, 2], [1, 10, 100])["spearman"] == pytest.approx(1.0)
+    assert number_metrics([0, 1, 2], [5, 5, 5]) == number_metrics([3], [1]) == {"pearson": 0.0, "spearman": 0.0}
 
 
 def test_extremes_of_the_correlation():

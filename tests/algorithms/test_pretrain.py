@@ -1,9 +1,11 @@
 """Pretraining runs of every objective: they learn, do not depend on memory settings, resume exactly, and distil."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -28,15 +30,19 @@ from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.new_weights import init_from_teacher, spaced_layers
+from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.new_weights import attach_span_boundary, init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
+from tests.stopping import assert_goes_on
 
+NOUNS, STATES = ("cat", "dog", "bird", "cow", "fox", "hen", "pig", "rat"), ("old", "ill", "shy", "wet", "hot", "sad")
 TEXT = "The cat sat on the mat. A dog came by and looked at it. Nobody knew why."
 BERT = {
     "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+ALBERT = {**BERT, "model_type": "albert", "embedding_size": 16}
 T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
     "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -52,12 +58,30 @@ CASES = {
     "masked": (Masked(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked words": (Masked(masking=Masking(units="words")), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked spans, BPE": (Masked(masking=Masking(units="spans")), BERT, {"vocabulary": 300}),
+    "span boundaries": (
+        Masked(masking=Masking(units="spans"), boundary_coef=1.0), BERT,
+        {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
     "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "sentence order": (
+        SentencePairs(task="sentence_order"), ALBERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
     "span corruption": (SpanCorruption(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16}),
     "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
     "prefix": (PrefixLM(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram"}),
+    "prefix, one decoder": (PrefixLM(), LLAMA, {"vocabulary": 300}),
+    "span corruption, one decoder": (
+        SpanCorruption(), LLAMA, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16},
+    ),
     "infilling": (Infilling(), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
-}
+    "permutation and infilling": (
+        Infilling(noises=("permutation", "infilling")), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
+    "every noise": (
+        Infilling(noises=("rotation", "masking", "deletion"), density=0.1),
+        BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -81,15 +105,47 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
     directory = str(pretrain.run(make(case)))
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
-    assert lines[-1]["tokens"] > 0
+    assert lines[-1]["tokens"] > 0 and lines[-1]["held_out_loss"] > 0
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     assert model.spec.vocabulary >= len(tokenizer)
+    if case == "span boundaries":
+        assert lines[-1]["boundary_loss"] < lines[0]["boundary_loss"] - 0.3
+        assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["boundary_loss"], rel=1e-4)
+        _, loading = transformers.BertForMaskedLM.from_pretrained(directory, output_loading_info=True)
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]  # the head is not part of the model
+    if case == "sentence order":
+        assert {"masked_loss", "sentence_order_loss", "sentence_order_accuracy"} <= lines[-1].keys()
     if case == "sentence pairs":
         assert {"masked_loss", "next_sentence_loss", "next_sentence_accuracy"} <= lines[-1].keys()
         assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["next_sentence_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("case", ["masked", "sentence pairs", "span corruption"])
+def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head(make, tmp_path, read_metrics):
+    rows = [f"at dawn the {noun} was {state}. at dusk the {noun} left." for noun in NOUNS for state in STATES]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    changes = {
+        "data": DataConfig(train=str(data), evaluation=str(data), max_length=48),
+        "optim": OptimConfig(learning_rate=1e-2, warmup_steps=10),
+        "training": TrainingConfig(batch_size=32, max_steps=100),
+    }
+    directory = pretrain.run(make("sentence order", **changes))
+    line = read_metrics(tmp_path / "run")[-1]
+    assert line["held_out_sentence_order_accuracy"] > 0.95
+    theirs, loading = transformers.AlbertForPreTraining.from_pretrained(directory, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    first, second = rows[0].replace(". ", ".|").split("|")
+    tokens = load_tokenizer(str(directory))([first, second], [second, first], padding=True, return_tensors="pt")
+    inputs = (tokens["input_ids"], tokens["attention_mask"], tokens["token_type_ids"])
+    with torch.no_grad():
+        ours = load_pretrained(directory, "next_sentence")(*inputs)
+        expected = theirs.eval()(*inputs)
+    assert_close(ours.next_sentence_logits, expected.sop_logits, atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits, expected.prediction_logits, atol=1e-5, rtol=1e-5)
+    assert expected.sop_logits.argmax(1).tolist() == [0, 1]  # in order, and swapped
+
+
+@pytest.mark.parametrize("case", ["span boundaries", "sentence pairs", "span corruption"])
 def test_memory_settings_change_no_result(case, make):
     weights = []
     for name, settings in (("a", {}), ("b", {"micro_batch_tokens": 150, "gradient_checkpointing": True})):
@@ -124,7 +180,12 @@ def test_continuing_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read
 
 @pytest.mark.parametrize(
     ("case", "model", "advice"),
-    [("masked", LLAMA, "causal"), ("causal", BERT, "masked"), ("causal", T5, "span_corruption")],
+    [
+        ("masked", LLAMA, "causal"),
+        ("causal", BERT, "masked"),
+        ("causal", T5, "span_corruption"),
+        ("infilling", LLAMA, "causal"),
+    ],
 )
 def test_an_objective_that_does_not_fit_the_model_is_refused(case, model, advice, make):
     with pytest.raises(UserError, match=rf"does not fit model_type.*objective.kind: {advice} would"):
@@ -173,13 +234,52 @@ def test_layers_copied_from_a_teacher_are_evenly_spaced():
         init_from_teacher(build_model({**config, "hidden_size": 48}), teacher)
 
 
+def test_a_run_with_span_boundaries_goes_on_as_if_it_had_not_stopped(make, tmp_path):
+    training = TrainingConfig(batch_size=16, max_steps=4)
+    assert_goes_on(lambda name: (pretrain.run, make("span boundaries", name, training=training)), 2, tmp_path)
+
+
+def test_a_span_is_predicted_from_the_states_beside_it_and_places():
+    torch.manual_seed(0)
+    model = build_model({**BERT, "vocab_size": 50})
+    attach_span_boundary(model)
+    masked = Ragged.build([[2, 4, 4, 12, 3], [2, 11, 4, 3]])
+    batch = replace(masked, target_index=torch.tensor([1, 2, 7]), labels=torch.tensor([20, 21, 22]))
+    boundaries = torch.tensor([[0, 3, 0], [0, 3, 1], [6, 8, 0]])
+    output = model(batch=batch, boundaries=boundaries)
+    head, states = model.span_boundary, model.hidden_states(model.trunk, batch)
+    h = torch.cat([states[[0, 0, 6]], states[[3, 3, 8]], head.place.weight[[0, 1, 0]]], 1)
+    for dense, norm in ((head.mix.dense, head.mix.norm), (head.predict.transform.dense, head.predict.transform.norm)):
+        h = F.layer_norm(F.gelu(dense(h)), [32], norm.weight, norm.bias, 1e-12)
+    logits = h @ model.trunk.embed.weight.T + head.predict.bias
+    expected = logits.log_softmax(1)[[0, 1, 2], batch.labels]
+    assert_close(output.boundary_log_probs, expected)
+    assert_close(output.log_probs, model(batch=batch).log_probs)
+    far = head(states, torch.tensor([[0, 3, 19], [0, 3, 500]]))
+    assert torch.equal(far[0], far[1])
+
+
+def test_a_document_of_source_and_target_must_fit_the_decoder(make):
+    """Sentinels make a document longer than its text of up to 48 tokens: the bound is on what the model reads."""
+    with pytest.raises(UserError, match=r"do not fit the model's 48 positions.*lower data.max_length"):
+        pretrain.run(make("span corruption, one decoder", model={**LLAMA, "max_position_embeddings": 48}))
+
+
 def test_settings_that_contradict_each_other_are_refused(make):
     with pytest.raises(ValueError, match=r"tokenizer .* one of the two"):
         make("masked", tokenizer="somewhere")
     with pytest.raises(ValueError, match="not sentence_pairs"):
         make("sentence pairs", distillation=DistillationConfig("t"))
+    with pytest.raises(ValueError, match=r"boundary_coef .*units=spans"):
+        Masked(boundary_coef=1.0)
+    with pytest.raises(ValueError, match="boundary_coef trains a head"):
+        make("span boundaries", distillation=DistillationConfig("t"))
+    with pytest.raises(UserError, match="puts none before or after"):
+        pretrain.run(make("span boundaries", tokenizer_kind="bpe"))
     with pytest.raises(ValueError, match="must be above 0"):
         DistillationConfig("t", soft_coef=0.0)
+    with pytest.raises(ValueError, match="noises must name at least one"):
+        Infilling(noises=())
     assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None
 
 

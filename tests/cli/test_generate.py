@@ -40,6 +40,17 @@ def directly(model: Path, prompt) -> list[list[int]]:
     return generate(load_model(str(model)), load_tokenizer(str(model)), [prompt], max_new_tokens=6).token_ids
 
 
+def test_a_prompt_is_read_in_both_directions_where_that_is_asked_for(model, answers):
+    causal, _ = answers("--prompt", "Where is the spa?", "--raw", "temperature=0")
+    prefix, _ = answers("--prompt", "Where is the spa?", "--raw", "temperature=0", "prefix_mask=true")
+    loaded = load_model(str(model))
+    loaded.prefix_mask = True
+    [expected] = generate(
+        loaded, load_tokenizer(str(model)), ["Where is the spa?"], max_new_tokens=6, temperature=0.0
+    ).token_ids
+    assert prefix == [expected] != causal
+
+
 def test_a_prompt_goes_through_the_chat_template_where_the_model_has_one(model, answers):
     (model / "chat_template.jinja").write_text(CHAT)
     templated, said = answers("--prompt", "Where is the spa?")

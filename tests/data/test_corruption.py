@@ -1,5 +1,7 @@
 """Corruption of token ids: proportions, units, and that nothing is lost; with hand-worked numbers where possible."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -96,6 +98,13 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
             assert len(set(new[positions] == MASK)) == 1
 
 
+def test_the_boundaries_of_spans_are_worked_by_hand():
+    # spans at 1-2 and, beside each other, 4 and 5-7
+    choice = np.array([-1, 1, 1, -1, 0, 2, 2, 2, -1])
+    expected = [[0, 3, 0], [0, 3, 1], [3, 5, 0], [4, 8, 0], [4, 8, 1], [4, 8, 2]]
+    assert corruption.span_boundaries(choice).tolist() == expected
+
+
 def test_shares_above_one_are_refused():
     with pytest.raises(ValueError, match="add up"):
         Masking(mask_share=0.9, random_share=0.2)
@@ -168,6 +177,56 @@ def test_infilled_spans_have_the_poisson_mean():
     ids = list(range(10, 100_010))
     corrupted = corruption.infill(ids, MASK, generator(0))
     assert 30_000 / corrupted.count(MASK) == pytest.approx(3.0, abs=0.1)
+
+
+class Draws:
+    """A generator whose draws are given: `choice` and `permutation` return them, `integers` the one number."""
+
+    def __init__(self, drawn):
+        self.drawn = drawn
+
+    def choice(self, count, size, replace):
+        assert size == len(self.drawn) <= count and not replace
+        return np.array(self.drawn)
+
+    def permutation(self, count):
+        assert sorted(self.drawn) == list(range(count))
+        return np.array(self.drawn)
+
+    def integers(self, count):
+        assert self.drawn < count
+        return self.drawn
+
+
+def test_barts_noises_are_worked_by_hand():
+    a, b, c, d, e, stop = ids = [10, 11, 12, 13, 14, 9]
+    # 0.3 * 6 = 1.8: two tokens are masked or deleted
+    assert corruption.mask_random_tokens(ids, MASK, Draws([4, 1])) == [a, MASK, c, d, MASK, stop]
+    assert corruption.delete_tokens(ids, Draws([5, 0, 2, 3])) == [a, c, d, stop]
+    assert corruption.rotate_text(ids, Draws(4)) == [e, stop, a, b, c, d]
+    text = [a, b, stop, c, stop, stop, d, e]  # three sentences: the run of stops ends one, the last has no stop
+    assert corruption.permute_sentences(text, {stop}, Draws([2, 0, 1])) == [d, e, a, b, stop, c, stop, stop]
+
+
+def test_noises_keep_to_their_share_and_lose_nothing_else():
+    for length in range(1, 60):
+        ids = list(range(10, 10 + length))
+        count = corruption.budget(length, 0.9)
+        masked = corruption.mask_random_tokens(ids, MASK, generator(length), density=0.9)
+        assert masked.count(MASK) == count and len(masked) == length
+        deleted = corruption.delete_tokens(ids, generator(length), density=0.9)
+        assert deleted == sorted(deleted) and len(deleted) == max(1, length - count)
+        rotated = corruption.rotate_text(ids, generator(length))
+        assert sorted(rotated) == ids and sum(b < a for a, b in pairwise(rotated)) <= 1
+        shuffled = corruption.permute_sentences(ids, {12, 20}, generator(length))
+        assert sorted(shuffled) == ids
+
+
+def test_every_order_of_sentences_and_every_rotation_occurs():
+    chance, ids = generator(0), [10, 9, 11, 9, 12, 9]
+    orders = {tuple(corruption.permute_sentences(ids, {9}, chance)[::2]) for _ in range(200)}
+    assert len(orders) == 6
+    assert {corruption.rotate_text(ids, chance)[0] for _ in range(200)} == {9, 10, 11, 12}
 
 
 @pytest.mark.parametrize(

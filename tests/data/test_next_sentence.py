@@ -1,4 +1,6 @@
-"""BERT's sentence pairs: half of them follow, the others come from another text, and lengths do not give labels away."""
+"""Sentence pairs of BERT and ALBERT: half follow, others are of another text or swapped; lengths give no label away."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from alignment.data.pretraining.prepare import (
     group_sentences,
     make_pair,
     mask_tokens_of,
+    ordered_pair,
     other_sentences,
     passage_of,
     sentences_of,
@@ -18,7 +21,7 @@ from alignment.data.pretraining.prepare import (
 )
 from alignment.data.rows.records import Text
 from alignment.data.table import mask_of
-from alignment.data.text.special_tokens import special_token_template
+from alignment.data.text.special_tokens import SpecialTokenTemplate, special_token_template
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
@@ -39,7 +42,8 @@ def make(tokenizer, max_length, seed=0):
     passages, counts = tokenize_passages(ROWS, tokenizer, max_length)
     template = special_token_template(tokenizer)
     pairs = [
-        make_pair(row.row, passages, template, max_length, row.generator()) for row in fixed_seed_rows(passages, seed)
+        make_pair(row.row, row.generator(), passages=passages, template=template, max_length=max_length)
+        for row in fixed_seed_rows(passages, seed)
     ]
     return passages, counts, pairs
 
@@ -97,7 +101,8 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
     template, mask_tokens = special_token_template(tokenizer), mask_tokens_of(tokenizer)
-    options = {"passages": passages, "template": template, "mask_tokens": mask_tokens, "max_length": 48}
+    make_one = partial(make_pair, passages=passages, template=template, max_length=48)
+    options = {"make": make_one, "mask_tokens": mask_tokens}
     rows = fixed_seed_rows(passages)
     whole, parts = (collate_sentence_pairs(rows, size, masking=Masking(), **options) for size in (100_000, 120))
     [batch] = whole
@@ -126,7 +131,8 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
     passages, _ = tokenize_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
     for seed in range(6):
         generator = np.random.default_rng(seed)
-        example = make_pair(passages[0], passages, special_token_template(tokenizer), 60, generator)
+        template = special_token_template(tokenizer)
+        example = make_pair(passages[0], generator, passages=passages, template=template, max_length=60)
         tokens = tokenizer.convert_ids_to_tokens(example.ids)
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)
@@ -146,3 +152,20 @@ def test_a_replacement_begins_at_any_sentence_and_is_as_close_to_the_length_as_w
         assert second == first + 1
         firsts.add(first)
     assert firsts == {20, 21, 22}
+
+
+def test_sentences_of_one_text_change_places_half_of_the_time():
+    """Sentences 0 to 3 of two tokens each: the pair is the text cut at a sentence, or its parts the other way round."""
+    passage = passage_of([[(10 + n, True), (20 + n, False)] for n in range(4)], 0, "a")
+    template = SpecialTokenTemplate(([1], [2]), ([1], [2], [2]), (0, 0, 0, 1, 1))
+    seen, text = [], [10, 20, 11, 21, 12, 22, 13, 23]
+    for seed in range(300):
+        pair = ordered_pair(passage, np.random.default_rng(seed), template=template, max_length=64)
+        edge = pair.values["segments"].index(1)
+        first, second = pair.ids[1 : edge - 1], pair.ids[edge:-1]
+        assert (second + first if pair.values["label"] else first + second) == text
+        assert len(first) % 2 == 0 and mask_of(pair.values["word_starts"])[1] and not pair.mask[0]
+        seen.append((pair.values["label"], edge))
+    assert {(label, edge) for label in (0, 1) for edge in (4, 6, 8)} == set(seen)
+    swapped = sum(label for label, _ in seen)
+    assert abs(swapped - 150) < 4 * (300 * 0.25) ** 0.5

@@ -1,13 +1,22 @@
 """Examples and batches of pretraining objectives: targets, differences between epochs, and none between micro-batches."""
 
+import numpy as np
 import pytest
 import torch
 
-from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
+from alignment.data.pretraining.corruption import (
+    EpochStream,
+    Masking,
+    delete_tokens,
+    fixed_seed_rows,
+    permute_sentences,
+    split_prefix,
+)
 from alignment.data.pretraining.prepare import (
+    collate_in_one,
     collate_masked,
     collate_seq2seq,
-    infilling,
+    denoising,
     mask_tokens_of,
     prefix_modeling,
     span_corruption,
@@ -17,7 +26,7 @@ from alignment.data.pretraining.prepare import (
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.table import mask_of
-from alignment.data.text.special_tokens import sentinel_ids, special_token_template
+from alignment.data.text.special_tokens import bos_adder, sentinel_ids, special_token_template
 from alignment.data.tokenize import even_slices
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
@@ -198,14 +207,42 @@ def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
         assert len(source) >= 2 and len(target) >= 3
 
 
+@pytest.mark.parametrize("prefix_mask", [True, False])
+def test_a_decoder_reads_source_and_target_as_one_document(prefix_mask, bpe):
+    examples, _ = tokenize_plain(ROWS, bpe, 200)
+    options = {"corrupt": prefix_modeling(bpe), "with_bos": bos_adder(bpe), "prefix_mask": prefix_mask}
+    batches = collate_in_one(fixed_seed_rows(examples), 150, **options)
+    cuts = {example.row_id: len(split_prefix(example.ids, row.generator())[0])
+            for example, row in zip(examples, fixed_seed_rows(examples), strict=True)}  # fmt: skip
+    texts = {example.row_id: [bpe.bos_token_id, *example.ids, bpe.eos_token_id] for example in examples}
+    for batch in batches:
+        assert len(batch.tokens) <= 150
+        prefixes = torch.tensor([1 + cuts[name] for name in batch.row_ids])
+        documents = torch.split(batch.tokens, batch.lengths)
+        assert [document.tolist() for document in documents] == [texts[name] for name in batch.row_ids]
+        after = (batch.positions >= prefixes.repeat_interleave(batch.sizes)).nonzero().squeeze(1)
+        assert torch.equal(batch.target_index, after) and batch.weight == len(after)
+        assert torch.equal(batch.prefix_lengths, prefixes) if prefix_mask else batch.prefix_lengths is None
+
+
 def test_infilling_writes_the_whole_text():
     bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
     examples, _ = tokenize_plain(ROWS, bart, 200, special_tokens=3)
-    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=infilling(bart), start_id=1))
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=denoising(bart), start_id=1))
     for example in examples:
         source, target = found[example.row_id]
         assert target == [1, 0, *example.ids]  # this tokenizer puts nothing after a text
         assert 3 in source and len(source) <= len(example.ids) + 1
+
+
+def test_noises_act_in_the_order_they_are_named():
+    tokenizer = train_tokenizer("wordpiece", [". ".join(TEXTS)], 60)
+    ids = tokenizer("the cat sat . on the mat . and watched", add_special_tokens=False).input_ids
+    corrupt = denoising(tokenizer, noises=["permutation", "deletion"], density=0.5)
+    source, target = corrupt(ids, np.random.default_rng(3))
+    first = permute_sentences(ids, {tokenizer.convert_tokens_to_ids(".")}, rng := np.random.default_rng(3))
+    assert source[1:-1] == delete_tokens(first, rng, density=0.5) and target[1:-1] == ids
+    assert corrupt(ids, np.random.default_rng(3)) == (source, target)  # the same for the same seed
 
 
 def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram, bpe):

@@ -28,6 +28,7 @@ from alignment.errors import UserError
 from alignment.losses.language import IGNORED
 
 TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"
+RACE = {"article": "a", "questions": ["q"], "options": [["x", "y"]], "answers": ["A"]}
 KINDS = {"wordpiece": 120, "bpe": 330, "unigram": 60, "characters": None, "bytes": None}
 NAMES = {0: "no", 1: "yes"}
 CAT, CHOICES = {"question": "q", "context": "a cat"}, {"context": "c", "choices": ["x", "y"]}
@@ -245,11 +246,54 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
         ),
         ("multiple_choice", CHOICES | {"label": "1"}, ("c", ["x", "y"]), (1,)),
         ("token_classification", {"words": ["a", "b"], "labels": [0, 2]}, (["a", "b"],), ("0", "2")),
+        ("regression", {"text": "a", "pair": "b", "label": "2.5"}, ("a", "b"), (2.5,)),
+        ("regression", {"text": "a", "label": 3}, ("a", None), (3.0,)),
+        ("regression", {"sentence1": "a", "sentence2": "b", "label": 0}, ("a", "b"), (0.0,)),
+        ("pair_classification", {"premise": "a", "hypothesis": "b", "label": 2}, ("a", "b"), ("2",)),
+        (
+            "multiple_choice",
+            {"premise": "It rained.", "choice1": "x", "choice2": "y", "question": "effect", "label": 1, "idx": 0},
+            ("It rained. What happened as a result?", ["x", "y"]),
+            (1,),
+        ),
+        (
+            "multiple_choice",
+            {f"InputSentence{n}": f"{n}." for n in range(1, 5)}
+            | {"RandomFifthSentenceQuiz1": "x", "RandomFifthSentenceQuiz2": "y", "AnswerRightEnding": "2"},
+            ("1. 2. 3. 4.", ["x", "y"]),
+            (1,),
+        ),
+        (
+            "multiple_choice",
+            {"startphrase": "A. She", "sent1": "A.", "sent2": "She", "label": "3"}
+            | {f"ending{n}": f"goes {n}." for n in range(4)},
+            ("A.", ["She goes 0.", "She goes 1.", "She goes 2.", "She goes 3."]),
+            (3,),
+        ),
+        (
+            "multiple_choice",
+            {"article": "Text.", "question": "Why?", "options": ["x", "y"], "answer": "B"},
+            ("Text.", ["Why? x", "Why? y"]),
+            (1,),
+        ),
     ],
 )
 def test_rows_of_each_task(jsonl, task, values, inputs, labels):
     path = jsonl(values)
     assert read_labeled(path, task)[0] == [LabeledRow(inputs, labels, f"{path}:1")]
+
+
+def test_a_file_of_race_is_one_row_for_each_question(tmp_path):
+    path = tmp_path / "high1.txt"
+    asked = {"questions": ["Why?", "It is _ ."], "options": [["x", "y"], ["z", "w"]], "answers": ["B", "A"]}
+    path.write_text(json.dumps({"article": "One.\n\nTwo.", "id": "high1.txt", **asked}))
+    assert read_labeled(str(path), "multiple_choice")[0] == [
+        LabeledRow(("One.\n\nTwo.", ["Why? x", "Why? y"]), (1,), f"{path}:1[1]"),
+        LabeledRow(("One.\n\nTwo.", ["It is z .", "It is w ."]), (0,), f"{path}:1[2]"),
+    ]
+    path.write_text('{"article": ')
+    with pytest.raises(UserError, match=r"high1\.txt:1:text: is not JSON"):
+        read_labeled(str(path), "multiple_choice")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +310,14 @@ def test_rows_of_each_task(jsonl, task, values, inputs, labels):
         ),
         ("question_answering", CAT, "answers: must be a list"),
         *(("multiple_choice", CHOICES | {"label": n}, "number of a choice") for n in (0.5, -1, 2, "1.5", None)),
+        ("multiple_choice", RACE | {"answers": ["C"]}, "answers: must be the letter of an option.*'C' of 2"),
+        ("multiple_choice", RACE | {"answers": ["A", "B"]}, "must be as many as options and answers"),
+        ("multiple_choice", RACE | {"options": [["x", 1]]}, "options: must be text, is a number"),
+        ("multiple_choice", {"premise": "a", "choice1": "b", "question": "why"}, "must be cause or effect"),
+        ("multiple_choice", {"InputSentence1": "a", "AnswerRightEnding": 0}, "AnswerRightEnding: must be 1 or 2"),
+        ("multiple_choice", {"sent1": "a", "sent2": "b", "ending0": "c"}, "ending1: missing"),
+        *(("regression", {"text": "a", "label": n}, "label: must be a") for n in (None, "x", True, "nan")),
+        ("regression", {"text": "a", "pair": None, "label": 1}, "pair: must be text, is null"),
     ],
 )
 def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, message):
@@ -275,6 +327,7 @@ def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, mess
         "token_classification": {"words": ["a"], "labels": ["x"]},
         "question_answering": CAT | {"answers": []},
         "multiple_choice": CHOICES | {"label": 0},
+        "regression": {"text": "a", "label": 1},
     }[task]
     path = jsonl(good, row, b"{")
     with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2:.*{message}.*:3:.*not JSON"):
@@ -319,6 +372,8 @@ def test_every_xquad_answer_is_found_again(real_data):
 @pytest.mark.parametrize(
     ("path", "task", "columns"),
     [
+        ("mrpc/train", "pair_classification", {}),
+        ("rte/train", "pair_classification", {}),
         ("sst2/dev", "classification", {"text": "sentence"}),
         ("cola/train", "classification", {"text": "sentence"}),
         ("mrpc/test", "pair_classification", {"text": "sentence1", "pair": "sentence2"}),
@@ -333,7 +388,7 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
         raw = [json.loads(line) for line in lines]
     assert prepared.counts.kept == len(raw) and not prepared.counts.cut and prepared.names == {0: "0", 1: "1"}
     for row, example in list(zip(raw, prepared.examples, strict=True))[:200]:
-        encoded = tokenizer(*[row[column] for column in columns.values()])
+        encoded = tokenizer(*[row[column] for column in columns.values() or ("sentence1", "sentence2")])
         assert ids_of(example) == encoded["input_ids"]
         assert example.encoded[0].segments == encoded["token_type_ids"]
         assert example.labels == [int(row["label"])]

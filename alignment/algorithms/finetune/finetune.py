@@ -1,4 +1,4 @@
-"""Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
+"""Fine-tuning for downstream tasks: classes of texts, pairs and words, numbers, question answering, multiple choice."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -47,8 +47,8 @@ class FinetuneConfig(Settings):
     """Settings of one fine-tuning run.
 
     Attributes:
-        task: classification, pair_classification, token_classification, question_answering or multiple_choice; for their
-            columns see `read_labeled` in data/tasks.py.
+        task: classification, pair_classification, regression (a number for a text or pair), token_classification,
+            question_answering or multiple_choice; for their columns see `read_labeled` in data/tasks.py.
         data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
         policy: checkpoint to start from, encoder, decoder or encoder-decoder; its head is replaced by a new one.
@@ -56,7 +56,7 @@ class FinetuneConfig(Settings):
         tokenizer: directory of the tokenizer; with `policy` the default is the checkpoint's own.
         format: "tokenizer": texts and pairs with the tokenizer's own special tokens. "gpt1": GPT-1's start, delimiter
             and extract tokens, added at the vocabulary's end; "gpt1_similarity" reads a pair in both orders. None: gpt1
-            for a decoder's pairs and choices, else tokenizer.
+            for a decoder's pairs, numbers and choices, else tokenizer.
         frozen_trunk: train the head alone (BERT's pooler is part of the head); the trunk has no dropout then.
         language_coef: weight of GPT-1's auxiliary language-model loss, lambda; decoders only; GPT-1 has 0.5.
         weights: type of the frozen weights in memory, under an adapter.
@@ -108,7 +108,7 @@ class FinetuneConfig(Settings):
         Rule(
             "language_coef",
             lambda c: c.language_coef and (c.task in ("token_classification", "question_answering") or c.frozen_trunk),
-            "goes with text and pair classification and multiple choice, and with a trunk that trains",
+            "goes with text and pair classification, regression and multiple choice, and with a trunk that trains",
         ),
         Rule(
             "frozen_trunk",
@@ -131,7 +131,7 @@ def run(config: FinetuneConfig) -> Path:
     """Fine-tune a model and return its directory, `output/model`.
 
     Each update minimizes the mean of -log p(label) over the labels of the global batch: rows, labeled words, or
-    windows. Plain transformers opens the result with the class of its head; for multiple choice with
+    windows; of numbers the mean squared error. Plain transformers opens the result with the class of its head; for multiple choice with
     AutoModelForSequenceClassification, one score for each choice.
     """
     with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
@@ -182,7 +182,7 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
 
 
 def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFormat:
-    """The form of the run's rows: the format asked for, else GPT-1's for pairs and choices of a decoder (by its config.json)."""
+    """The form of the run's rows: the format asked for, else GPT-1's for a decoder's pairs, numbers, choices (by its config.json)."""
     name, decoder = model.get("model_type"), False
     if not is_external_type(dict(model)):  # else an encoder
         spec = family_of(dict(model)).spec_from_config(dict(model))
@@ -191,7 +191,7 @@ def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFo
         raise UserError(f"format={config.format} is a decoder's and {name} is none; leave it out")
     if config.language_coef and not decoder:
         raise UserError(f"language_coef={config.language_coef:g} needs a decoder and {name} is none; set it to 0")
-    pairs = config.task in ("pair_classification", "multiple_choice")
+    pairs = config.task in ("pair_classification", "regression", "multiple_choice")
     return TaskFormat(
         config.task, config.format or ("gpt1" if decoder and pairs else "tokenizer"), config.data.max_length,
         config.stride, config.max_question, config.max_answer, config.no_answer,

@@ -36,6 +36,7 @@ from alignment.training import Engine
 HEADS = {  # the task of our model classes that each fine-tuning task trains
     "classification": "sequence",
     "pair_classification": "sequence",
+    "regression": "sequence",
     "token_classification": "tokens",
     "question_answering": "span",
     "multiple_choice": "sequence",
@@ -43,11 +44,18 @@ HEADS = {  # the task of our model classes that each fine-tuning task trains
 
 
 def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
-    """The keys of config.json that describe the labels; questions and choices have fixed names."""
-    fixed = {"multiple_choice": {0: "score"}, "question_answering": {0: "LABEL_0", 1: "LABEL_1"}}
+    """The keys of config.json that describe the labels; numbers, questions and choices have fixed names."""
+    fixed = {
+        "multiple_choice": {0: "score"},
+        "question_answering": {0: "LABEL_0", 1: "LABEL_1"},
+        "regression": {0: "LABEL_0"},
+    }
     names = fixed.get(task, names)
     by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
-    return {"num_labels": len(names), "id2label": by_id, "label2id": by_name}
+    problem = {
+        "problem_type": "regression" if task == "regression" else None
+    }  # None: transformers sees it by the labels
+    return {"num_labels": len(names), "id2label": by_id, "label2id": by_name, **problem}
 
 
 class DoubleHeadsModel(nn.Module):

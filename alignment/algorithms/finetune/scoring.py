@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from alignment.algorithms.finetune.model import HEADS
-from alignment.data.task_metrics import answer_metrics, are_entities, class_metrics, entity_metrics
+from alignment.data.task_metrics import answer_metrics, are_entities, class_metrics, entity_metrics, number_metrics
 from alignment.data.tasks import (
     NO_TEXT,
     FinetuneTask,
@@ -23,7 +23,7 @@ from alignment.data.tasks import (
 )
 from alignment.errors import UserError, raise_all
 from alignment.loading import best_device, find_directory, load_tokenizer
-from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss
+from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss, squared_error_loss
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.safetensors_files import read_config
@@ -35,8 +35,9 @@ class Predictions(NamedTuple):
     """A model's predictions for a batch, compared with the labels."""
 
     logits: Sequence[Tensor]  # of each row: classes [C]; tokens by classes [T, C], by start and end [T, 2]; choices [K]
-    loss: Tensor  # -log p of the labels, summed over those that count; for an answer the mean of its start and end
-    correct: Tensor  # number of labels with the highest logit, likewise
+    loss: Tensor  # -log p of the labels, summed over those that count; for an answer the mean of its start and end; of
+    # numbers the squared error
+    correct: Tensor | None  # number of labels with the highest logit, likewise; None for numbers
     log_probs: Tensor | None  # of the documents' own tokens, if the model has a language head too, [M]
 
 
@@ -54,10 +55,12 @@ def predict_batch(model: nn.Module, batch: TaskBatch, task: FinetuneTask) -> Pre
     if task == "question_answering":
         spans = batch.labels.view(-1, 2)
         loss, correct = span_loss(table, *spans.unbind(1)), 0.5 * (table.argmax(1) == spans).sum()
+    elif task == "regression":
+        loss, correct = squared_error_loss(table.squeeze(1), batch.labels), None
     else:
         loss, correct = label_loss(table, batch.labels), (table.argmax(-1) == batch.labels).sum()
     log_probs = output.log_probs if isinstance(output, DoubleHeadsOutput) else None
-    return Predictions(logits, loss, correct.float(), log_probs)
+    return Predictions(logits, loss, None if correct is None else correct.float(), log_probs)
 
 
 def _logits_by_row(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequence[Tensor]:
@@ -79,7 +82,7 @@ def finetune_loss_fn(model: nn.Module, task: FinetuneTask, language_coef: float)
 
     def loss_fn(batch: TaskBatch) -> LossSum:
         predictions = predict_batch(model, batch, task)
-        metrics = {"accuracy": predictions.correct}
+        metrics = {} if predictions.correct is None else {"accuracy": predictions.correct}
         if predictions.log_probs is None:
             return LossSum(predictions.loss, metrics)
         language = auxiliary_language_loss(predictions.log_probs, batch)
@@ -116,7 +119,7 @@ def predict_examples(
 
 
 def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tensor]) -> dict[str, float]:
-    """Metrics of classes, of words and entities, of answers, or the accuracy of choices, from the logits of each example."""
+    """Metrics of classes, numbers, words and entities, answers, or the accuracy of choices, from the logits of each example."""
     if form.task == "question_answering":
         answers = best_answers(data.examples, logits, [row.inputs[1] for row in data.rows], form)
         return answer_metrics(answers, [[text for text, _ in row.labels] for row in data.rows])
@@ -131,6 +134,8 @@ def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tenso
             return metrics
         tags = ([[data.names[label] for label in text] for text in texts] for texts in (labels, predicted))
         return metrics | entity_metrics(*tags)
+    if form.task == "regression":
+        return number_metrics([example.labels[0] for example in data.examples], [float(each) for each in logits])
     classes = [int(each.argmax()) for each in logits]
     right = [example.labels[0] for example in data.examples]
     if form.task == "multiple_choice":
@@ -186,8 +191,8 @@ def best_answers(
 def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_384) -> list[Any]:
     """The predictions of a model of `alignment finetune` (its `output/model`) for each row, in order.
 
-    Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label;
-    token_classification, a list of words -> a list of labels, None for words beyond `max_length` or without a token;
+    Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label; regression, either
+    -> a number; token_classification, a list of words -> a list of labels, None for words beyond `max_length` or without a token;
     question_answering, (question, context) -> the answer, "" for none; multiple_choice, (context, choices) -> the index
     of the best choice.
     """
@@ -199,7 +204,9 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     labeled = []
     for number, row in enumerate(rows):
         count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
-        inputs = {"classification": (row, None), "token_classification": (list(row),)}.get(form.task) or tuple(row)
+        inputs = (
+            (list(row),) if form.task == "token_classification" else (row, None) if isinstance(row, str) else tuple(row)
+        )
         labeled.append(LabeledRow(inputs, (label,) * count, str(number)))
     examples, _ = encode_rows(labeled, form, tokenizer, names)
     encoded = {example.row_id for example in examples}
@@ -212,6 +219,8 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
             [None if token is None else names[int(each[token].argmax())] for token in example.word_tokens]
             for example, each in zip(examples, logits, strict=True)
         ]
+    if form.task == "regression":
+        return [float(each) for each in logits]
     best = [int(each.argmax()) for each in logits]
     return [names[number] for number in best] if form.names_classes else best
 

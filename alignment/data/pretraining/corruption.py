@@ -1,9 +1,9 @@
-"""Corruption of token ids by pretraining objectives: masked tokens, masked spans, text infilling, prefixes.
+"""Corruption of token ids by pretraining objectives: masked tokens and spans, BART's five noises, prefixes.
 
 The functions are pure: randomness comes from a generator argument, and each row of an epoch has a generator of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Annotated, Generic, Literal, TypeVar
@@ -152,6 +152,18 @@ def _choose_spans(
     return choice
 
 
+def span_boundaries(choice: np.ndarray) -> np.ndarray:
+    """For each token of a span: the token before its span, the token after it, and its place in it from 0, [M, 3].
+
+    Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2 (x_{s-1}, x_{e+1} and i - s of a token i of span s to e).
+    """
+    chosen = np.flatnonzero(choice != NOT_CHOSEN)
+    first = np.flatnonzero(np.diff(choice[chosen], prepend=NOT_CHOSEN))  # of each span, among the chosen tokens
+    spans = np.searchsorted(first, np.arange(len(chosen)), side="right") - 1
+    starts, stops = chosen[first], chosen[np.append(first[1:], len(chosen)) - 1] + 1
+    return np.stack([starts[spans] - 1, stops[spans], chosen - starts[spans]], 1)
+
+
 def span_lengths(stop: float, longest: int) -> np.ndarray:
     """Probabilities of the lengths 1 .. longest under a geometric distribution truncated there, [longest]."""
     probabilities = stop * (1 - stop) ** np.arange(longest)
@@ -256,3 +268,40 @@ def infill(
     gaps = random_partition(len(ids) - masked + parts, parts, generator) - 1  # a gap may be empty
     pieces = [gap for gap, _ in _cut(ids, gaps, [*lengths, 0])]
     return [*chain(*([*gap, mask_id] for gap in pieces[:-1])), *pieces[-1]]
+
+
+def mask_random_tokens(ids: Ids, mask_id: int, generator: np.random.Generator, *, density: float = 0.3) -> list[int]:
+    """The text with the share `density` of its tokens replaced by the mask token, each set of them equally likely.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (token masking).
+    """
+    masked = generator.choice(len(ids), budget(len(ids), density), replace=False)
+    return np.where(np.isin(np.arange(len(ids)), masked), mask_id, ids).tolist()
+
+
+def delete_tokens(ids: Ids, generator: np.random.Generator, *, density: float = 0.3) -> list[int]:
+    """The text without the share `density` of its tokens; nothing tells where they were. One token at least is left.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (token deletion).
+    """
+    kept = len(ids) - min(budget(len(ids), density), len(ids) - 1)
+    return [ids[position] for position in np.sort(generator.choice(len(ids), kept, replace=False))]
+
+
+def permute_sentences(ids: Ids, stops: Set[int], generator: np.random.Generator) -> list[int]:
+    """The sentences of the text in random order; one ends after each run of the tokens in `stops`, or with the text.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (sentence permutation).
+    """
+    edges = [i for i in range(1, len(ids)) if ids[i - 1] in stops and ids[i] not in stops]
+    sentences = [ids[start:stop] for start, stop in pairwise([0, *edges, len(ids)])]
+    return [token for number in generator.permutation(len(sentences)) for token in sentences[number]]
+
+
+def rotate_text(ids: Ids, generator: np.random.Generator) -> list[int]:
+    """The text from a random token to its end, and then from its beginning to that token.
+
+    Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (document rotation).
+    """
+    first = int(generator.integers(len(ids)))
+    return [*ids[first:], *ids[:first]]

@@ -1,4 +1,4 @@
-"""Texts and batches of every pretraining objective: masked texts, BERT's sentence pairs, encoder-decoders.
+"""Texts and batches of every pretraining objective: masked texts, sentence pairs of BERT and ALBERT, encoder-decoders.
 
 The corruption itself is in corruption.py.
 """
@@ -37,6 +37,7 @@ from alignment.errors import UserError
 from alignment.ragged import Ragged, RaggedBatch, Seq2Seq, group_rows_by_length
 
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
+Noise = Literal["infilling", "masking", "deletion", "permutation", "rotation"]
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 TOO_SHORT = "text of a single token, too short for a source and a target"
 MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
@@ -46,7 +47,7 @@ ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
 LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut off"
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 Sentence = list[tuple[int, bool]]  # token ids, and True where a word begins
-MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and True at the chosen positions, [N]
+MaskedExample = tuple[Example, np.ndarray, np.ndarray]  # with its corrupted ids, and the group of each token, [N]
 
 
 # Masked texts
@@ -129,14 +130,14 @@ def mask_example(
     """The example with its ids corrupted."""
     choice = corruption.choose(example.mask, mask_of(example.values["word_starts"]), masking, generator)
     ids = corruption.replace_chosen(example.ids, choice, masking, generator, **mask_tokens._asdict())
-    return example, ids, choice != NOT_CHOSEN
+    return example, ids, choice
 
 
 def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
     """One ragged batch of masked examples."""
     ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
     ragged = ragged.with_sources([example.source for example, _, _ in masked])
-    targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
+    targets = torch.from_numpy(np.flatnonzero(np.concatenate([choice for _, _, choice in masked]) != NOT_CHOSEN))
     rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
     originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
     return replace(
@@ -145,8 +146,34 @@ def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
 
 
 @dataclass(frozen=True)
+class SpanBatch(RaggedBatch):
+    """Masked spans, and of each target the tokens before and after its span and its place in it, [M, 3]; weight: targets."""
+
+    boundaries: Tensor
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each target, [M]."""
+        return self.ragged.counted_sources
+
+
+def collate_spans(
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
+) -> list[SpanBatch]:
+    """The batches of `collate_masked` with the boundaries of their spans; a text has tokens before and after its own."""
+    masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
+    batches = []
+    for group in _grouped(masked, micro_batch_tokens):
+        ragged = masked_batch(group)
+        boundaries = torch.from_numpy(np.concatenate([corruption.span_boundaries(choice) for _, _, choice in group]))
+        boundaries[:, :2] += ragged.starts[ragged.target_rows, None]
+        batches.append(SpanBatch(ragged, boundaries))
+    return batches
+
+
+@dataclass(frozen=True)
 class SentencePairBatch(RaggedBatch):
-    """B masked pairs, and 0 or 1 of each: 0 where B follows A in its text. Its weight is B; `ragged` counts masked tokens."""
+    """P masked pairs A B, and 0 or 1 of each: 0 where B follows A in its text. Its weight is P; `ragged` counts masked tokens."""
 
     labels: Tensor
 
@@ -220,17 +247,15 @@ def collate_sentence_pairs(
     rows: Sequence[SeededRow[Example]],
     micro_batch_tokens: int,
     *,
-    passages: Sequence[Example],
-    template: SpecialTokenTemplate,
+    make: Callable[[Example, np.random.Generator], Example],
     masking: Masking,
     mask_tokens: MaskTokens,
-    max_length: int,
 ) -> list[SentencePairBatch]:
-    """Masked pairs as batches; in half of the pairs B is replaced by sentences of another of the `passages`."""
+    """Masked pairs as batches; `make` makes the pair of a passage: see `make_pair` and `ordered_pair`."""
     masked = []
     for row in rows:
         generator = row.generator()
-        pair = make_pair(row.row, passages, template, max_length, generator)
+        pair = make(row.row, generator)
         masked.append(mask_example(pair, masking, mask_tokens, generator))
     batches = []
     for group in _grouped(masked, micro_batch_tokens):
@@ -242,10 +267,11 @@ def collate_sentence_pairs(
 
 def make_pair(
     passage: Example,
+    generator: np.random.Generator,
+    *,
     passages: Sequence[Example],
     template: SpecialTokenTemplate,
     max_length: int,
-    generator: np.random.Generator,
 ) -> Example:
     """A passage split in two at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
 
@@ -255,12 +281,38 @@ def make_pair(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.2.
     """
+    first, second = _halves(passage, generator)
+    if generator.random() < 0.5:
+        other = other_sentences(passage, passages, _tokens(second), generator)
+        return _pair(passage, (first, other), OTHER_TEXT, template, max_length)
+    return _pair(passage, (first, second), FOLLOWS, template, max_length)
+
+
+def ordered_pair(
+    passage: Example, generator: np.random.Generator, *, template: SpecialTokenTemplate, max_length: int
+) -> Example:
+    """A passage split in two at a random sentence, its halves in the other order with probability 1/2: [CLS] A [SEP] B [SEP].
+
+    The values are those of `make_pair`; the label is 0 where B follows A in its text and 1 where A follows B.
+
+    Source: Lan et al. 2020, arXiv:1909.11942, section 3.1 (sentence-order prediction).
+    """
+    halves = _halves(passage, generator)
+    swapped = int(generator.random() < 0.5)
+    return _pair(passage, halves[::-1] if swapped else halves, swapped, template, max_length)
+
+
+def _halves(passage: Example, generator: np.random.Generator) -> tuple[list[Sentence], list[Sentence]]:
     sentences = sentences_in(passage)
     edge = int(generator.integers(1, len(sentences)))
-    first, second, label = sentences[:edge], sentences[edge:], FOLLOWS
-    if generator.random() < 0.5:
-        second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
-    sides = [[token for sentence in side for token in sentence] for side in (first, second)]
+    return sentences[:edge], sentences[edge:]
+
+
+def _pair(
+    passage: Example, halves: Sequence[list[Sentence]], label: int, template: SpecialTokenTemplate, max_length: int
+) -> Example:
+    """Two halves with special tokens, the longer one truncated where there is no room."""
+    sides = [[token for sentence in half for token in sentence] for half in halves]
     kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
     encoded = template.encode(*([token for token, _ in side] for side in kept))
     words = [[starts for _, starts in side] for side in kept]
@@ -328,12 +380,27 @@ def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
     return lambda ids, generator: _ended(corruption.split_prefix(ids, generator), end)
 
 
-def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
-    """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
+def denoising(
+    tokenizer: Tokenizer, *, noises: Sequence[Noise] = ("infilling",), density: float = 0.3, mean_span: float = 3.0
+) -> Corrupt:
+    """BART's denoising: the text after each noise in turn, and the whole text, both with the tokenizer's special tokens.
+
+    A sentence ends after a token whose text ends in a full stop, question mark or exclamation mark.
+    """
     mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
+    stops = frozenset(number for token, number in tokenizer.get_vocab().items() if token.endswith((".", "!", "?")))
+    functions: dict[Noise, Callable[..., list[int]]] = {
+        "infilling": partial(corruption.infill, mask_id=mask, density=density, mean_span=mean_span),
+        "masking": partial(corruption.mask_random_tokens, mask_id=mask, density=density),
+        "deletion": partial(corruption.delete_tokens, density=density),
+        "permutation": partial(corruption.permute_sentences, stops=stops),
+        "rotation": corruption.rotate_text,
+    }
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-        source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
+        source = list(ids)
+        for noise in noises:
+            source = functions[noise](source, generator=generator)
         return template.encode(source).ids, template.encode(ids).ids
 
     return corrupt
@@ -360,6 +427,36 @@ def collate_seq2seq(
         nothing = [[False] * len(source) for source in sources]
         decoder = Ragged.build(targets, row_ids=names).with_sources([example.source for example in examples])
         batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), decoder))
+    return batches
+
+
+def collate_in_one(
+    rows: Sequence[SeededRow[Example]],
+    micro_batch_tokens: int,
+    *,
+    corrupt: Corrupt,
+    with_bos: Callable[[list[int]], list[int]],
+    prefix_mask: bool,
+) -> list[Ragged]:
+    """Source and target of each corrupted text as one document for a decoder; the targets are the target's tokens.
+
+    The source's end token is left out. With `prefix_mask` the source is a prefix that is read in both directions.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, sections 3.2.1 and 3.2.3 (language model and prefix language model).
+    """
+    documents = []
+    for row in rows:
+        source, target = corrupt(row.row.ids, row.generator())
+        source = with_bos(source[:-1])
+        documents.append((row.row, len(source), [*source, *target]))
+    batches = []
+    for group in group_rows_by_length(documents, [len(ids) for _, _, ids in documents], micro_batch_tokens):
+        examples, sources, texts = zip(*group, strict=True)
+        masks = [[number >= source for number in range(len(ids))] for _, source, ids in group]
+        ragged = Ragged.build(texts, masks, row_ids=[example.row_id for example in examples])
+        prefixes = torch.tensor(sources) if prefix_mask else None
+        ragged = ragged.with_sources([example.source for example in examples])
+        batches.append(replace(ragged, prefix_lengths=prefixes))
     return batches
 
 

@@ -60,13 +60,23 @@ class PositionModules(NamedTuple):
         made = {spec: rotary(positions, longest, sizes) for spec, rotary in self.rotaries.items()}
         return [made.get(getattr(layer.attention, "rotary", None)) for layer in layers]  # type: ignore[arg-type]
 
-    def masks(self, queries: PaddedLayout, keys: PaddedLayout, offset: int, device: torch.device) -> Masks:
+    def masks(
+        self,
+        queries: PaddedLayout,
+        keys: PaddedLayout,
+        offset: int,
+        device: torch.device,
+        *,
+        in_prefix: Tensor | None = None,
+    ) -> Masks:
         """`attention_masks` of these layouts, made once for all layers that need the same."""
 
         @cached
         def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
             bias = self.bias if biased else None
-            return attention_masks(queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device)
+            return attention_masks(
+                queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device, in_prefix=in_prefix
+            )
 
         return masks
 
@@ -96,11 +106,17 @@ def training_contexts(
         source: what an encoder read, one document for each of the batch's.
         cache, slots: filled with keys and values, at the `Cache.places` of the tokens.
     """
-    if batch.shared is not None and not shares_prompts(layers):
+    if batch.shared is not None and (batch.prefix_lengths is not None or not shares_prompts(layers)):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
+    if batch.prefix_lengths is not None and any(getattr(layer.attention, "window", None) for layer in layers):
+        raise UserError("a layer that attends within a window cannot read a prefix in both directions")
     offset = 0 if prefix is None else prefix.shape[2]
     layout = None
-    if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
+    if (
+        prefix is None
+        and batch.prefix_lengths is None
+        and varlen_applies([layer.attention for layer in layers], parameter, training)
+    ):
         attends = varlen_attentions(layers, batch)
     else:
         heads, device = layers[0].attention.heads, batch.tokens.device
@@ -109,7 +125,7 @@ def training_contexts(
         else:
             queries, keys = shared_layouts(batch, heads)
         in_chunks = windowed_attentions([layer.attention for layer in layers], batch, modules.bias, prefix)
-        masks = modules.masks(queries, keys, offset, device)
+        masks = modules.masks(queries, keys, offset, device, in_prefix=batch.in_prefix)
         attends = padded_attentions(layers, queries, keys, masks, prefix, in_chunks=in_chunks)
     marked = _global_tokens(batch, layout, global_rule)
     if cache is not None and slots is not None:

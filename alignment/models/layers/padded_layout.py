@@ -261,6 +261,7 @@ def attention_masks(
     window: int | None,
     bias: nn.Module | None,
     device: torch.device | str,
+    in_prefix: Tensor | None = None,
 ) -> list[Tensor | None]:
     """The mask or bias of each rectangle's scores; None where the kernel's causal flag suffices.
 
@@ -269,18 +270,22 @@ def attention_masks(
         offset: prefix slots that come before all keys.
         window: as in `AttentionSpec`.
         bias: relative positions [..., Q, S] -> biases [..., H, Q, S].
+        in_prefix: True for keys that all queries of their row may attend to, [tokens of the keys].
 
     Returns:
         For each rectangle None, [1 or B, 1 or H, columns, offset + key columns], or [B, 1, 1, key columns].
     """
     sizes = zip(queries.lengths, keys.lengths, strict=True)
     masks: list[Tensor | None] = []
-    for (asking, read), (_, columns), (_, key_columns) in zip(sizes, queries.groups, keys.groups, strict=True):
+    prefixes = [None] * len(keys.groups) if in_prefix is None else pad(in_prefix, keys)
+    for prefix, (asking, read), (_, columns), (_, key_columns) in zip(
+        prefixes, sizes, queries.groups, keys.groups, strict=True
+    ):
         width = offset + key_columns
         before = [total - own for own, total in zip(asking, read, strict=True)]  # keys before the first query
-        real = None if causal else key_mask([offset + length for length in read], width, device)
+        real = None if causal and prefix is None else key_mask([offset + length for length in read], width, device)
         windowed = window is not None and window < width
-        if not (any(before) or windowed or bias is not None or (causal and offset)):
+        if not (any(before) or windowed or bias is not None or prefix is not None or (causal and offset)):
             masks.append(real)
             continue
         positions = torch.arange(offset + before[0], offset + before[0] + columns, device=device)[None]
@@ -291,6 +296,8 @@ def attention_masks(
             positions = offset + torch.minimum(first + torch.arange(columns, device=device), last)
         relative = torch.arange(width, device=device) - positions[..., None]  # [1 or B, columns, width]
         seen = visible(relative, causal, window)[:, None]
+        if prefix is not None:
+            seen = seen | nn.functional.pad(prefix, (offset, 0), value=True)[:, None, None]
         if real is not None:
             # A padded query may be out of reach of every real key; it then sees itself.
             seen = (seen & real) | (relative == 0)[:, None]
