@@ -20,13 +20,13 @@ NAMES = sorted(
 EVALUATIONS = {  # the others are win rates
     "evaluate/reward_tiny": "reward_eval", "evaluate/judge_tiny": "judge", "evaluate/language_tiny": "language",
     "evaluate/behavior_tiny": "behavior", "evaluate/benchmarks_tiny": "benchmarks",
-    "evaluate/ratings_tiny": "ratings",
+    "evaluate/ratings_tiny": "ratings", "evaluate/gpt2_zero_shot": "benchmarks",
 }  # fmt: skip
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
     "evaluate/tiny", "evaluate/judge_model_tiny",
     *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_", "ppo/tiny_"))),
-    *EVALUATIONS,
+    *(name for name in EVALUATIONS if name.endswith("_tiny")),
 ]  # fmt: skip
 
 

@@ -369,6 +369,19 @@ def test_expectations_are_checked(recipe, ran, capsys, expected, good, shown):
     assert "the fake scores 2" in printed
 
 
+@pytest.mark.parametrize(
+    ("over", "good", "shown"),
+    [("last", False, "not finite .. 4 OUTSIDE"), ("max", False, "not finite"), ("first", True, "1.5 .. 4 ok")],
+)
+def test_a_null_where_an_expectation_looks_is_no_earlier_number(recipe, ran, capsys, over, good, shown):
+    edit(recipe, "metric: score, low: 1, high: 4", f"metric: score, high: 4, over: {over}")
+    go(recipe)
+    log = recipe.parent / "out" / "ppo" / "metrics.jsonl"
+    log.write_text(log.read_text() + '{"step": 3, "score": null}\n{"step": 4, "loss": 1}\n')
+    assert go(recipe, check=True) is good
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_living_run_keeps_others_out_and_a_dead_one_does_not(recipe, ran):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(recipe.parent / "out")], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -138,6 +138,8 @@ def _with_interval(
     tables: np.ndarray, clusters: Sequence[Hashable] | None, *, drawn: int = 0, level: Level = "nominal"
 ) -> Figures:
     """The coefficient of the sum of tables [items, labels, labels], with percentiles of a bootstrap over clusters."""
+    if clusters is not None and len(clusters) != len(tables):
+        raise_all([f"clusters: {len(clusters)} for {len(tables)} items; give one for each item"])
     kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
     if not kept:
         return {"value": None, "low": None, "high": None, "n": 0}

@@ -91,11 +91,12 @@ def load_template(template: str) -> str:
         )
     text = path.read_text(encoding="utf-8")
     try:
-        names = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+        fields = [each for each in Formatter().parse(text) if each[1] is not None]
     except ValueError as error:
         raise UserError(
             f"{path}: not of the form 'text {{prompt}} text': {error}; double braces that are text"
         ) from error
+    names = {str(name) + (f"!{how}" if how else "") + (f":{form}" if form else "") for _, name, form, how in fields}
     if names not in ({"prompt", "first", "second"}, {"prompt", "response"}):
         raise UserError(
             f"{path}: has the fields {', '.join(sorted(names)) or 'none'}; a template has {{prompt}}, {{first}} and {{second}}, "

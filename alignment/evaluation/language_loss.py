@@ -13,7 +13,7 @@ from alignment.data.config import DataConfig
 from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
-from alignment.evaluation.inputs import read_records
+from alignment.evaluation.inputs import print_tally, read_records
 from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import Model, evaluation_mode
@@ -28,7 +28,8 @@ TOKENS_PER_FORWARD = 16_384
 class LanguageLoss:
     """Held-out next-token loss, nats per target token, its exponential, and the whole loss in bits over the bytes of the text.
 
-    Bits per byte are comparable between tokenizers; None where the number of bytes was not given.
+    Bits per byte are comparable between tokenizers; None where the number of bytes was not given. A token that nothing
+    predicts, the first of a text without BOS, has neither bits nor bytes.
     """
 
     loss: float
@@ -80,9 +81,14 @@ def run(config: LanguageEvalConfig) -> Path:
 
 
 def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: WeightsConfig) -> LanguageLoss:
-    """`language_loss` of a directory or Hub name, loaded for this call only."""
-    examples, _ = tokenize_texts(rows, load_tokenizer(source), max_length)
-    size = sum(len(row.text.encode()) for row in rows)
+    """`language_loss` of a directory or Hub name, loaded for this call only; texts that were cut are counted on standard error."""
+    tokenizer = load_tokenizer(source)
+    examples, tally = tokenize_texts(rows, tokenizer, max_length)
+    print_tally(source, tally)
+    # a BOS, which is no text, or else a text's first token, which nothing predicts
+    firsts = {example.row_id: example.ids[:1] for example in reversed(examples)}.values()
+    unpredicted = sum(len(text.encode()) for text in tokenizer.batch_decode(list(firsts), skip_special_tokens=True))
+    size = sum(len(row.text.encode()) for row in rows) - unpredicted
     model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
     return language_loss(model, collate(examples, TOKENS_PER_FORWARD), text_bytes=size)
 

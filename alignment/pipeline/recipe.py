@@ -1,6 +1,7 @@
 """Recipes as written: stages in order, the settings of each, the ranges expected of results. run.py runs them."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ def check_expectations(expectations: Sequence[Expectation], output: Path) -> boo
         good = value is not None and (low is None or value >= low) and (high is None or value <= high)
         inside &= good
         bounds = " .. ".join("" if bound is None else f"{bound:g}" for bound in (low, high))
-        measured = "missing" if value is None else f"{value:.6g}"
+        measured = "missing" if value is None else "not finite" if math.isnan(value) else f"{value:.6g}"
         rows.append((expected.stage, expected.metric, measured, bounds, "ok" if good else "OUTSIDE", expected.why))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
@@ -228,15 +229,20 @@ def check_expectations(expectations: Sequence[Expectation], output: Path) -> boo
 
 
 def read_metric(directory: Path, metric: str, over: Over = "last") -> float | None:
-    """A number that a stage wrote: a dotted key of results.json, else of a column of metrics.jsonl the line(s) `over`."""
+    """A number that a stage wrote: a dotted key of results.json, else of a column of metrics.jsonl the line(s) `over`.
+
+    Not a number where one of those lines has null, as a log has for a value that is not finite.
+    """
     values = flatten_numbers(read_json(directory / "results.json"))
     if metric in values:
         return values[metric]
     path = directory / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    column = [float(row[metric]) for row in map(json.loads, lines) if row.get(metric) is not None]
-    if not column:
-        return None
+    column = [row[metric] for row in map(json.loads, lines) if metric in row]
+    asked = {"first": column[:1], "last": column[-1:]}.get(over, column)
+    if not asked or None in asked:
+        return math.nan if asked else None
+    column = list(map(float, asked))
     found = {"first": column[0], "last": column[-1], "min": min(column), "max": max(column), "mean": fmean(column)}
     return found[over]
 

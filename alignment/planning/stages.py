@@ -297,10 +297,14 @@ def _on_top(adapters: tuple[AdapterSpec, ...], new: AdapterSpec) -> tuple[Adapte
 
 
 def fresh_config(values: Mapping[str, object]) -> HFConfig:
-    """config.json of a model that is trained from nothing; its vocabulary is the tokenizer's, as far as that is known."""
+    """config.json of a model that is trained from nothing; its vocabulary is the tokenizer's, as far as that is known.
+
+    A tokenizer that is named as a packaged base has the vocabulary of that base: it is not read.
+    """
     model = dict(cast(HFConfig, values["model"]))
     if "vocab_size" not in model:
         sizes = {"bytes": 259, "characters": 512}  # bytes and special tokens; a guess for characters
         size = values.get("vocabulary") or sizes.get(str(values.get("tokenizer_kind")))
-        model["vocab_size"] = size or len(load_tokenizer(str(values.get("tokenizer"))))
+        _, base = packaged_bases().get(tokenizer := str(values.get("tokenizer")), ("", {}))
+        model["vocab_size"] = size or base.get("vocab_size") or len(load_tokenizer(tokenizer))
     return {**family_of(model).new_model_config, **model}

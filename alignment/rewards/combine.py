@@ -199,7 +199,7 @@ class Rewards:
         return given
 
     def shape(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
-        """Scores of the numbers that `give` gave, which the statistics take in first."""
+        """Scores of the numbers that `part_scores` gave, which the statistics take in first."""
         for name, normalizer in self._normalizers.items():
             normalizer.take_in(given[name], self.reduce)
         return self._sum(given, prompts)

@@ -28,6 +28,14 @@ def test_cohen_kappa_of_a_hand_worked_table():
     assert with_gaps == found
 
 
+def test_clusters_are_one_for_each_item():
+    labels = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]]
+    for clusters in (["a", "b"], ["a", "b", "b", "c"]):
+        for measure in (fleiss_kappa, krippendorff_alpha):
+            with pytest.raises(UserError, match=f"clusters: {len(clusters)} for 3 items; give one for each item"):
+                measure(labels, clusters=clusters)
+
+
 def test_krippendorff_alpha_of_the_published_example():
     """Four observers, twelve units, gaps: 0.743 nominal and 0.815 ordinal (Krippendorff 2011, section C and E)."""
     rows = [

@@ -4,6 +4,7 @@ is loaded."""
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from alignment.evaluation.benchmarks.figures import (
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
-from alignment.evaluation.benchmarks.tasks import read_task
+from alignment.evaluation.benchmarks.tasks import detokenize, read_task
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.loading import load_model, load_tokenizer
 
@@ -396,6 +397,91 @@ def test_paragraphs_of_an_article_are_one_document(tmp_path):
     assert prompts == [" = One = \n\n first\n\n = = Part = = \n\n second", " = Two = \n\n third"]
 
 
+# GPT-2's zero-shot tasks
+
+
+CONTEXT = "".join(f"{number} A line of the tale .\n" for number in range(1, 20))
+CLOZE = (  # two questions in the form of the published files
+    f"{CONTEXT}20 `` Is n't it late ? '' said the king -LRB- Tom 's son -RRB- .\n"
+    "21 The XXXXX , who was old , slept .\tqueen\t\tking|queen|cat\n\n"
+    f"{CONTEXT}20 It rained .\n21 `` Come in , '' said the XXXXX .\tcat\t\tking|queen|cat\n\n"
+)
+
+
+@pytest.mark.parametrize("name", ["cbt_common_nouns", "cbt_named_entities"])
+def test_a_cloze_takes_the_candidate_whose_completed_text_is_likeliest(name, tmp_path):
+    """queen, right, leads in the first question (-7 against -8 and -9), king, wrong, in the second (-2, -5, -3): 1 of 2."""
+    source = tmp_path / "cbt" / f"cbtest_{'CN' if 'common' in name else 'NE'}_valid_2000ex.txt"
+    source.parent.mkdir()
+    source.write_text(CLOZE)
+    task = read_task(name, tmp_path)
+    first, second = task.items
+    assert first.prompt == "A line of the tale. " * 19 + "\"Isn't it late?\" said the king (Tom's son). The "
+    assert first.choices == tuple(f"{word}, who was old, slept." for word in ("king", "queen", "cat"))
+    assert second.prompt.endswith('It rained. "Come in," said the ') and second.own == "cat."
+    rest = [f"{word}, who was old, slept." for word in ("king", "queen", "cat")]
+    table = dict(zip(rest, (-8.0, -7.0, -9.0), strict=True)) | {"king.": -2.0, "queen.": -5.0, "cat.": -3.0}
+    assert measure(task, Planted(table))["accuracy"].tolist() == [1, 0]
+    assert sum(len(item.right) / len(item.choices) for item in task.items) / 2 == pytest.approx(1 / 3)
+
+
+def test_a_cloze_s_candidates_are_scored_with_the_rest_of_the_sentence(scorer, peer, tmp_path):
+    (tmp_path / "cbt").mkdir()
+    (tmp_path / "cbt/cbtest_CN_valid_2000ex.txt").write_text(
+        "1 The bar opens .\n21 The XXXXX serves tea .\tbar\t\tspa|bar\n"
+    )
+    [item] = read_task("cbt_common_nouns", tmp_path).items
+    found = scorer.likelihoods([(item.prompt, one) for one in item.choices])
+    whole = [direct(peer, scorer.context_ids([item.prompt + one])[0], 1)[0] for one in item.choices]
+    before = direct(peer, scorer.context_ids([item.prompt.rstrip()])[0], 1)[0]
+    assert [one.log_prob for one in found] == pytest.approx([one - before for one in whole], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "written"),
+    [
+        ("wikitext", ' = = Part = = \n A 1 @,@ 000 @-@ year " old " town ( of 5 @.@ 2 ) , Tom \'s ; boys \' \n',
+         ' == Part ==\nA 1,000-year "old" town (of 5.2), Tom\'s; boys\'\n'),
+        ("ptb", " it is n't the company 's N shares at $ N a share \n that 's # N \n",
+         " it isn't the company's 1 shares at $1 a share\nthat's #1\n"),
+        ("cbt", "1 `` Oh ! '' he said -LRB- he 'd come -RRB- .\n2 They 're off ; go .",
+         '"Oh!" he said (he\'d come). They\'re off; go.'),
+    ],
+)  # fmt: skip
+def test_detokenizers_write_texts_as_people_do(style, text, written):
+    assert detokenize(text, style) == written
+
+
+def test_a_detokenized_text_s_perplexity_is_per_word_of_the_set(make_task):
+    """ "a , b" has 3 words and 5 bytes, and is scored as "a, b"."""
+    settings = {"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text | detokenize('wikitext') }}"}
+    task = make_task([{"text": "a , b"}], {**settings, "counted": "{{ text }}"})
+    found = figures_of(task.settings, np.zeros(1), measure(task, Planted({"a, b": -6.0})))
+    assert found["word_perplexity"]["value"] == pytest.approx(math.exp(6 / 3))
+    assert found["bits_per_byte"]["value"] == pytest.approx(6 / 5 / math.log(2))
+    assert math.isnan(found["word_perplexity"]["low"])  # one text says nothing of how far texts lie apart
+    with pytest.raises(UserError, match="detokenize knows wikitext, ptb, cbt; did you mean 'wikitext'"):
+        make_task([{"text": "a"}], {**settings, "prompt": "{{ text | detokenize('wikitex') }}"})
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"), [("enwik8", "bits_per_byte"), ("text8", "bits_per_byte"), ("ptb", "word_perplexity")]
+)
+def test_a_whole_file_is_one_text_to_the_byte(name, figure, tmp_path):
+    """Blank lines and line ends count: 14 bytes at 7 nats are half a nat each."""
+    content = "\n\na b\r\n\n\nc d \n"
+    file = "ptb.test.txt" if name == "ptb" else "test.txt"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / file).write_bytes(content.encode())
+    task = read_task(name, tmp_path)
+    assert len(task.items) == 1 and (task.items[0].counted or task.items[0].prompt) == content
+    found = task_figures(task.settings, measure(task, Planted({task.items[0].prompt: -7.0})))
+    assert figure in found and found["bits_per_byte"] == pytest.approx(7 / len(content) / math.log(2))
+    (tmp_path / name / file).unlink()
+    with pytest.raises(UserError, match=f"{file}: no such file"):
+        read_task(name, tmp_path)
+
+
 ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
 
 
@@ -422,6 +508,8 @@ ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
         ([ROW], {"source": "other.jsonl"}, "other.jsonl: no such file"),
         ([ROW, ROW], {"document_start": "=", "prompt": "{{ text }}"},
          r"rows.jsonl:1: document_start puts the column text together, and the row has question, choices, right"),
+        ([ROW], {"document_start": "=", "whole_files": True}, "document_start: has no effect with whole_files"),
+        ([ROW], {"counted": "{{ question }}"}, "counted: has no effect with kind=multiple_choice"),
         ([], {}, "there is no row in rows.jsonl"),
     ],
 )  # fmt: skip
@@ -547,6 +635,15 @@ def test_lm_eval_s_tasks_run_on_our_models(tmp_path, checkpoints):
 # Real data
 
 
+def text_log_prob(peer, ids):
+    """Log-probability of ids[1:] in windows of 512, the last of which reaches back as far as the others."""
+    total = 0.0
+    for start in range(1, len(ids), 512):
+        window = ids[max(0, min(start + 512, len(ids)) - 513) : start + 512]
+        total += direct(peer, window, len(window) - len(ids[start : start + 512]))[0]
+    return total
+
+
 @pytest.mark.real_data
 @torch.no_grad()
 def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_path):
@@ -573,13 +670,45 @@ def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_
     assert found["lambada accuracy"] == np.mean([one[1] for one in last])
     nats = words = size = 0
     for item in read_task("wikitext", data_folder, max_rows=2).items:
-        ids = [1, *tokenizer(item.prompt).input_ids]
-        for start in range(1, len(ids), 512):
-            window = ids[max(0, min(start + 512, len(ids)) - 513) : start + 512]
-            nats -= direct(peer, window, len(window) - len(ids[start : start + 512]))[0]
+        nats -= text_log_prob(peer, [1, *tokenizer(item.prompt).input_ids])
         words, size = words + len(re.split(r"\s+", item.prompt)), size + len(item.prompt.encode())
     assert found["wikitext word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-5)
     assert found["wikitext byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
+
+
+@pytest.mark.real_data
+def test_gpt2_s_zero_shot_table_of_stories260k(data_folder, tmp_path):
+    """The parts whose files are there, and the perplexity of the detokenized articles by transformers' own class."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from alignment.commands.import_llama2c import ImportConfig, run_import
+    from alignment.config.load import load_config
+
+    source = data_folder / "stories260k"
+    model = str(run_import(ImportConfig(str(source / "stories260K.bin"), str(source / "tok512.bin"), str(tmp_path))))
+    config = load_config(BenchmarksConfig, "evaluate/gpt2_zero_shot")
+    assert config.tasks == [
+        "lambada", "cbt_common_nouns", "cbt_named_entities", "wikitext_detokenized", "ptb", "enwik8", "text8"
+    ]  # fmt: skip
+    config = replace(
+        config, models={"stories": model}, output=str(tmp_path), data=str(data_folder), max_rows=2,
+        tasks=["lambada", "wikitext_detokenized", "wikitext"],
+    )  # fmt: skip
+    tasks = json.loads(benchmarks.run(config).read_text())["tasks"]
+    figures = {
+        name: {key: one["value"] for key, one in task["models"]["stories"].items()} for name, task in tasks.items()
+    }
+    plain, written = figures["wikitext"], figures["wikitext_detokenized"]
+    assert plain["word_perplexity"] != pytest.approx(written["word_perplexity"], rel=0.1)
+    peer, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    nats = words = size = 0
+    for item in read_task("wikitext", data_folder, max_rows=2).items:
+        assert " @-@ " in item.prompt and " @" not in detokenize(item.prompt, "wikitext")
+        nats -= text_log_prob(peer, [1, *tokenizer(detokenize(item.prompt, "wikitext")).input_ids])
+        words, size = words + len(re.split(r"\s+", item.prompt)), size + len(item.prompt.encode())
+    assert written["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-5)
+    assert written["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+    assert figures["lambada"]["perplexity"] > 35.13  # GPT-2's
 
 
 @pytest.mark.real_data

@@ -331,7 +331,9 @@ def test_a_template_of_ones_own_is_checked_before_anything_is_asked(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("Which is kinder?\n{prompt}\n{first}\n{second}")
     assert load_template(str(path)).startswith("Which is kinder?")
-    for text, words in (("{prompt} {first}", "has the fields first, prompt"), ("{", "not of the form"), ("", "none")):
+    for text, words in (("{prompt} {first}", "has the fields first, prompt"), ("{", "not of the form"), ("", "none"),
+                        ("{prompt:d} {response}", "has the fields prompt:d, response; "),
+                        ("{prompt} {first!r} {second}", "has the fields first!r, prompt, second; ")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(UserError, match=words):
             load_template(str(path))

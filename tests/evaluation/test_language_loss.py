@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import Sequence
 
 from alignment.data.batches import Example
+from alignment.data.rows.records import Text
 from alignment.errors import UserError
-from alignment.evaluation.language_loss import compare_pairs, language_loss, pair_log_probs
-from alignment.loading import load_model
+from alignment.evaluation.language_loss import compare_pairs, language_loss, loss_on_rows, pair_log_probs
+from alignment.loading import load_model, load_tokenizer
+from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged
 
 
@@ -49,6 +52,23 @@ def test_model_is_in_evaluation_mode_meanwhile_and_gets_its_mode_back():
 def test_text_without_anything_to_predict_is_refused():
     with pytest.raises(UserError, match="at least two tokens"):
         language_loss(Certain(), [Ragged.build([[3]])])
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_bits_are_per_byte_of_what_is_predicted_and_cut_texts_are_counted(checkpoints, monkeypatch, capsys, bos):
+    """Without BOS nothing predicts a text's first token, so that its bytes do not count either."""
+    module, source = sys.modules[language_loss.__module__], checkpoints["llama"]
+    tokenizer = load_tokenizer(source)
+    if not bos:
+        tokenizer.backend_tokenizer.post_processor = Sequence([])
+    monkeypatch.setattr(module, "load_tokenizer", lambda source: tokenizer)
+    texts = ["Hotel Oak: the bar serves tea.", "Grüße, " * 40]
+    rows = [Text(text, str(number)) for number, text in enumerate(texts)]
+    found = loss_on_rows(source, rows, 64, WeightsConfig())
+    firsts = [tokenizer(text, add_special_tokens=False).tokens()[0] for text in texts]
+    size = sum(len(text.encode()) for text in texts) - (0 if bos else sum(map(len, firsts)))
+    assert found.bits_per_byte == pytest.approx(found.loss * found.tokens / size / math.log(2))
+    assert "cut 1: text longer than max_length: cut into successive pieces (1)" in capsys.readouterr().err
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from alignment.algorithms.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
+from alignment.config.load import load_config, packaged_folder
 from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.records import Comparison, LabeledResponse, Prompt, Ranking, Steps, Text
@@ -246,9 +247,16 @@ def test_a_hub_name_without_known_shapes_says_what_helps():
         find_start("nobody/nothing")
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "google/gemma-3-1b-pt"])
+GPT2 = {
+    "gpt2_124m": "openai-community/gpt2",
+    "gpt2_355m": "openai-community/gpt2-medium",
+    "gpt2_774m": "openai-community/gpt2-large",
+    "gpt2_1.5b": "openai-community/gpt2-xl",
+}
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "google/gemma-3-1b-pt", *GPT2.values()])
 def test_packaged_bases_have_the_published_number_of_weights(name):
-    from alignment.config.load import packaged_folder
     from alignment.models.build import empty_model
 
     file, config = packaged_bases()[name]
@@ -256,6 +264,25 @@ def test_packaged_bases_have_the_published_number_of_weights(name):
         model = empty_model(config, "language")
     published = json.loads((packaged_folder("configs") / "bases" / file).read_text())["parameters"]
     assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+def test_gpt2_s_smallest_size_has_the_sum_of_its_parts():
+    # tables of tokens and positions; a layer: two norms, c_attn, c_proj, c_fc, c_proj with biases; the last norm
+    layer = 4 * 768 + (768 + 1) * 3 * 768 + (768 + 1) * 768 + (768 + 1) * 3072 + (3072 + 1) * 768
+    assert (50257 + 1024) * 768 + 12 * layer + 2 * 768 == 124_439_808
+    assert json.loads((packaged_folder("configs") / "bases/gpt2.json").read_text())["parameters"] == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [pytest.param(*pair, marks=[] if pair[0] == "gpt2_124m" else pytest.mark.slow) for pair in GPT2.items()],
+)
+def test_gpt2_s_sizes_are_planned_from_nothing_without_a_tokenizer_s_files(config, base):
+    planned = make_plan(load_config(PretrainConfig, f"pretrain/{config}"), Layout("ddp", 8), GPU)
+    published = json.loads((packaged_folder("configs") / "bases" / packaged_bases()[base][0]).read_text())["parameters"]
+    assert [(role.parameters, role.trained) for role in planned.roles] == [(published, published)]
+    assert planned.peak.parts["weights of policy"] >= 4 * published  # float32
+    assert planned.fits == (config != "gpt2_1.5b")
 
 
 # The command

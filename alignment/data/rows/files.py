@@ -158,6 +158,18 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
     return chain.from_iterable(READERS[_format_of(path)](path) for path in found)
 
 
+def read_whole(source: str) -> list[RawRow]:
+    """Each file of a source as one row: its whole `text`, to the byte."""
+    files = source_files(source)
+    if files is None:
+        raise UserError(f"{source}: no such file")
+    return [RawRow(str(path), {"text": _whole_text(path)}) for path in files]
+
+
+def _whole_text(path: Path) -> str:
+    return "".join(_text_lines(path, [0, 0]))
+
+
 @dataclass(frozen=True)
 class OpenSource:
     """A file or data set that can be read from any position."""
@@ -324,7 +336,7 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 
 def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """A JSON list of objects; a row is located by its number in the list."""
-    text = "".join(_text_lines(path, [0, 0]))
+    text = _whole_text(path)
     if not text.strip():
         return
     try:

@@ -154,10 +154,10 @@ def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) ->
 
 def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
-    texts = [item.prompt for item in task.items]
+    texts, counted = [item.prompt for item in task.items], [item.counted or item.prompt for item in task.items]
     return [
         {"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())}
-        for text, one in zip(texts, scorer.text_log_probs(texts), strict=True)
+        for text, one in zip(counted, scorer.text_log_probs(texts), strict=True)
     ]
 
 
@@ -243,7 +243,7 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     """Every figure of rows, or its difference from another model's on the same rows, with the 95 % interval.
 
     The interval of a share, and of the paired difference of two, is the score interval; that of any other figure is the
-    percentile interval of a bootstrap that draws clusters, nan where the figure is infinite.
+    percentile interval of a bootstrap that draws clusters, nan where the figure is infinite or there is one cluster only.
 
     Args:
         clusters: number of each row's cluster, [n].
@@ -263,7 +263,9 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
     draws = np.random.default_rng(0).integers(len(members), size=(RESAMPLES, len(members)))
     drawn = [statistics(np.concatenate([members[i] for i in draw])) for draw in draws if found.keys() - shares]
     for name, figure in found.items():
-        if name not in shares:
+        if name not in shares and len(members) == 1:
+            low = high = math.nan
+        elif name not in shares:
             low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
         elif theirs is None:
             share = win_rate(ours[name].tolist(), clusters=clusters.tolist())

@@ -25,6 +25,8 @@ from alignment.loading import architecture_of, best_device, load_model, load_tok
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 
+SHOWN = 20_000  # characters of a task's first prompt: a whole corpus can be one text
+
 
 @dataclass(frozen=True)
 class BenchmarksConfig(Settings):
@@ -143,7 +145,7 @@ def task_results(
         "figure": settings.figure,
         "rows": len(task.items),
         "clusters": int(clusters.max()) + 1,
-        "first_prompt": task.items[0].prompt,
+        "first_prompt": task.items[0].prompt[:SHOWN],
         "models": by_model(slice(None)),
         "baselines": {
             name: figures_of(settings, clusters, measure(task, scorer)) for name, scorer in baselines(task).items()

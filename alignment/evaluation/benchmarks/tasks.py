@@ -5,6 +5,7 @@ names are no identifiers. Both run in jinja2's sandbox, and a column that is not
 model is loaded. Models score them in likelihood.py.
 """
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from alignment.config.load import build, packaged_folder
 from alignment.config.yaml_source import read_yaml
-from alignment.data.rows.files import read_raw
+from alignment.data.rows.files import read_raw, read_whole
 from alignment.errors import UserError, raise_all, suggest
 from alignment.generation import SamplingConfig
 from alignment.rewards.answers import reference_problem
@@ -31,6 +32,35 @@ Compiler = Callable[[str], Callable[[Mapping[str, object]], object]]
 TEMPLATE: Compiler = cache(lambda text: ENVIRONMENT.from_string(text).render)
 EXPRESSION: Compiler = cache(partial(ENVIRONMENT.compile_expression, undefined_to_none=False))
 BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
+DETOKENIZERS = {  # style -> patterns and what they become, in order
+    "wikitext": (  # as lm-eval's task of that name
+        (r"s '", "s'"), (r" @-@ ", "-"), (r" @,@ ", ","), (r" @\.@ ", "."),
+        (r" : ", ": "), (r" ; ", "; "), (r" \. ", ". "), (r" ! ", "! "), (r" \? ", "? "), (r" , ", ", "),
+        (r"\(\s*([^)]*?)\s*\)", r"(\1)"), (r"\[\s*([^]]*?)\s*\]", r"[\1]"), (r"{\s*([^}]*?)\s*}", r"{\1}"),
+        (r'"\s*([^"]*?)\s*"', r'"\1"'), (r"'\s*([^']*?)\s*'", r"'\1'"),
+        (r"= = = =", "===="), (r"= = =", "==="), (r"= =", "=="), (r" ° ", "°"),
+        (r" \n", "\n"), (r"\n ", "\n"), (r" N ", " 1 "), (r" 's", "'s"),
+    ),
+    "ptb": (  # the Penn Treebank as it is used for language models: no punctuation, N for every number
+        (r" (n't|')", r"\1"), (r"([$#]) N\b", r"\g<1>1"), (r"\bN\b", "1"), (r" *\n *", "\n"),
+    ),
+    "cbt": (  # the Children's Book Test: numbered lines, the Penn Treebank's brackets and quotation marks
+        (r"(?m)^\d+ ", ""), (r"\n", " "), (r"-L[RCS]B- ?", "("), (r" ?-R[RCS]B-", ")"), (r"``? ?", '"'), (r" ?''", '"'),
+        (r" (n't|'(?:s|m|d|re|ve|ll)\b)", r"\1"), (r" ([,.;:!?])", r"\1"),
+    ),
+}  # fmt: skip
+
+
+def detokenize(text: str, style: str) -> str:
+    """Running text of words that blanks part, as people write it; in templates the filter `detokenize('wikitext')`."""
+    if style not in DETOKENIZERS:
+        raise ValueError(f"detokenize knows {', '.join(DETOKENIZERS)}; {suggest(style, DETOKENIZERS)}")
+    for pattern, becomes in DETOKENIZERS[style]:
+        text = re.sub(pattern, becomes, text)
+    return text
+
+
+ENVIRONMENT.filters["detokenize"] = detokenize
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,8 @@ class Benchmark(Settings):
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
         document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
+        whole_files: each text file is one document, to the byte; otherwise its rows are the paragraphs between blank lines.
+        counted: of `rolling`, template of the text whose words and bytes the perplexities are of; '': the prompt.
         sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1 unless it
             says another.
         stop: texts that end a generated one.
@@ -89,6 +121,8 @@ class Benchmark(Settings):
     match: AnswerMatch | Literal["squad"] = "exact"
     extract: str | None = None
     document_start: str | None = None
+    whole_files: bool = False
+    counted: str = ""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     stop: list[str] = field(default_factory=list)
     samples: PositiveInt = 25
@@ -112,6 +146,8 @@ class Benchmark(Settings):
         Rule("extract", lambda c: c.extract and not refusal(compile_pattern, c.extract) and not compile_pattern(c.extract).groups,
              "must have a group, the answer, such as 'answer is (.*)'"),
         Rule("document_start", lambda c: c.document_start and refusal(compile_pattern, c.document_start)),
+        Rule("document_start", lambda c: c.document_start and c.whole_files, "has no effect with whole_files; leave one out"),
+        Rule("counted", lambda c: c.counted and c.kind != "rolling", "has no effect with kind={self.kind}; leave it out"),
     )  # fmt: skip
 
 
@@ -129,6 +165,7 @@ class Item:
     alike: str
     own: str  # the best right choice
     solution: str
+    counted: str  # of rolling
 
 
 @dataclass(frozen=True)
@@ -166,7 +203,7 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
 def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
     """The rows of some files; each fault is named once, with the first row that has it."""
     items, faults = list[Item](), defaultdict[str, list[str]](list)
-    for location, row in _rows([data / source for source in sources], settings.document_start):
+    for location, row in _rows([data / source for source in sources], settings):
         try:
             columns = {**row, "row": row}
             for key, text in settings.columns.items():
@@ -183,11 +220,12 @@ def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) 
     return items
 
 
-def _rows(paths: Sequence[Path], starts: str | None) -> list[tuple[str, dict[str, object]]]:
-    """Location and columns of each row; paragraphs up to the next one that matches `starts` are put together."""
+def _rows(paths: Sequence[Path], settings: Benchmark) -> list[tuple[str, dict[str, object]]]:
+    """Location and columns of each row; paragraphs up to the next one that matches `document_start` are put together."""
+    starts = settings.document_start
     begins, found = compile_pattern(starts or ""), list[tuple[str, dict[str, object]]]()
     for path in paths:
-        rows = list(read_raw(str(path.resolve())))
+        rows = list((read_whole if settings.whole_files else read_raw)(str(path.resolve())))
         raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
         raise_all(
             f"{row.location}: document_start puts the column text together, and the row has {', '.join(row.values or ())}"
@@ -243,6 +281,7 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
         alike=str(value("alike", settings.alike)),
         own=own,
         solution=own if settings.solution is None else text("solution", settings.solution),
+        counted=text("counted", settings.counted),
     )
 
 
