@@ -390,7 +390,9 @@ def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragg
         segments=None if batch.segments is None else longer(batch.segments),
         global_mask=None if batch.global_mask is None else longer(batch.global_mask),
         shared=shared,
-        prefix_lengths=None if batch.prefix_lengths is None else batch.prefix_lengths + torch.tensor(counts, device=device),
+        prefix_lengths=None
+        if batch.prefix_lengths is None
+        else batch.prefix_lengths + torch.tensor(counts, device=device),
     )
     return expanded, own, runs(starts[:-1], added).to(device, non_blocking=True)
 

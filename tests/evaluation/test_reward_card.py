@@ -239,7 +239,16 @@ def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_sampl
     results = json.loads(reward_accuracy.run(config).read_text())
     card, page = (tmp_path / "out" / name for name in (results["card"], results["page"]))
     found, html = json.loads(card.read_text()), page.read_text()
-    assert set(results) == {"accuracy", "always_longer", "chosen_shorter", "margin", "score", "left_out", "card", "page"}
+    assert set(results) == {
+        "accuracy",
+        "always_longer",
+        "chosen_shorter",
+        "margin",
+        "score",
+        "left_out",
+        "card",
+        "page",
+    }
     assert results["accuracy"]["n"] == 24 + 2 + 3
     assert {name: part["accuracy"]["n"] for name, part in found["accuracy"].items()} == {
         "all": 29,

@@ -75,7 +75,14 @@ class PositionModules(NamedTuple):
         def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
             bias = self.bias if biased else None
             return attention_masks(
-                queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device, in_prefix=in_prefix
+                queries,
+                keys,
+                offset=offset,
+                causal=causal,
+                window=window,
+                bias=bias,
+                device=device,
+                in_prefix=in_prefix,
             )
 
         return masks
