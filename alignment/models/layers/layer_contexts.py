@@ -75,15 +75,8 @@ class PositionModules(NamedTuple):
         def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
             bias = self.bias if biased else None
             return attention_masks(
-                queries,
-                keys,
-                offset=offset,
-                causal=causal,
-                window=window,
-                bias=bias,
-                device=device,
-                in_prefix=in_prefix,
-            )
+                queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device, in_prefix=in_prefix
+            )  # fmt: skip
 
         return masks
 
@@ -113,17 +106,9 @@ def training_contexts(
         source: what an encoder read, one document for each of the batch's.
         cache, slots: filled with keys and values, at the `Cache.places` of the tokens.
     """
-    if batch.shared is not None and (batch.prefix_lengths is not None or not shares_prompts(layers)):
-        raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
-    if batch.prefix_lengths is not None and any(getattr(layer.attention, "window", None) for layer in layers):
-        raise UserError("a layer that attends within a window cannot read a prefix in both directions")
-    offset = 0 if prefix is None else prefix.shape[2]
-    layout = None
-    if (
-        prefix is None
-        and batch.prefix_lengths is None
-        and varlen_applies([layer.attention for layer in layers], parameter, training)
-    ):
+    _refuse_two_directions(layers, batch)
+    offset, layout, specs = 0 if prefix is None else prefix.shape[2], None, [layer.attention for layer in layers]
+    if prefix is None and batch.prefix_lengths is None and varlen_applies(specs, parameter, training):
         attends = varlen_attentions(layers, batch)
     else:
         heads, device = layers[0].attention.heads, batch.tokens.device
@@ -131,7 +116,7 @@ def training_contexts(
             queries = keys = layout = pad_layout(batch.lengths, heads, device)
         else:
             queries, keys = shared_layouts(batch, heads)
-        in_chunks = windowed_attentions([layer.attention for layer in layers], batch, modules.bias, prefix)
+        in_chunks = windowed_attentions(specs, batch, modules.bias, prefix)
         masks = modules.masks(queries, keys, offset, device, in_prefix=batch.in_prefix)
         attends = padded_attentions(layers, queries, keys, masks, prefix, in_chunks=in_chunks)
     marked = _global_tokens(batch, layout, global_rule)
@@ -150,6 +135,14 @@ def training_contexts(
         AttentionContext(attend, turn, cross, layout, relative, marked)
         for attend, turn, cross in zip(attends, turns, across, strict=True)
     ]
+
+
+def _refuse_two_directions(layers: Sequence[BlockSpec], batch: Ragged) -> None:
+    """Refuse shared prompts, and layers with a window, where tokens see what follows them."""
+    if batch.shared is not None and (batch.prefix_lengths is not None or not shares_prompts(layers)):
+        raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
+    if batch.prefix_lengths is not None and any(getattr(layer.attention, "window", None) for layer in layers):
+        raise UserError("a layer that attends within a window cannot read a prefix in both directions")
 
 
 def _global_tokens(batch: Ragged, layout: PaddedLayout | None, rule: GlobalRule | None) -> list[GlobalTokens] | None:
