@@ -375,7 +375,7 @@ def run(config: PretrainConfig) -> Path:
         return run.output / "model"
 
 
-def check_documents(model: nn.Module, collate: Collate, examples: Sequence[Example]) -> None:
+def check_documents(model: torch.nn.Module, collate: Collate, examples: Sequence[Example]) -> None:
     """Refuse texts whose sources and targets as one document do not fit the model's positions; the longest is made."""
     longest = examples[int(column_of(examples, "longest").argmax())]
     [batch] = collate(fixed_seed_rows([longest]), micro_batch_tokens=1)
