@@ -116,7 +116,8 @@ class Cache:
         heads_of_rows = rows[:, None] * heads + torch.arange(heads, device=rows.device)
         made: dict[int, TokenSlots] = {}
         for slots in set(self.slots):
-            addresses, tokens = heads_of_rows * slots + (positions % slots)[:, None], None
+            places = positions % slots if slots < self.capacity else positions
+            addresses, tokens = heads_of_rows * slots + places[:, None], None
             if max(lengths) > slots:
                 kept = [min(length, slots) for length in lengths]
                 firsts = [end - count for end, count in zip(accumulate(lengths), kept, strict=True)]
