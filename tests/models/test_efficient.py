@@ -84,6 +84,15 @@ def test_linformer_by_hand():
     assert mixed.flatten().tolist() == [1.0, 1.0]
 
 
+def test_linformer_takes_documents_up_to_its_positions():
+    layer = e.LinformerSpec(2, 8, projected=4, max_positions=50).build(16)
+    x = torch.randn(102, 16)
+    together = run(layer, x, (50, 49, 3))  # a rectangle has 64 columns
+    assert_close(together[:50], run(layer, x[:50], (50,)), atol=1e-5, rtol=1e-4)
+    with pytest.raises(UserError, match="a document of 51 tokens is longer than the 50 positions"):
+        run(layer, x, (51, 51))
+
+
 def test_features_are_orthogonal_and_as_long_as_gaussian_vectors():
     torch.manual_seed(0)
     vectors = e.orthogonal_features(4096 * 8, 8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.errors import UserError
 from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.padded_layout import pad, padding_mask, unpad
 
@@ -109,7 +110,7 @@ class _EfficientAttention(nn.Module):
         if layout is None:
             raise ValueError("this attention needs documents laid out in rectangles")
         layers = [layer for layer in (self.query, self.key, self.value) if layer is not None]
-        rectangles = (pad(layer(x).unflatten(-1, (self.heads, -1)), layout) for layer in layers)
+        rectangles = [pad(layer(x).unflatten(-1, (self.heads, -1)), layout) for layer in layers]
         mixed, dtype = [], torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):  # exponentials and a matrix inverse
             for lengths, parts in zip(layout.lengths, zip(*rectangles, strict=True), strict=True):
@@ -139,6 +140,16 @@ class LinformerAttention(_EfficientAttention):
         self.project_key = nn.Linear(spec.max_positions, spec.projected, bias=False)
         self.project_value = nn.Linear(spec.max_positions, spec.projected, bias=False)
 
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """See `_EfficientAttention`; a document of more than `max_positions` tokens is refused."""
+        most = self.project_key.in_features
+        if context.layout is not None and (longest := max(map(max, context.layout.lengths))) > most:
+            raise UserError(
+                f"a document of {longest} tokens is longer than the {most} positions that Linformer's projections have; "
+                "shorten it, or give LinformerSpec a larger max_positions"
+            )
+        return super().forward(x, context)
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         """See `_EfficientAttention`."""
         real = real_tokens(lengths, q.shape[2])
@@ -146,9 +157,10 @@ class LinformerAttention(_EfficientAttention):
 
 
 def linformer_attention(q: Tensor, k: Tensor, v: Tensor, project_key: Tensor, project_value: Tensor) -> Tensor:
-    """softmax(q (E k)^T / sqrt(K)) F v, [B, H, T, K] each; E and F: [projected, at least T]."""
-    project_key, project_value = (x[:, : k.shape[2]].to(k.dtype) for x in (project_key, project_value))
-    return F.scaled_dot_product_attention(q, project_key @ k, project_value @ v)
+    """softmax(q (E k)^T / sqrt(K)) F v, [B, H, T, K] each; E and F [projected, positions], padding alone beyond these."""
+    columns = min(k.shape[2], project_key.shape[1])
+    project_key, project_value = (x[:, :columns].to(k.dtype) for x in (project_key, project_value))
+    return F.scaled_dot_product_attention(q, project_key @ k[:, :, :columns], project_value @ v[:, :, :columns])
 
 
 class PerformerAttention(_EfficientAttention):
