@@ -37,6 +37,8 @@ BERT = {
     "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": 8}
+BIG_BIRD = {**BERT, "model_type": "big_bird", "block_size": 2, "num_random_blocks": 1}
 T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
     "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -52,6 +54,8 @@ CASES = {
     "masked": (Masked(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked words": (Masked(masking=Masking(units="words")), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "masked spans, BPE": (Masked(masking=Masking(units="spans")), BERT, {"vocabulary": 300}),
+    "masked, Longformer": (Masked(), LONGFORMER, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "masked, BigBird": (Masked(), BIG_BIRD, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "span corruption": (SpanCorruption(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16}),
     "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
