@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -24,6 +25,7 @@ from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
 from alignment.data.pretraining.prepare import tokenize_for_corruption, tokenize_passages, tokenize_plain
 from alignment.data.rows.records import Text
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
@@ -115,6 +117,25 @@ def test_a_row_is_corrupted_anew_in_every_epoch_and_again_alike_in_another_run(c
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
     assert losses["a"] == losses["b"]
     assert len({round(loss, 4) for loss in losses["a"]}) > 1
+
+
+def test_an_encoder_of_transformers_trains_on_and_opens_there(make, tmp_path, read_metrics):
+    tokenizer = load_tokenizer(str(pretrain.run(make("masked", "first"))))
+    config = transformers.MPNetConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=66, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.MPNetForMaskedLM(config).save_pretrained(tmp_path / "mpnet")
+    save_tokenizer(tokenizer, tmp_path / "mpnet")
+    more = {"model": None, "policy": str(tmp_path / "mpnet"), "vocabulary": None, "tokenizer_kind": "bpe"}
+    directory = str(pretrain.run(make("masked", "second", **more)))
+    lines = read_metrics(tmp_path / "second")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(directory).eval()(ids).logits
+        assert_close(load_model(directory)(ids, torch.ones_like(ids)).logits, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_continuing_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read_metrics):
