@@ -26,6 +26,7 @@ from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
 from alignment.data.pretraining.prepare import tokenize_for_corruption, tokenize_passages, tokenize_plain
 from alignment.data.rows.records import Text
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
@@ -43,6 +44,8 @@ BERT = {
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 ALBERT = {**BERT, "model_type": "albert", "embedding_size": 16}
+LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": 8}
+BIG_BIRD = {**BERT, "model_type": "big_bird", "block_size": 2, "num_random_blocks": 1}
 T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
     "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -62,6 +65,8 @@ CASES = {
         Masked(masking=Masking(units="spans"), boundary_coef=1.0), BERT,
         {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
     ),
+    "masked, Longformer": (Masked(), LONGFORMER, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "masked, BigBird": (Masked(), BIG_BIRD, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
     "sentence order": (
         SentencePairs(task="sentence_order"), ALBERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"},
@@ -167,6 +172,25 @@ def test_a_row_is_corrupted_anew_in_every_epoch_and_again_alike_in_another_run(c
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
     assert losses["a"] == losses["b"]
     assert len({round(loss, 4) for loss in losses["a"]}) > 1
+
+
+def test_an_encoder_of_transformers_trains_on_and_opens_there(make, tmp_path, read_metrics):
+    tokenizer = load_tokenizer(str(pretrain.run(make("masked", "first"))))
+    config = transformers.MPNetConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=66, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.MPNetForMaskedLM(config).save_pretrained(tmp_path / "mpnet")
+    save_tokenizer(tokenizer, tmp_path / "mpnet")
+    more = {"model": None, "policy": str(tmp_path / "mpnet"), "vocabulary": None, "tokenizer_kind": "bpe"}
+    directory = str(pretrain.run(make("masked", "second", **more)))
+    lines = read_metrics(tmp_path / "second")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(directory).eval()(ids).logits
+        assert_close(load_model(directory)(ids, torch.ones_like(ids)).logits, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_continuing_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read_metrics):

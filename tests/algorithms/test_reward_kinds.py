@@ -256,6 +256,13 @@ ENCODERS = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "cls_token_id": 2,
         "sep_token_id": 3,
     },
+    "longformer": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "attention_window": 8,
+    },
+    "big_bird": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "block_size": 1,
+        "num_random_blocks": 1,
+    },
 }  # fmt: skip
 
 

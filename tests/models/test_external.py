@@ -42,6 +42,7 @@ PEGASUS = {
     "decoder_start_token_id": 0,
 }  # fmt: skip
 MPNET = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 130}
+FNET = {key: value for key, value in MPNET.items() if key != "num_attention_heads"}  # it has no mask for padding either
 DOCUMENTS = [[5, 9, 44, 3, 8, 61, 99, 7, 31, 15, 16, 23, 42], [88], [17, 3, 90, 21], [6, 6, 7]]
 
 
@@ -273,7 +274,7 @@ def test_an_encoder(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("task", ["sequence", "tokens", "span"])
-@pytest.mark.parametrize(("family", "config"), [("mpnet", MPNET), ("gpt_neo", DECODERS["gpt_neo"])])
+@pytest.mark.parametrize(("family", "config"), [("mpnet", MPNET), ("fnet", FNET), ("gpt_neo", DECODERS["gpt_neo"])])
 def test_classifiers(task, family, config, tmp_path):
     door = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "span": "QuestionAnswering"}[task]
     labels = 2 if task == "span" else 3

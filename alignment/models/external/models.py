@@ -86,8 +86,13 @@ class ExternalModel(Model):
         return VirtualTokens(self.active_soft_prompt(), self.active_prefix())
 
     @property
-    def padding_id(self) -> int:
-        """Token id at padding: the config's own, since some classes look for it; 0 where there is none."""
+    def padding_id(self) -> int | None:
+        """Token id at padding: the config's own, since some classes look for it; 0 where there is none.
+
+        None for an encoder without a mask, such as FNet, whose tokens are mixed with any padding.
+        """
+        if not (isinstance(self, ExternalDecoder) or accepts(self.inner, "attention_mask")):
+            return None
         return getattr(self.inner.config, "pad_token_id", None) or 0
 
     def token_logits(self, batch: Ragged, tokens: Tensor | None = None, fields: Sequence[str] = ("logits",)) -> Tensor:

@@ -81,7 +81,7 @@ class PaddedRows(NamedTuple):
     token_index: Tensor  # index in the ragged batch of each token, row by row, [n]
 
 
-def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) -> PaddedRows:
+def pad_rows(batch: Ragged, padding_id: int | None, rows: Sequence[int] | None = None) -> PaddedRows:
     """Documents `rows` (None: all) of a ragged batch as one rectangle."""
     refuse_shared(batch, "a model that runs as transformers' class")
     if batch.global_mask is not None:
@@ -94,17 +94,20 @@ def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) 
     real = columns < lengths[:, None]
     index = index.clamp(max=len(batch.tokens) - 1)
     segments = None if batch.segments is None else batch.segments[index] * real
-    return PaddedRows(torch.where(real, batch.tokens[index], padding_id), real.long(), segments, index[real])
+    return PaddedRows(torch.where(real, batch.tokens[index], padding_id or 0), real.long(), segments, index[real])
 
 
-def groups_with_little_padding(lengths: Sequence[int]) -> list[list[int]]:
-    """Row numbers in groups, longest first; at most a fifth of a group's rectangle, or 2048 positions, is padding."""
+def groups_with_little_padding(lengths: Sequence[int], padding_id: int | None = 0) -> list[list[int]]:
+    """Row numbers in groups, longest first; at most a fifth of a group's rectangle, or 2048 positions, is padding.
+
+    Nothing is padding where `padding_id` is None.
+    """
     groups: list[list[int]] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         tokens += lengths[row]
         padding = lengths[groups[-1][0]] * (len(groups[-1]) + 1) - tokens if groups else 0
-        if not groups or padding > max(CHEAP_PADDING, tokens // 4):
+        if not groups or padding > (0 if padding_id is None else max(CHEAP_PADDING, tokens // 4)):
             groups.append([])
             tokens = lengths[row]
         groups[-1].append(row)
@@ -114,7 +117,7 @@ def groups_with_little_padding(lengths: Sequence[int]) -> list[list[int]]:
 def forward_tokens(
     forward: Callable[[PaddedRows, Tensor | None], Tensor],
     batch: Ragged,
-    padding_id: int,
+    padding_id: int | None,
     token_index: Tensor | None = None,
 ) -> Tensor:
     """The outputs of `forward` at the tokens `token_index` [n] (None: all) of a ragged batch, [n, ...].
@@ -125,7 +128,7 @@ def forward_tokens(
     if token_index is not None:
         wanted = torch.zeros_like(wanted).index_fill(0, token_index, True)
     outputs, indices = [], []
-    for rows in groups_with_little_padding(batch.lengths):
+    for rows in groups_with_little_padding(batch.lengths, padding_id):
         padded = pad_rows(batch, padding_id, rows)
         mask, index = padded.mask, padded.token_index
         here = wanted[index]
@@ -138,10 +141,10 @@ def forward_tokens(
     return in_order if token_index is None else in_order[(wanted.cumsum(0) - 1)[token_index]]
 
 
-def forward_documents(forward: Callable[[PaddedRows], Tensor], batch: Ragged, padding_id: int) -> Tensor:
+def forward_documents(forward: Callable[[PaddedRows], Tensor], batch: Ragged, padding_id: int | None) -> Tensor:
     """The output of `forward` for each document of a ragged batch, [B, ...]."""
     outputs, order = [], []
-    for rows in groups_with_little_padding(batch.lengths):
+    for rows in groups_with_little_padding(batch.lengths, padding_id):
         outputs.append(forward(pad_rows(batch, padding_id, rows)))
         order += rows
     return torch.cat(outputs)[torch.tensor(order, device=batch.tokens.device).argsort()]

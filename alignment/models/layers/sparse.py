@@ -215,12 +215,16 @@ class BlockSparseAttention(SparseAttention):
     def _chosen(self, count: int, columns: int) -> Tensor:
         """The blocks that each of `count` sees besides its neighbors, ends and random ones; [columns, H, 2 + R]."""
         ends = torch.tensor([0, count - 1]).expand(self.spec.heads, count - 2, 2)
-        others = random_blocks(self.spec, count) if self.training else ends[..., :1].expand(-1, -1, self.spec.random)
+        others = (
+            torch.tensor(random_blocks(self.spec, count))
+            if self.training
+            else ends[..., :1].expand(-1, -1, self.spec.random)
+        )
         return F.pad(torch.cat([ends, others], -1).transpose(0, 1), (0, 0, 0, 0, 1, columns - count + 1))
 
 
 @lru_cache(maxsize=1024)
-def random_blocks(spec: BlockSparseSpec, count: int) -> Tensor:
+def random_blocks(spec: BlockSparseSpec, count: int) -> np.ndarray:
     """The random blocks that each block but the ends sees in training, of a document of `count` blocks, [H, count - 2, R].
 
     They are drawn as transformers draws them, whose layers begin with their number as the seed in every forward.
@@ -228,9 +232,9 @@ def random_blocks(spec: BlockSparseSpec, count: int) -> Tensor:
     draw, most = np.random.RandomState(spec.seed), spec.max_positions // spec.block
     if count * spec.block in PAPER_LENGTHS and count <= most:
         drawn = [[_drawn_far(spec, draw, block, most) for block in range(1, most - 1)] for _ in range(spec.heads)]
-        return torch.from_numpy(np.array(drawn, np.int64)[:, : count - 2])
+        return np.array(drawn, np.int64)[:, : count - 2]
     drawn = [[_drawn_near(spec, draw, block) for _ in range(spec.heads)] for block in range(1, count - 1)]
-    return torch.from_numpy(np.array(drawn, np.int64)).transpose(0, 1)
+    return np.array(drawn, np.int64).swapaxes(0, 1)
 
 
 def _drawn_near(spec: BlockSparseSpec, draw: np.random.RandomState, block: int) -> list[int]:
