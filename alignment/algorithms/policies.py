@@ -49,6 +49,8 @@ from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
 from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable_parameters
 
+GENERATORS: tuple[Architecture, ...] = ("decoder", "encoder-decoder")
+
 
 @dataclass(frozen=True)
 class Policy:

@@ -23,7 +23,7 @@ from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
-from alignment.loading import architecture_of, find_directory
+from alignment.loading import find_directory
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalSeq2SeqModel
 from alignment.models.model import Model, check_row_lengths, start_token_of
@@ -139,15 +139,6 @@ def read_split(
     read = partial(read_examples, config.data, kind, tokenizer, run)
     read = partial(read, preparation=preparation, chat_template=getattr(config, "chat_template", None))
     return read(), read("evaluation") if config.data.evaluates else []
-
-
-def preparation_for(source: str, kind: Kind) -> Preparation:
-    """The preparation of rows for the policy of a checkpoint, a decoder or an encoder-decoder; no weights are read."""
-    if architecture_of(source) != "encoder-decoder":
-        return preparation_of(kind)
-    from alignment.data.encoder_inputs import encoder_decoder_preparation
-
-    return encoder_decoder_preparation(kind)
 
 
 def collate_for(model: Model, collate: Collate) -> Collate:

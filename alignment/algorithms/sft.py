@@ -12,12 +12,11 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.policies import Policy, Role, load_policy, note_memory, save_policy
+from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_memory, save_policy
 from alignment.algorithms.runs import (
     check_rows,
     collate_for,
     open_run,
-    preparation_for,
     prepare_training,
     read_split,
     sources_of,
@@ -27,7 +26,7 @@ from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import last_span
 from alignment.errors import UserError
-from alignment.loading import architecture_of, load_tokenizer
+from alignment.loading import architecture_of, load_tokenizer, preparation_for
 from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.model import check_lengths, evaluation_mode, start_token_of
@@ -138,7 +137,7 @@ def run(config: SFTConfig) -> Path:
         train, held_out = read_split(config, "demonstrations", tokenizer, run, preparation=preparation)
         policy = load_policy(
             config.policy, config.adapter, tokenizer, config.output,
-            bases=SharedWeights(config.weights), new_tokens=config.new_tokens, architectures=("decoder", "encoder-decoder"),
+            bases=SharedWeights(config.weights), new_tokens=config.new_tokens, architectures=GENERATORS,
         )  # fmt: skip
         check_rows(policy.model, train + held_out, config.data.max_length)
         if config.neftune_alpha is not None:

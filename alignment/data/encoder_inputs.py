@@ -40,6 +40,7 @@ from alignment.data.tokenize import (
     refused_rows,
     text_budget,
     tokenize_demonstrations,
+    tokenize_prompts,
     tokenize_responses,
     truncate,
 )
@@ -170,6 +171,7 @@ TEXT_TO_TEXT: dict[Kind, Tokenize] = {
     "comparisons": partial(tokenize_responses, sides=SOURCE_AND_TARGET),
     "labels": partial(tokenize_responses, sides=SOURCE_AND_TARGET),
     "rankings": partial(tokenize_responses, ordered=True, sides=SOURCE_AND_TARGET),
+    "prompts": partial(tokenize_prompts, sides=SOURCE_AND_TARGET),
 }
 
 

@@ -51,7 +51,7 @@ REFUSED = [
     (kind, family)
     for kind in ("sft", "dpo", "reward")
     for family in CONFIGS
-    if (kind, family) not in (("reward", "bert"), ("sft", "t5"), ("sft", "pegasus"))
+    if (kind, family) != ("reward", "bert") and (kind == "reward" or KINDS[family] == "encoder")
 ]
 
 

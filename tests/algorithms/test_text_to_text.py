@@ -1,6 +1,7 @@
 """Encoder-decoders in fine-tuning: the prompt to the encoder, the response to the decoder, the loss of transformers' labels."""
 
 import json
+import math
 from functools import partial
 from itertools import product
 
@@ -11,6 +12,8 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms import sft
+from alignment.algorithms.dpo import dpo
+from alignment.algorithms.dpo.config import DPOConfig
 from alignment.data.batches import collate, collate_for_encoder_decoder
 from alignment.data.config import DataConfig
 from alignment.data.encoder_inputs import encoder_decoder_preparation
@@ -18,7 +21,12 @@ from alignment.data.rows.records import Demonstration
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import byte_tokenizer, wrap
 from alignment.errors import UserError
-from alignment.generation import generate
+from alignment.evaluation import win_rate_run
+from alignment.evaluation.benchmarks import run as benchmarks
+from alignment.evaluation.benchmarks.likelihood import LanguageScorer
+from alignment.evaluation.benchmarks.run import BenchmarksConfig
+from alignment.evaluation.judge_config import WinRateConfig
+from alignment.generation import SamplingConfig, generate
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -236,3 +244,125 @@ def test_each_side_of_a_row_has_the_positions_of_the_model(tmp_path):
     data = DataConfig(train=str(tmp_path / "42.jsonl"), max_length=100)
     with pytest.raises(UserError, match="do not fit the model's 40 positions"):
         sft.run(config(policy, data, tmp_path / "other", training=training))
+
+
+# The trained model is judged
+
+
+TASKS = {
+    "answers": {"kind": "answers", "answer": "response", "sampling": {"max_new_tokens": 6, "temperature": 0}},
+    "choices": {"kind": "multiple_choice", "choices": ["one two", "two one", "four"], "answer": "0"},
+}
+
+
+def test_benchmarks_and_win_rates_generate_from_the_encoders_prompt(tmp_path):
+    """Two random models; the responses are those of `generate`, the choices' log-probabilities transformers'."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    found = rows(tmp_path / "rows.jsonl")[:4]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    models = {name: start("bart", tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))}
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"source": "rows.jsonl", "prompt": "{{ prompt }}", **task}))
+    tasks = [str(tmp_path / f"{name}.yaml") for name in TASKS]
+    results = benchmarks.run(BenchmarksConfig(models, str(tmp_path / "out"), tasks, str(tmp_path)))
+    assert set(json.loads(results.read_text())["tasks"]) == set(TASKS)
+
+    model, tokenizer = load_model(models["a"]), load_tokenizer(models["a"])
+    scorer, prompts = LanguageScorer(model, tokenizer), [row["prompt"] for row in found]
+    sampling = SamplingConfig(6, temperature=0.0)
+    expected = generate(model, tokenizer, prompts, max_new_tokens=6, temperature=0.0)
+    assert scorer.responses(prompts, sampling) == expected.texts
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(models["a"]).eval()
+    decoder = torch.tensor([[2, 0, 6, 7]])  # </s> <s> one two
+    logits = theirs(**tokenizer([prompts[1]], return_tensors="pt"), decoder_input_ids=decoder[:, :3]).logits[0, 1:]
+    whole = logits.log_softmax(-1).gather(1, decoder[0, 2:, None]).sum()
+    assert scorer.likelihoods([(prompts[1], " one two")])[0].log_prob == pytest.approx(float(whole), abs=1e-5)
+
+    data = DataConfig(train=str(tmp_path / "rows.jsonl"), max_length=32)
+    wins = str(tmp_path / "wins")
+    settings = WinRateConfig(models=models, data=data, output=wins, baseline="a", judge="longer", max_new_tokens=6)
+    win_rate_run.run(settings)
+    sampled = [json.loads(line) for line in (tmp_path / "wins" / "responses.jsonl").read_text().splitlines()]
+    drawn = generate(model, tokenizer, prompts, max_new_tokens=6, temperature=settings.temperature, seed=settings.seed)
+    assert [row["responses"]["a"] for row in sampled] == drawn.texts
+    measured = json.loads((tmp_path / "wins" / "results.json").read_text())["models"]["b"]
+    ratios = []
+    for prompt, row in zip(prompts, sampled, strict=True):
+        ids = torch.tensor(row["token_ids"]["b"])
+        decoder = torch.cat([torch.tensor([2]), ids[:-1]])[None]
+        logits = theirs(**tokenizer([prompt], return_tensors="pt"), decoder_input_ids=decoder).logits[0]
+        reference = logits.log_softmax(-1).gather(1, ids[:, None]).sum()
+        ratios.append(sum(row["log_probs"]["b"]) - float(reference))
+    assert measured["kl"] == pytest.approx(sum(ratios) / 4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({"kind": "rolling"}, "needs a decoder"), ({"kind": "pairs"}, "needs a decoder")]
+)
+def test_whole_texts_are_measured_with_decoders_only(settings, why, tmp_path):
+    rows(tmp_path / "rows.jsonl")
+    task = {"source": "rows.jsonl", "prompt": "{{ prompt }}", **settings}
+    task |= {"choices": "[prompt, response]"} if settings["kind"] == "pairs" else {}
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    models = {"t5": start("t5", tmp_path / "t5")}
+    with pytest.raises(UserError, match=why):
+        benchmarks.run(BenchmarksConfig(models, str(tmp_path), [str(tmp_path / "task.yaml")], str(tmp_path)))
+
+
+# Preferences
+
+
+def preferences(path):
+    """The right answer against the words of the commands, 32 rows."""
+    found = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "copy reverse"} for row in rows(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return DataConfig(train=str(path), evaluation=str(path), max_length=64)
+
+
+def test_dpo_takes_log_probabilities_from_the_decoder(tmp_path):
+    """The first update's log-probabilities are transformers' negative label losses."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    data, policy = preferences(tmp_path / "rows.jsonl"), start("bart", tmp_path / "start")
+    training = TrainingConfig(batch_size=32, max_steps=1, micro_batch_tokens=100)
+    dpo.run(DPOConfig(policy=policy, data=data, output=str(tmp_path / "run"), training=training))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    theirs, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(policy).eval(), load_tokenizer(policy)
+    given = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for side in ("chosen", "rejected"):
+        labels = tokenizer(text_target=[row[side] for row in given], return_tensors="pt")["input_ids"]
+        sources = tokenizer([row["prompt"] for row in given], return_tensors="pt")
+        loss = theirs(**sources, labels=labels).loss * labels.numel() / len(given)
+        assert lines[0][f"{side}_log_prob"] == pytest.approx(-float(loss), abs=1e-4)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_dpo_on_a_t5_prefers_the_chosen_responses(tmp_path):
+    data, policy = preferences(tmp_path / "rows.jsonl"), start("t5", tmp_path / "start")
+    training, optim = TrainingConfig(batch_size=32, max_steps=10), OptimConfig(learning_rate=1e-2)
+    changes = {"training": training, "optim": optim, "beta": 1.0}
+    dpo.run(DPOConfig(policy=policy, data=data, output=str(tmp_path / "run"), **changes))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["held_out_accuracy"] > 0.9 and last["held_out_loss"] < 0.5
+
+
+def test_dpos_kin_a_cached_reference_and_an_adapter(tmp_path):
+    data, policy, found = preferences(tmp_path / "rows.jsonl"), start("t5", tmp_path / "start"), {}
+    training = TrainingConfig(batch_size=8, max_steps=2)
+    for name, changes in {
+        "computed": {"adapter": LoRASpec(rank=2)},
+        "cached": {"adapter": LoRASpec(rank=2), "reference_log_probs": "cache"},
+        "kin": {"loss": {"simpo": 1.0, "aot": 1.0}, "sft_coef": 0.5},
+    }.items():
+        output = tmp_path / name
+        dpo.run(DPOConfig(policy=policy, data=data, output=str(output), training=training, **changes))
+        found[name] = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["cached"]["loss"] == pytest.approx(found["computed"]["loss"], abs=1e-5)
+    assert found["kin"]["loss"] > 0
+
+
+def test_a_reference_of_another_architecture_is_refused(tmp_path, checkpoints):
+    data, policy = preferences(tmp_path / "rows.jsonl"), start("t5", tmp_path / "start")
+    with pytest.raises(UserError, match="is an decoder, and the policy an encoder-decoder"):
+        dpo.run(DPOConfig(policy=policy, reference=checkpoints["llama"], data=data, output=str(tmp_path / "run")))
