@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from alignment.adapters.files import is_adapter, read_base, read_members, read_revision
+from alignment.data.prepare import Preparation, preparation_of
+from alignment.data.rows.records import Kind
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, add_new_tokens, read_tokenizer_files
@@ -122,6 +124,15 @@ def architecture_of(source: str | Checkpoint) -> Architecture:
     base = Checkpoint(members[0]).base if (members := read_members(checkpoint.directory)) else checkpoint.base
     config = read_config(base)
     return external_architecture(base) if is_external_type(config) else family_of(config).architecture
+
+
+def preparation_for(source: str | Checkpoint, kind: Kind) -> Preparation:
+    """The preparation of rows for the policy of a checkpoint, a decoder or an encoder-decoder; no weights are read."""
+    if architecture_of(source) != "encoder-decoder":
+        return preparation_of(kind)
+    from alignment.data.encoder_inputs import encoder_decoder_preparation
+
+    return encoder_decoder_preparation(kind)
 
 
 def load_tokenizer(

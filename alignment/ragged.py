@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import Protocol, TypeVar
 
 import torch
@@ -335,15 +336,39 @@ class Seq2Seq(DeviceBatch):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return self.encoder.lengths + self.decoder.lengths
+        return tuple(map(add, self.encoder.lengths, self.decoder.lengths))
 
     @property
     def row_ids(self) -> tuple[str, ...]:
         return self.decoder.row_ids
 
     @property
+    def sources(self) -> Tensor | None:
+        return self.decoder.sources
+
+    @property
+    def target_rows(self) -> Tensor:
+        return self.decoder.target_rows
+
+    @property
     def counted_sources(self) -> Tensor | None:
         return self.decoder.counted_sources
+
+
+def cut_at_targets(batch: Ragged, start_token: int) -> Seq2Seq:
+    """Documents that end in their targets, as prompts for an encoder and `start_token` with the targets for a decoder.
+
+    The weight stays; no prompt of the batch is shared, and none is empty.
+    """
+    sources, targets = list[list[int]](), list[list[int]]()
+    counts = torch.bincount(batch.target_rows, minlength=len(batch.lengths)).tolist()
+    for document, count in zip(batch.tokens.split(list(batch.lengths)), counts, strict=True):
+        prompt, response = document.split([len(document) - count, count])
+        sources.append(prompt.tolist())
+        targets.append([start_token, *response.tolist()])
+    decoder = Ragged.build(targets, weight=batch.weight, row_ids=batch.row_ids)
+    nothing = [[False] * len(source) for source in sources]
+    return Seq2Seq(Ragged.build(sources, nothing, row_ids=batch.row_ids), replace(decoder, sources=batch.sources))
 
 
 def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragged, Tensor, Tensor]:

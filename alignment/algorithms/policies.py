@@ -26,6 +26,7 @@ from alignment.loading import (
 )
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import is_external_type
+from alignment.models.families.family import Architecture
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import (
     MAX_SHARD_SIZE,
@@ -47,6 +48,8 @@ from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
 from alignment.training.optim import hidden_matrices, optimizer_bytes, trainable_parameters
+
+GENERATORS: tuple[Architecture, ...] = ("decoder", "encoder-decoder")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def load_policy(
     *,
     bases: SharedWeights | None = None,
     new_tokens: Sequence[str] = (),
+    architectures: Sequence[Architecture] = ("decoder",),
 ) -> Policy:
     """Load the language model to train, from a model or an adapter directory.
 
@@ -80,12 +84,14 @@ def load_policy(
         output: the run's directory; see `_load_start` for what may be written there.
         bases: gives the frozen weights under an adapter, which other networks may share.
         new_tokens: of `tokenizer`, for which the model gets rows.
+        architectures: that the stage trains.
 
     Raises:
-        UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
+        UserError: the model is none of these, or its tokenizer has ids that the model has no row for.
     """
     start, bases = open_checkpoint(source), bases or SharedWeights()
-    _refuse_unless_decoder(start, "a policy is a decoder; start from one")
+    advice = f"a policy of this stage is a {' or an '.join(architectures)}; start from one"
+    _refuse_unless(start, advice, architectures)
     reader = _Reader(load_language_model, bases.language_model, bases.weights)
     if not new_tokens:
         return _load_start(start, adapter, tokenizer, output, reader)
@@ -107,7 +113,7 @@ def load_value_model(
     start, bases = open_checkpoint(source), bases or SharedWeights()
     of_reward = "a reward model is trained on a decoder's last token; start from a decoder"
     of_value = "a value model needs a value at every token; set value_model=policy"
-    _refuse_unless_decoder(start, of_value if output is None else of_reward)
+    _refuse_unless(start, of_value if output is None else of_reward)
     if head is None and start.is_adapter and is_scalar_adapter(start.directory):  # the head is the adapter's
         new_head, members = "zero", score_rows(start.directory)
     else:
@@ -149,7 +155,7 @@ def check_new_tokens(source: str | Checkpoint) -> None:
         )
     if is_external_type(read_config(start.directory)):
         raise UserError(f"add_tokens: {start.source}: {OWN_FAMILIES_ONLY}")
-    _refuse_unless_decoder(start, "tokens are added to decoders")
+    _refuse_unless(start, "tokens are added to decoders")
 
 
 def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str]) -> Policy:
@@ -159,12 +165,12 @@ def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str])
     return replace(policy, tokenizer=tokenizer)
 
 
-def _refuse_unless_decoder(start: Checkpoint, advice: str) -> None:
+def _refuse_unless(start: Checkpoint, advice: str, architectures: Sequence[Architecture] = ("decoder",)) -> None:
     kind = architecture_of(start)
-    if kind != "decoder":
+    if kind not in architectures:
+        others = "pretrain, finetune, sft, dpo and reward" if kind == "encoder-decoder" else "pretrain and finetune"
         raise UserError(
-            f"{start.source}: this model is an {kind}, and {advice} (`alignment pretrain` and `alignment finetune` train "
-            f"{kind}s)"
+            f"{start.source}: this model is an {kind}, and {advice} (of `alignment`, {others} train {kind}s)"
         )
 
 

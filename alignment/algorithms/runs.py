@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from alignment.data.batches import TokenizedRow
+from alignment.data.batches import Example, TokenizedRow, collate_for_encoder_decoder
 from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
 from alignment.data.rows.files import source_files
@@ -24,11 +24,13 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
 from alignment.loading import find_directory
-from alignment.models.model import check_row_lengths
+from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.external.models import ExternalSeq2SeqModel
+from alignment.models.model import Model, check_row_lengths, start_token_of
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
 from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
-from alignment.training import Engine, OptimConfig, Run, TrainingConfig
+from alignment.training import Collate, Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import (
     compare_checkpoints,
     compare_rows,
@@ -139,6 +141,12 @@ def read_split(
     return read(), read("evaluation") if config.data.evaluates else []
 
 
+def collate_for(model: Model, collate: Collate) -> Collate:
+    """`collate` for a policy, whose prompts an encoder-decoder reads apart from the responses."""
+    start = start_token_of(model)
+    return collate if start is None else partial(collate_for_encoder_decoder, collate=collate, start_token=start)
+
+
 def read_examples(
     data: DataConfig,
     kind: Kind,
@@ -168,9 +176,17 @@ def read_examples(
 def check_rows(model: nn.Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once."""
     lengths = np.minimum(column_of(examples, "longest"), max_length)
+    if isinstance(model, Seq2SeqModel | ExternalSeq2SeqModel) and lengths.max(initial=0) > model.spec.max_positions:
+        lengths = np.array([max(longest_sides(row)) for row in examples])
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     ways += ", or take a model with a longer context"
     check_row_lengths(model, lengths, lambda row: examples[row].row_id, ways, new_tokens)
+
+
+def longest_sides(row: Example) -> tuple[int, int]:
+    """Tokens of a row's longest prompt, and of its longest response with a start token."""
+    targets = [sum(mask) for mask in row.masks]
+    return max(len(ids) - count for ids, count in zip(row.documents, targets, strict=True)), max(targets) + 1
 
 
 def prepare_training(

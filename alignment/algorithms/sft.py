@@ -12,16 +12,24 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.policies import Policy, Role, load_policy, note_memory, save_policy
-from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
+from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_memory, save_policy
+from alignment.algorithms.runs import (
+    check_rows,
+    collate_for,
+    open_run,
+    prepare_training,
+    read_split,
+    sources_of,
+)
 from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import last_span
-from alignment.loading import load_tokenizer
+from alignment.errors import UserError
+from alignment.loading import architecture_of, load_tokenizer, preparation_for
 from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
-from alignment.models.model import check_lengths, evaluation_mode
+from alignment.models.model import check_lengths, evaluation_mode, start_token_of
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -51,7 +59,8 @@ class SFTConfig(Settings):
     """Settings of one supervised fine-tuning run.
 
     Attributes:
-        policy: directory or hub name of the checkpoint to start from.
+        policy: directory or hub name of the checkpoint to start from, a decoder or an encoder-decoder (T5, BART), whose
+            encoder reads the prompt and whose decoder learns the response.
         data: demonstrations.
         output: the run's directory.
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
@@ -119,10 +128,16 @@ def run(config: SFTConfig) -> Path:
             return run.output / "model"
         new = {"add_tokens": config.add_tokens, "add_special_tokens": config.add_special_tokens}
         tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
-        train, held_out = read_split(config, "demonstrations", tokenizer, run)
+        if config.loss_on == "all" and architecture_of(config.policy) == "encoder-decoder":
+            raise UserError(
+                f"loss_on: {config.policy} is an encoder-decoder, whose encoder reads the prompt and predicts none of it; "
+                "leave loss_on=completion"
+            )
+        preparation = preparation_for(config.policy, "demonstrations")
+        train, held_out = read_split(config, "demonstrations", tokenizer, run, preparation=preparation)
         policy = load_policy(
             config.policy, config.adapter, tokenizer, config.output,
-            bases=SharedWeights(config.weights), new_tokens=config.new_tokens,
+            bases=SharedWeights(config.weights), new_tokens=config.new_tokens, architectures=GENERATORS,
         )  # fmt: skip
         check_rows(policy.model, train + held_out, config.data.max_length)
         if config.neftune_alpha is not None:
@@ -131,7 +146,7 @@ def run(config: SFTConfig) -> Path:
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
         fit(
-            engine, stream, collate_whole if config.loss_on == "all" else collate,
+            engine, stream, collate_for(policy.model, collate_whole if config.loss_on == "all" else collate),
             language_loss_fn(engine.model, sources_of(config.data), config.token_loss),
             training=config.training, run=run, held_out=held_out, save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
@@ -180,9 +195,9 @@ def response_writer(
     """
     model, tokenizer = engine.backend.unwrapped, policy.tokenizer
     chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
-    prompts = [prompt_of(example) for example in chosen]
+    prompts, start = [prompt_of(example) for example in chosen], start_token_of(policy.model)
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
-    lengths = [(example.row_id, len(ids)) for example, ids in zip(chosen, prompts, strict=True)]
+    lengths = [(each.row_id, len(ids) if start is None else 1) for each, ids in zip(chosen, prompts, strict=True)]
     check_lengths(model, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
 
     def write(step: int) -> None:
@@ -192,9 +207,10 @@ def response_writer(
         # Whole on every rank, so that rank 0 can sample by itself.
         with evaluation_mode(model), engine.backend.full_parameters():
             if run.is_main:
-                found = decode_responses(policy.model, prompts, sampling, sorted(stop_token_ids(tokenizer)))
+                stops = sorted(stop_token_ids(tokenizer))
+                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start)
                 for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True):
-                    run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended))
+                    run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended, start))
 
     return write
 

@@ -22,11 +22,10 @@ from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
 from alignment.files import write_json
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.generate import start_token_of
 from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.model import Model
+from alignment.models.model import Model, start_token_of
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 

@@ -16,12 +16,11 @@ from alignment.analysis.attention import hooked
 from alignment.analysis.inspection import encoded, shown, write_texts
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
-from alignment.generation.generate import start_token_of
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
 from alignment.models.external.rectangles import PaddedRows, forward_tokens, run_padded
-from alignment.models.model import Model, evaluation_mode
+from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.native_model import NativeModel
 from alignment.ragged import Ragged
 

@@ -16,8 +16,9 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.generate import read_prompts, start_token_of
+from alignment.generation.generate import read_prompts
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.models.model import start_token_of
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.serving.app import ModelThread, ServedModel, build_app
 

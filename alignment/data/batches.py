@@ -1,7 +1,7 @@
 """Examples, data rows as token sequences, and ragged micro-batches of limited size; records become examples in tokenize.py."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -9,7 +9,17 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, common_prompt, fill_groups, group_rows_by_length
+from alignment.ragged import (
+    Ragged,
+    RaggedBatch,
+    Seq2Seq,
+    Sharing,
+    allowed,
+    common_prompt,
+    cut_at_targets,
+    fill_groups,
+    group_rows_by_length,
+)
 
 Row = TypeVar("Row")
 Values = dict[str, Any]  # of an example, JSON-like
@@ -181,6 +191,25 @@ def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged
 def collate_whole(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
     """`collate` with every token but each document's first as a target, whatever the examples' masks."""
     return collate([replace(example, masks=[[True] * len(example.ids)]) for example in examples], micro_batch_tokens)
+
+
+def collate_for_encoder_decoder(
+    examples: Sequence[Example],
+    micro_batch_tokens: int,
+    *,
+    collate: Callable[..., Sequence[Ragged | RaggedBatch]],
+    start_token: int,
+) -> list[Seq2Seq | RaggedBatch]:
+    """Batches of `collate` with the prompts for an encoder, the responses behind `start_token` for a decoder.
+
+    Tokens are counted without the start tokens.
+    """
+    return [
+        replace(batch, ragged=cut_at_targets(batch.ragged, start_token))  # pyright: ignore[reportArgumentType]
+        if isinstance(batch, RaggedBatch)
+        else cut_at_targets(batch, start_token)
+        for batch in collate(examples, micro_batch_tokens=micro_batch_tokens)
+    ]
 
 
 def collate_pairs(

@@ -197,6 +197,7 @@ def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
     )
 
 
+SEPARATION = "no separation"
 FAULTS = (
     Fault(
         "replacement characters",
@@ -236,7 +237,7 @@ FAULTS = (
         lambda row: any(one["role"] == other["role"] == "user" for one, other in pairwise(row.messages)),
     ),
     Fault(
-        "no separation",
+        SEPARATION,
         "have nothing between prompt and response, so the two are read as one text",
         _is_glued,
         1.0,
@@ -295,11 +296,20 @@ class Checks:
         max_length: of a document in tokens; longer ones were cut to it.
         weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
             are looked for among the contents of which one hash in this many is a multiple of it.
+        joined: False where a model reads prompt and response apart.
     """
 
-    def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, max_length: int = 0, *, weight: int = 1):
+    def __init__(
+        self,
+        kind: Kind,
+        tokenizer: Tokenizer | None = None,
+        max_length: int = 0,
+        *,
+        weight: int = 1,
+        joined: bool = True,
+    ):
         self.kind: Kind = kind
-        self.weight = weight
+        self.weight, self.joined = weight, joined
         self.special = None if tokenizer is None else SpecialTokens.of(tokenizer, max_length)
         self.rows = 0
         self.faults: dict[str, tuple[int, list[str]]] = {}  # number of rows, the first of them; `LITERAL` strings too
@@ -350,7 +360,7 @@ class Checks:
         """Check one row's texts: its prompt, and each response by itself."""
         weight, names = self.weight, [row.record.row_id]
         for fault in FAULTS:
-            if fault.found(row):
+            if (self.joined or fault.name != SEPARATION) and fault.found(row):
                 self._add_rows(fault.name, weight, names)
         self.seen["responses"].update({text_hash(response): weight for response in row.responses})
         if self.special is not None:

@@ -1,33 +1,56 @@
-"""Comparisons and rankings as an encoder reads them: prompt and response as a pair of texts with its special tokens.
+"""Rows as encoders and encoder-decoders read them.
 
-An empty prompt leaves one text. In the examples `mask` marks the second text of a pair, from which `with_segments` makes
-the segments (transformers: token_type_ids) of a batch.
+An encoder reads prompt and response as a pair of texts with its special tokens. An empty prompt leaves one text. In the
+examples `mask` marks the second text of a pair, from which `with_segments` makes the segments (transformers: token_type_ids)
+of a batch.
+
+Of an encoder-decoder the encoder reads the prompt and the decoder writes the response, each with the special tokens that the
+tokenizer puts around a text alone. An example has both end to end, and collate_for_encoder_decoder cuts them apart.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 
 from alignment.data.batches import Example
-from alignment.data.rows.records import Comparison, Ranking, Tally, replies_of
-from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
+from alignment.data.prepare import Preparation
+from alignment.data.rows.records import Comparison, Kind, Message, Ranking, Tally, is_plain, replies_of
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    end_token_id,
+    special_token_template,
+    stop_strings,
+    tokenize_with_offsets,
+    without_end,
+)
 from alignment.data.tokenize import (
     EQUAL,
+    PLAIN_PROMPT,
     TIED_RANKING,
+    PromptedRow,
+    Sides,
+    Tokenize,
     counted,
+    encode_prompts,
     label_values,
     note_cuts,
     refused_rows,
     text_budget,
+    tokenize_demonstrations,
+    tokenize_prompts,
+    tokenize_responses,
     truncate,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, encode, naming_panics
 from alignment.ragged import Ragged
 
 MESSAGES = "the prompt is a list of messages, and an encoder reads texts; write it as one text, or train a decoder"
 NO_RESPONSE = "response of which the tokenizer makes no token"
+NO_PROMPT = "the tokenizer makes no token of the prompt, and an encoder reads at least one"
+NOT_PLAIN = "the reply has tool calls or reasoning, and an encoder-decoder learns texts; write it as one text"
 
 
 def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[EncodedText]:
@@ -92,3 +115,66 @@ def with_segments(batch: Ragged) -> Ragged:
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [one.ids for one in tokenize_with_offsets(tokenizer, texts)]
+
+
+# Encoder-decoders
+
+
+def source_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
+
+    Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
+    that it is asked to fill.
+    """
+    with naming_panics(tokenizer):
+        options = {"padding": False, "truncation": False, "verbose": False}
+        return tokenizer(list(texts), **options)["input_ids"] if texts else []
+
+
+def encode_sources(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Tally | None = None) -> list[list[int]]:
+    """Ids of each prompt for the encoder: of texts those of `source_ids`; messages are rendered by the chat template first.
+
+    Raises:
+        UserError: prompts without a token; messages that the chat template refuses, or of a tokenizer without one.
+    """
+    before, after = special_token_template(tokenizer).single
+    texts = iter(source_ids(tokenizer, [row.prompt for row in rows if isinstance(row.prompt, str)]))
+    chats = iter(encode_prompts(tokenizer, [row for row in rows if not isinstance(row.prompt, str)]))
+    found = list[list[int]]()
+    for row in rows:
+        if isinstance(row.prompt, str):
+            found.append(next(texts))
+            if counts is not None and tokenizer.chat_template is not None:
+                counts.note(PLAIN_PROMPT, row.row_id)
+        else:
+            ids = next(chats)
+            found.append([*before, *(ids[len(before) :] if ids[: len(before)] == before else ids), *after])
+    if empty := [row.row_id for row, ids in zip(rows, found, strict=True) if not ids]:
+        raise refused_rows({NO_PROMPT: empty})
+    return found
+
+
+def encode_targets(
+    tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally | None = None
+) -> list[list[int]]:
+    """Ids of each reply as the decoder writes it after its start token, with one end token (BART: <s> reply </s>)."""
+    if rich := [row.row_id for row, reply in replies if not (isinstance(reply, str) or is_plain(reply))]:
+        raise refused_rows({NOT_PLAIN: rich})
+    before, end, stops = special_token_template(tokenizer).single[0], end_token_id(tokenizer), stop_strings(tokenizer)
+    texts = [without_end(reply if isinstance(reply, str) else reply["content"], stops) for _, reply in replies]
+    return [[*before, *ids, end] if ids else [end] for ids in encode(tokenizer, texts)]
+
+
+SOURCE_AND_TARGET = Sides(encode_sources, encode_targets)
+TEXT_TO_TEXT: dict[Kind, Tokenize] = {
+    "demonstrations": partial(tokenize_demonstrations, sides=SOURCE_AND_TARGET),
+    "comparisons": partial(tokenize_responses, sides=SOURCE_AND_TARGET),
+    "labels": partial(tokenize_responses, sides=SOURCE_AND_TARGET),
+    "rankings": partial(tokenize_responses, ordered=True, sides=SOURCE_AND_TARGET),
+    "prompts": partial(tokenize_prompts, sides=SOURCE_AND_TARGET),
+}
+
+
+def encoder_decoder_preparation(kind: Kind) -> Preparation:
+    """The preparation of rows of one kind for encoder-decoders."""
+    return Preparation(f"{kind} for an encoder-decoder", kind, TEXT_TO_TEXT[kind])

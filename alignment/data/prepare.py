@@ -278,7 +278,8 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
         return done
     kind, tokenize = job.preparation.kind, job.preparation.tokenize
     plain = tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)  # others are checked where they are corrupted
-    done.checks = Checks(kind, job.tokenizer if plain else None, job.config.max_length, weight=job.checked)
+    coder = job.tokenizer if plain else None
+    done.checks = Checks(kind, coder, job.config.max_length, weight=job.checked, joined=plain)
     examples: list[Any] = []
     rows = choose_turns(parsed.rows, job.config.turns)
     step = len(rows) if job.preparation.whole else BATCH_ROWS

@@ -11,6 +11,7 @@ from torch import Tensor
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 Entity = tuple[str, int, int]  # kind, first word, the one after the last
+BLEU_COUNTS = [*(f"{what}_{n}" for what in ("matches", "ngrams") for n in range(1, 5)), "written", "reference"]
 
 
 def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
@@ -53,6 +54,35 @@ def number_metrics(labels: Sequence[float], predictions: Sequence[float]) -> dic
         return {"pearson": 0.0, "spearman": 0.0}
     found = (correlation(labels, predictions).statistic for correlation in (pearsonr, spearmanr))  # pyright: ignore
     return dict(zip(("pearson", "spearman"), map(float, found), strict=True))
+
+
+def rouge_l(answer: str, accepted: Sequence[str]) -> float:
+    """F1 of the longest common subsequence of stems with the closest accepted answer, in [0, 1], by rouge-score.
+
+    Source: Lin 2004, "ROUGE: a package for automatic evaluation of summaries", section 3.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # of an extra
+
+    return RougeScorer(["rougeL"], use_stemmer=True).score_multi(accepted, answer)["rougeL"].fmeasure
+
+
+def bleu_counts(answer: str, accepted: Sequence[str]) -> dict[str, float]:
+    """What an answer adds to a corpus: n-grams that match and that there are, n = 1 to 4, and the lengths of both sides."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    found = BLEU(effective_order=True).sentence_score(answer, accepted)
+    return dict(zip(BLEU_COUNTS, [*found.counts, *found.totals, found.sys_len, found.ref_len], strict=True))
+
+
+def bleu(counts: Sequence[int]) -> float:
+    """sacrebleu's BLEU of a corpus, in [0, 100], from the sums of `bleu_counts` over its answers, [10].
+
+    Source: Papineni et al. 2002, "BLEU: a method for automatic evaluation of machine translation"; Post 2018, arXiv:1804.08771.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    matches, there, (written, reference) = counts[:4], counts[4:8], counts[8:]
+    return BLEU.compute_bleu(list(matches), list(there), written, reference).score
 
 
 def are_entities(names: Iterable[str]) -> bool:

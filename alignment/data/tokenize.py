@@ -3,8 +3,8 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, compress, islice, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from alignment.data.batches import Example, Values
 from alignment.data.rows.records import (
@@ -44,6 +44,13 @@ Encoded = TypeVar("Encoded")
 Tokenize = Callable[[list[Any], Tokenizer, int], tuple[list[Any], Tally]]  # records, tokenizer, most tokens of a row
 
 
+class Sides(NamedTuple):
+    """Functions that give the ids of the two sides of rows, to be joined or to be read by two stacks."""
+
+    prompts: Callable[[Tokenizer, Sequence[PromptedRow], Tally], list[list[int]]]
+    responses: Callable[[Tokenizer, Sequence[tuple[PromptedRow, str | Message]], Tally], list[list[int]]]
+
+
 def counted(examples: list[Example], counts: Tally) -> tuple[list[Example], Tally]:
     """Examples, and their tally with the number of their documents and tokens."""
     return examples, counts.with_documents(ids for example in examples for ids in example.documents)
@@ -69,24 +76,27 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
 
 
 def tokenize_demonstrations(
-    rows: Sequence[Demonstration], tokenizer: Tokenizer, max_length: int
+    rows: Sequence[Demonstration], tokenizer: Tokenizer, max_length: int, sides: Sides | None = None
 ) -> tuple[list[Example], Tally]:
     """Prompt and response joined; the response and its end token count, in dialogues every assistant turn.
+
+    With `sides`, of a model that reads prompts apart from responses, each turn of a dialogue is an example.
 
     Raises:
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
     counts, examples = Tally(rows=len(rows)), []
     bos = tokenizer.bos_token_id
-    turns = [[] if row.messages and not row.apart else single_turns(row) for row in rows]
+    prompts, responses = sides or DECODER
+    is_whole = [bool(row.messages) and not row.apart and sides is None for row in rows]
+    turns = [[] if together else single_turns(row) for row, together in zip(rows, is_whole, strict=True)]
     flat = [turn for each in turns for turn in each]
-    answered = zip(
-        encode_prompts(tokenizer, [row for row, _ in flat], counts), _responses(tokenizer, flat, counts), strict=True
-    )
-    together = [row for row in rows if row.messages and not row.apart]
-    whole = iter(_accepted(together, encode_dialogues(tokenizer, together), counts))
-    for row, of_row in zip(rows, turns, strict=True):
-        if row.messages and not row.apart:
+    heads = prompts(tokenizer, [row for row, _ in flat], counts)
+    answered = zip(heads, responses(tokenizer, flat, counts), strict=True)
+    dialogues = list(compress(rows, is_whole))
+    whole = iter(_accepted(dialogues, encode_dialogues(tokenizer, dialogues), counts))
+    for row, of_row, together in zip(rows, turns, is_whole, strict=True):
+        if together:
             dialogue = next(whole)
             start = last_span(dialogue.mask)
             made = [(dialogue.ids[:start], dialogue.mask[:start], dialogue.ids[start:])]
@@ -108,7 +118,11 @@ def tokenize_demonstrations(
 
 
 def tokenize_responses(
-    rows: Sequence[Comparison | LabeledResponse | Ranking], tokenizer: Tokenizer, max_length: int, ordered: bool = False
+    rows: Sequence[Comparison | LabeledResponse | Ranking],
+    tokenizer: Tokenizer,
+    max_length: int,
+    ordered: bool = False,
+    sides: Sides | None = None,
 ) -> tuple[list[Example], Tally]:
     """All responses of a row after the very same prompt tokens, each cut to what the prompt leaves of `max_length`.
 
@@ -117,10 +131,11 @@ def tokenize_responses(
     also a ranking whose responses all tie, which says nothing about an order.
     """
     counts, examples = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows, counts)
+    of_prompts, of_responses = sides or DECODER
+    prompts = of_prompts(tokenizer, rows, counts)
     replies = [getattr(row, "messages", None) or replies_of(row) for row in rows]
     flat = [(row, reply) for row, of_row in zip(rows, replies, strict=True) for reply in of_row]
-    encoded = iter(_responses(tokenizer, flat, counts))
+    encoded = iter(of_responses(tokenizer, flat, counts))
     for row, head, of_row in zip(rows, prompts, replies, strict=True):
         whole = [next(encoded) for _ in of_row]
         kept_head, tails = truncate(head, whole, max_length, tokenizer.bos_token_id)
@@ -201,10 +216,12 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     return counted(examples, counts)
 
 
-def tokenize_prompts(rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
+def tokenize_prompts(
+    rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int, sides: Sides | None = None
+) -> tuple[list[Example], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
     counts, examples = Tally(rows=len(rows)), []
-    for row, ids in zip(rows, encode_prompts(tokenizer, rows, counts), strict=True):
+    for row, ids in zip(rows, (sides or DECODER).prompts(tokenizer, rows, counts), strict=True):
         kept = truncate_left(ids, max_length, ids[:1] == [tokenizer.bos_token_id])
         cut = len(ids) > len(kept)
         note_cuts(counts, row.row_id, cut, False)
@@ -247,6 +264,9 @@ def _responses(
         tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
     )
     return [each.ids for each in _accepted(rows, encoded, counts)]
+
+
+DECODER = Sides(encode_prompts, _responses)
 
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:

@@ -15,10 +15,10 @@ from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.files import write_json
-from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.model import Model, evaluation_mode
+from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.weights_config import WeightsConfig
-from alignment.ragged import Ragged, group_by_length
+from alignment.ragged import Ragged, cut_at_targets, group_by_length
 from alignment.settings import Settings
 
 TOKENS_PER_FORWARD = 16_384
@@ -81,7 +81,12 @@ def run(config: LanguageEvalConfig) -> Path:
 
 
 def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: WeightsConfig) -> LanguageLoss:
-    """`language_loss` of a directory or Hub name, loaded for this call only; texts that were cut are counted on standard error."""
+    """`language_loss` of a directory or Hub name, loaded for this call only; UserError where it is no decoder.
+
+    Texts that were cut are counted on standard error.
+    """
+    if (kind := architecture_of(source)) != "decoder":
+        raise UserError(f"{source}: this model is an {kind}, and the next-token loss of texts is that of a decoder")
     tokenizer = load_tokenizer(source)
     examples, tally = tokenize_texts(rows, tokenizer, max_length)
     print_tally(source, tally)
@@ -97,9 +102,11 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 def masked_log_probs(model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Tensor:
     """Log-probability of each document's masked tokens, their sum, nats, [n] float64 on the CPU; the model is in eval mode."""
     totals, device = torch.zeros(len(documents), dtype=torch.float64), next(model.parameters()).device
+    start = start_token_of(model)
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
-        log_probs = model(batch=batch.to(device)).log_probs.double().cpu()
+        read = batch if start is None else cut_at_targets(batch, start)
+        log_probs = model(batch=read.to(device)).log_probs.double().cpu()
         totals.index_add_(0, torch.tensor(group)[batch.target_rows], log_probs)
     return totals
 

@@ -28,8 +28,8 @@ from alignment.evaluation.language_judges import ask_service, chat_text
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.files import hash_of, read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
-from alignment.loading import best_device, load_model, load_tokenizer
-from alignment.models.model import check_lengths
+from alignment.loading import best_device, load_model, load_tokenizer, preparation_for
+from alignment.models.model import check_lengths, start_token_of
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.judge import check_key
@@ -180,10 +180,11 @@ def sample_responses(
     """
     model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
     tokenizer = load_tokenizer(source, chat_template)
-    examples, tally = tokenize_prompts(prompts, tokenizer, max_length)
+    examples, tally = preparation_for(source, "prompts").tokenize(list(prompts), tokenizer, max_length)
     if counts_of:
         print_tally(counts_of, tally)
-    lengths = [(example.row_id, len(example.ids)) for example in examples]
+    start = start_token_of(model)  # of an encoder-decoder, whose positions the responses have to themselves
+    lengths = [(example.row_id, len(example.ids) if start is None else 1) for example in examples]
     check_lengths(model, lengths, way_out, max(sampling.max_new_tokens for sampling in samplings))
     rows, found = range(first_row, first_row + len(examples)), []
     for sampling in samplings:
@@ -194,9 +195,10 @@ def sample_responses(
             sorted(stop_token_ids(tokenizer)),
             rows=rows,
             batch_size=batch_size,
+            start_token=start,
         )
         ids = zip(sampled.token_ids, sampled.ended, strict=True)
-        found.append(replace(sampled, texts=[response_text(tokenizer, *each) for each in ids]))
+        found.append(replace(sampled, texts=[response_text(tokenizer, *each, start) for each in ids]))
     return found
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 
 from alignment.data.rows.records import Comparison, Prompt, Text
-from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError
 from alignment.evaluation.corrected import MIN_LABELS, corrected_by_people
 from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
@@ -26,11 +25,11 @@ from alignment.evaluation.judges import build_judge, compare, gold_scores, score
 from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
 from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
-from alignment.evaluation.responses import Responses, ResponseScorer, note_form, prompt_tokens, sample_or_read
+from alignment.evaluation.responses import Responses, ResponseScorer, note_form, sample_or_read
 from alignment.evaluation.winrate import holm, mean_interval
 from alignment.files import write_json
 from alignment.generation import Generation
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
+from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
 from alignment.rewards.selection import kl_bound
 from alignment.training.run.lineage import parent_hashes
 
@@ -168,7 +167,8 @@ def measure_responses(
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
     """log p - log p_ref of each whole response, nats; the mean over the model's own samples is the KL from the reference."""
     source, responses = config.models[str(config.measured_from)], generation.token_ids
-    heads = prompt_tokens(load_tokenizer(source, config.chat_template), prompts, config.data.max_length)
+    tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "prompts").tokenize
+    heads = [example.ids for example in tokenize(prompts, tokenizer, config.data.max_length)[0]]
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(own) for head, own in zip(heads, responses, strict=True)]
     own = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
@@ -178,8 +178,9 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
 def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:
     """Log-probabilities of held-out pairs by model, for those with the reference's vocabulary."""
     assert config.comparisons is not None
-    tokenizer = load_tokenizer(config.models[str(config.measured_from)], config.chat_template)
-    pairs, tally = tokenize_comparisons(rows, tokenizer, config.comparisons.max_length)
+    source = config.models[str(config.measured_from)]
+    tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "comparisons").tokenize
+    pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)
     print_tally("comparisons", tally)
     names = [name for name in config.models if _shares_vocabulary(config, name)]
     found = {name: pair_log_probs(_load(config, name), pairs) for name in names}

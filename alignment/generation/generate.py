@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from alignment.data.encoder_inputs import encode_sources
+from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import prompt_ids, stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, naming_panics
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.engine import Generation, decode_responses
 from alignment.generation.requests import SamplingConfig, check_stop
-from alignment.models.model import Model, check_lengths, evaluation_mode
+from alignment.models.model import Model, check_lengths, evaluation_mode, start_token_of
 
 
 def generate(
@@ -41,7 +43,7 @@ def generate(
     Args:
         model, tokenizer: from `load_model` and `load_tokenizer`.
         prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
-            encoder-decoder takes texts, encoded with their special tokens.
+            encoder-decoder's have the special tokens that its tokenizer puts around a text.
         max_new_tokens: longest response in tokens. `SamplingConfig` describes the sampling settings.
         seed: the same seed and position in `prompts` give the same response, whatever the batch size.
         batch_size: cache rows decoded side by side: one per response, or per beam. Equal prompts are computed once.
@@ -101,10 +103,9 @@ def _generate(
                 tokenizer=tokenizer if stop else None, adapters=adapters,
             )  # fmt: skip
     texts = found.texts or [
-        response_text(tokenizer, tokens, ended) if start_token is None
-        else tokenizer.decode(tokens, skip_special_tokens=True)  # as transformers' pipelines show it
+        response_text(tokenizer, tokens, ended, start_token)
         for tokens, ended in zip(found.token_ids, found.ended, strict=True)
-    ]  # fmt: skip
+    ]
     return replace(found, texts=texts)
 
 
@@ -133,19 +134,6 @@ def decoding_config(
 # Prompts and responses of a decoder or an encoder-decoder
 
 
-def start_token_of(model: Model) -> int | None:
-    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder."""
-    start = getattr(model.spec, "start_token", None)
-    if start is not None or not model.config.get("is_encoder_decoder", False):
-        return start
-    if (start := model.config.get("decoder_start_token_id")) is None:
-        raise UserError(
-            f"the {model.config.get('model_type')} model's config.json names no decoder_start_token_id, so its decoder "
-            "cannot begin; T5 takes its padding token, BART its end token"
-        )
-    return start
-
-
 def read_prompts(tokenizer: Tokenizer, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
     """Ids of prompts for a decoder, or for an encoder where responses begin with a start token.
 
@@ -164,27 +152,11 @@ def read_prompts(tokenizer: Tokenizer, prompts: Sequence[Any], start_token: int 
     )
     if start_token is None:
         return [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    return source_ids(tokenizer, prompts)
+    return encode_sources(tokenizer, [Prompt(prompt, {}, f"prompt {n}") for n, prompt in enumerate(prompts)])
 
 
-def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]:
-    """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
-
-    Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
-    that it is asked to fill.
-    """
-    raise_all(
-        f"prompt {number}: an encoder-decoder model reads text, this prompt is a list of messages"
-        for number, text in enumerate(texts)
-        if not isinstance(text, str)
-    )
-    with naming_panics(tokenizer):
-        options = {"padding": False, "truncation": False, "verbose": False}
-        encoded = tokenizer(list(map(str, texts)), **options)["input_ids"] if texts else []
-    raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
-    return encoded
-
-
-def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
-    """Text of a decoder's response, without its stop token."""
+def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool, start_token: int | None = None) -> str:
+    """Text of a decoder's response, without its stop token; of one behind a start token, without any special token."""
+    if start_token is not None:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)  # as transformers' pipelines show it
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from alignment.models.external.models import ExternalModel
 from alignment.models.external.rectangles import groups_with_little_padding
 from alignment.models.native_model import NativeModel
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, Seq2Seq
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
-    """Add noise to the token vectors of a decoder from now on, wherever it is in training mode.
+    """Add noise to the token vectors of a decoder, or of an encoder-decoder's encoder, from now on, wherever it is in training mode.
 
     vector_t += u_t,   u_t uniform in [-1, 1] * alpha / sqrt(L * E)
 
@@ -28,7 +28,7 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
         noise, embedding = _EmbeddingNoise(alpha, grouped=True), model.inner.get_input_embeddings()
     else:
         assert isinstance(model, NativeModel)
-        trunk: Any = model.trunk
+        trunk: Any = getattr(model, "encoder", None) or model.trunk
         # The trunk multiplies by its scale what the table gives; the noise is meant for the product.
         noise, embedding = _EmbeddingNoise(alpha / trunk.spec.embedding_scale), trunk.embed
     model.register_forward_pre_hook(noise.read_lengths, with_kwargs=True)
@@ -45,9 +45,11 @@ class _EmbeddingNoise:
     def read_lengths(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Note the documents' lengths, in the order in which their vectors are looked up."""
         self._lengths.clear()
-        batch = kwargs.get("batch")
+        given = kwargs.get("batch")
+        batch = given.encoder if isinstance(given, Seq2Seq) else given
         if model.training and isinstance(batch, Ragged):
-            groups = groups_with_little_padding(batch.lengths) if self.grouped else [range(len(batch.lengths))]
+            in_groups = self.grouped and batch is given  # all sources of a batch are one rectangle
+            groups = groups_with_little_padding(batch.lengths) if in_groups else [range(len(batch.lengths))]
             self._lengths.extend([batch.lengths[row] for row in rows] for rows in groups)
 
     def add(self, embedding: nn.Module, args: tuple[object, ...], vectors: Tensor) -> Tensor:

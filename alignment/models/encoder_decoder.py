@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.losses.language import chunked_token_log_probs
+from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.kv_cache import Cache
@@ -66,16 +66,22 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
             self.head.weight = self.encoder.embed.weight
 
     def outputs(
-        self, batch: Seq2Seq, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
+        self,
+        batch: Seq2Seq,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        return_logits: bool = False,
+        token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the target tokens, or their logits; arguments as for `LanguageModel.outputs`."""
         before = select_rows(self.states(batch), batch.decoder.before)
         if return_logits:
             return LogitsOutput(self.head(before), before)
         found = chunked_token_log_probs(
-            self.head, before, batch.decoder.target_labels, temperature=temperature, entropy=entropy
+            self.head, before, batch.decoder.target_labels, temperature=temperature, entropy=entropy, loss=token_loss
         )
-        return LanguageOutput(found.log_probs, found.entropy)
+        return LanguageOutput(found.log_probs, found.entropy, losses=found.losses)
 
     def padded_outputs(
         self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None

@@ -109,6 +109,19 @@ class Model(nn.Module):
         return 0 if name is None else adapters[name].virtual_tokens
 
 
+def start_token_of(model: Model) -> int | None:
+    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder."""
+    start = getattr(model.spec, "start_token", None)
+    if start is not None or not model.config.get("is_encoder_decoder", False):
+        return start
+    if (start := model.config.get("decoder_start_token_id")) is None:
+        raise UserError(
+            f"the {model.config.get('model_type')} model's config.json names no decoder_start_token_id, so its decoder "
+            "cannot begin; T5 takes its padding token, BART its end token"
+        )
+    return start
+
+
 def check_capacity(capacity: int, positions: int) -> None:
     """UserError where `capacity` tokens are more than the model's `positions`."""
     if capacity > positions:

@@ -48,7 +48,10 @@ def directory(tmp_path, tokenizer):
 
 
 REFUSED = [
-    (kind, family) for kind in ("sft", "dpo", "reward") for family in CONFIGS if (kind, family) != ("reward", "bert")
+    (kind, family)
+    for kind in ("sft", "dpo", "reward")
+    for family in CONFIGS
+    if (kind, family) != ("reward", "bert") and (kind == "reward" or KINDS[family] == "encoder")
 ]
 
 

@@ -304,6 +304,61 @@ def test_answers_are_extracted_and_compared(make_task):
     assert columns["exact_match"].tolist() == [1, 0] and columns["f1"].tolist() == [1, 0.5]
 
 
+def test_bleu_and_rouge_are_the_libraries_figures_of_the_corpus(make_task):
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import BLEU
+
+    accepted = [
+        ["the cat sat on the mat", "a cat was on the mat"],
+        ["he reads two old books", "two books"],
+        ["yes", "it is"],
+    ]
+    written = ["the cat sat on a mat today", "he is reading two books", ""]
+    settings = {
+        "kind": "answers",
+        "source": "rows.jsonl",
+        "prompt": "{{ q }}",
+        "answer": "a",
+        "metrics": ["rouge_l", "bleu"],
+    }
+    task = make_task([{"q": str(n), "a": texts} for n, texts in enumerate(accepted)], settings)
+    columns = measure(task, Planted(answers=written))
+    found = task_figures(task.settings, columns)
+    assert found["bleu"] == pytest.approx(
+        BLEU().corpus_score(written, [list(side) for side in zip(*accepted, strict=True)]).score
+    )
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    each = [
+        max(scorer.score(one, text)["rougeL"].fmeasure for one in texts)
+        for text, texts in zip(written, accepted, strict=True)
+    ]
+    assert each[1] == pytest.approx(2 * (4 / 5 * 4 / 5) / (4 / 5 + 4 / 5))  # he, read(ing), two, books of five and five
+    assert columns["rouge_l"].tolist() == pytest.approx(each) and found["rouge_l"] == pytest.approx(sum(each) / 3)
+    intervals = figures_of(task.settings, np.arange(3), columns)
+    assert set(intervals) == {"accuracy", "rouge_l", "bleu"}
+    assert intervals["bleu"]["low"] <= found["bleu"] <= intervals["bleu"]["high"]
+
+
+def test_text_metrics_are_of_answers_and_of_an_extra(make_task, monkeypatch, checkpoints, tmp_path):
+    import importlib.util
+
+    settings = {"kind": "answers", "source": "rows.jsonl", "prompt": "{{ q }}", "answer": "q", "metrics": ["bleu"]}
+    make_task([{"q": "a"}], settings)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sacrebleu" else found(name, *a))
+    config = BenchmarksConfig(
+        {"base": checkpoints["llama"]}, str(tmp_path), [str(tmp_path / "task.yaml")], str(tmp_path)
+    )
+    with pytest.raises(UserError, match=r"bleu take rouge-score and sacrebleu, .*\[text-metrics\]"):
+        benchmarks.run(config)
+    with pytest.raises(
+        UserError, match="metrics: are figures of generated answers; leave them out with kind=last_word"
+    ):
+        make_task([{"q": "a"}], {**settings, "kind": "last_word"})
+    with pytest.raises(UserError, match="metrics: are figures of choices; leave them out with kind=answers"):
+        make_task([{"q": "a"}], {**settings, "metrics": ["f1"]})
+
+
 def test_toxicity_worked_by_hand(make_task):
     """Largest of three continuations: 0.9 and 0.4, so 0.65 in the mean; one of two prompts has one of at least a half."""
     settings = {"kind": "toxicity", "source": "rows.jsonl", "prompt": "{{ q }}", "samples": 3, "sampling": {}}

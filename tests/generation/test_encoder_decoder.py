@@ -1,14 +1,16 @@
 """Encoder-decoders: the source is read once, responses begin after the start token and are those of transformers."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from alignment.data.encoder_inputs import source_ids
 from alignment.errors import UserError
 from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
-from alignment.generation.generate import source_ids, start_token_of
 from alignment.loading import load_model
+from alignment.models.model import start_token_of
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
 
 START = 0
@@ -105,10 +107,14 @@ def test_generate_reads_sources_and_leaves_special_tokens_out(pairs, words, num_
         assert shown == " ".join(f"w{token}" for token in tokens if token > 3)
 
 
-def test_messages_are_no_source(pairs, words):
+def test_messages_are_a_source_where_the_tokenizer_has_a_chat_template(pairs, words):
     message = [{"role": "user", "content": "w7"}]
-    with pytest.raises(UserError, match=r"prompt 1: .*list of messages\nprompt 2: "):
+    with pytest.raises(UserError, match=r"prompt 1: .*chat template.*likewise 1 more: prompt 2"):
         generate(pairs.ours, words, ["w7", message, message])
+    templated = deepcopy(words)
+    templated.chat_template = "{% for message in messages %}{{ message.content }} w8{% endfor %}"
+    found = generate(pairs.ours, templated, ["w7 w8", message], max_new_tokens=5, temperature=0)
+    assert found.token_ids[0] == found.token_ids[1]
 
 
 def test_the_start_token_is_the_configs(pairs):

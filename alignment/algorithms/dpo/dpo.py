@@ -18,10 +18,19 @@ from alignment.algorithms.dpo.kin import (
     with_sft,
 )
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
-from alignment.algorithms.policies import Role, load_policy, note_dropout_off, note_memory, reference_of, save_policy
-from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
+from alignment.algorithms.policies import (
+    GENERATORS,
+    Role,
+    load_policy,
+    note_dropout_off,
+    note_memory,
+    reference_of,
+    save_policy,
+)
+from alignment.algorithms.runs import check_rows, collate_for, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
-from alignment.loading import load_tokenizer
+from alignment.errors import UserError
+from alignment.loading import architecture_of, load_tokenizer, preparation_for
 from alignment.losses.preference import dpo_loss
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
@@ -42,11 +51,20 @@ def run(config: DPOConfig) -> Path:
         if run.finished:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        train, held_out = read_split(config, config.rows, tokenizer, run, preparation=PREPARATIONS.get(config.rows))
+        kind, preparation = architecture_of(config.policy), PREPARATIONS.get(config.rows)
+        if config.reference and (other := architecture_of(config.reference)) != kind:
+            raise UserError(
+                f"reference: {config.reference} is an {other}, and the policy an {kind}; both read the same rows"
+            )
+        if kind == "encoder-decoder":
+            preparation = preparation_for(config.policy, config.rows)
+        train, held_out = read_split(config, config.rows, tokenizer, run, preparation=preparation)
         require_margins(config.losses, train, held_out)
 
         bases = SharedWeights(config.weights, shared=shares_weights())
-        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, bases=bases)
+        policy = load_policy(
+            config.policy, config.adapter, tokenizer, config.output, bases=bases, architectures=GENERATORS
+        )
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
@@ -62,7 +80,7 @@ def run(config: DPOConfig) -> Path:
             roles.append(reference.role)
         note_memory(run, roles)
 
-        collate = collate_of(config, [policy.model, reference and reference.model], run)
+        collate = collate_for(policy.model, collate_of(config, [policy.model, reference and reference.model], run))
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
         updates = PreferenceUpdates(
             engine, config, loss_fn, reference, partial(collate, micro_batch_tokens=config.training.tokens_per_forward),

@@ -7,7 +7,7 @@ file is computed again, and the run notes it.
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -23,6 +23,7 @@ from alignment.algorithms.dpo.config import DPOConfig
 from alignment.algorithms.dpo.kin import joint_batches
 from alignment.algorithms.dpo.responses import sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
+from alignment.algorithms.runs import collate_for
 from alignment.data.batches import Example, RowSequence, collate
 from alignment.data.stream import Stream
 from alignment.errors import UserError
@@ -31,6 +32,7 @@ from alignment.loading import find_base, find_directory
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
+from alignment.ragged import Batch
 from alignment.training import Engine, Run
 from alignment.training.loop import RowStream
 from alignment.training.run.checkpoints import rename_corrupt
@@ -94,7 +96,8 @@ def cached_reference(
             run.note(f"reference: {values}; it is computed again")
             if group.is_main and path.is_dir():
                 rename_corrupt(path)
-        values = compute_log_probs(reference(), engine, rows, starts, config.training.tokens_per_forward)
+        to_batches = partial(collate_for(policy.model, collate), micro_batch_tokens=config.training.tokens_per_forward)
+        values = compute_log_probs(reference(), engine, rows, starts, to_batches)
         if group.is_main:
             write_atomic(path, partial(_write, values))
         group.barrier()
@@ -127,11 +130,14 @@ def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
 
 
 def compute_log_probs(
-    reference: LogProbModel, engine: Engine, rows: Sequence[Example], starts: np.ndarray, micro_batch_tokens: int
+    reference: LogProbModel,
+    engine: Engine,
+    rows: Sequence[Example],
+    starts: np.ndarray,
+    to_batches: Callable[[Sequence[Example]], Sequence[Batch]],
 ) -> np.ndarray:
     """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
     values, group = np.full(int(starts[-1]), np.nan, np.float32), engine.process_group
-    to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
 
     @torch.no_grad()
     def own_share(documents: Sequence[Example]) -> Iterator[tuple[int, float]]:

@@ -16,7 +16,7 @@ from alignment.errors import raise_all
 from alignment.losses.preference import Measured, f_divergence_scores, preference_metrics
 from alignment.losses.ranking import is_preferred, prompt_accuracy
 from alignment.models.outputs import LogProbModel
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Run
 
 MOMENTS = (
@@ -72,7 +72,7 @@ def response_log_probs(
     return ResponseLogProbs(ours, theirs, tokens)
 
 
-def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
+def sequence_log_probs(model: LogProbModel, batch: Ragged | Seq2Seq) -> Tensor:
     """Log-probability of each document's targets together, nats, [B]."""
     log_probs = model(batch=batch).log_probs  # [M]
     return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)
@@ -81,7 +81,7 @@ def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
 def preferred_responses(batch: PreferenceBatch) -> Tensor:
     """True at a batch's responses that are to be imitated: the chosen, the desirable, or the best ones; [D]."""
     if isinstance(batch, PairBatch):
-        return torch.arange(len(batch.lengths), device=batch.ragged.tokens.device) < len(batch.lengths) // 2
+        return torch.arange(len(batch.lengths), device=batch.ragged.target_rows.device) < len(batch.lengths) // 2
     return batch.desirable if isinstance(batch, UnpairedBatch) else batch.ranks == 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignment.data.task_metrics import answer_metrics, class_metrics
+from alignment.data.task_metrics import BLEU_COUNTS, answer_metrics, bleu, bleu_counts, class_metrics, rouge_l
 from alignment.errors import UserError, suggest
 from alignment.evaluation.behavior import class_names, classify
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
@@ -24,7 +24,7 @@ Columns = np.ndarray  # values of each row, by name
 Row = dict[str, float]
 Classifier = Callable[[Sequence[str]], Sequence[float]]  # texts -> probability that each is toxic
 Figures = dict[str, dict[str, float]]  # name -> value, low, high, n
-HELP = {"label", "predicted", "log_prob", "words", "bytes", "ambiguous", "biased"}  # they are no figures
+HELP = {"label", "predicted", "log_prob", "words", "bytes", "ambiguous", "biased", *BLEU_COUNTS}  # they are no figures
 RESAMPLES = 200
 
 
@@ -162,13 +162,19 @@ def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
 
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
-    """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words."""
+    """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words; `metrics`."""
     settings, responses = task.settings, _responses(task, scorer, 1)
     found = [_last_group(settings.extract, text) if settings.extract else text for text in responses]
     pairs = [(answer, item.choices) for answer, item in zip(found, task.items, strict=True)]
     if settings.match == "squad":
-        return [answer_metrics([answer], [accepted]) for answer, accepted in pairs]
-    return [{settings.figure: is_right(settings.match, answer, accepted)} for answer, accepted in pairs]
+        rows = [answer_metrics([answer], [accepted]) for answer, accepted in pairs]
+    else:
+        rows = [{settings.figure: float(is_right(settings.match, *pair))} for pair in pairs]
+    if "rouge_l" in settings.metrics:
+        rows = [{**row, "rouge_l": rouge_l(*pair)} for row, pair in zip(rows, pairs, strict=True)]
+    if "bleu" in settings.metrics:
+        rows = [{**row, **bleu_counts(*pair)} for row, pair in zip(rows, pairs, strict=True)]
+    return rows
 
 
 def _last_group(pattern: str, text: str) -> str:
@@ -207,7 +213,7 @@ KINDS = {
 def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
     """Every figure of rows: the means of their values, and those that are no means.
 
-    perplexity = exp(-mean log p), word_perplexity = exp(-sum log p / words), likewise of bytes.
+    bleu is that of all rows as one corpus. perplexity = exp(-mean log p), word_perplexity = exp(-sum log p / words), likewise of bytes.
     bias = 2 * biased / answers that are not "unknown" - 1, in [-1, 1]; of ambiguous contexts times 1 - their accuracy.
 
     Source: bias: Parrish et al. 2022, arXiv:2110.08193, section 5.
@@ -227,6 +233,8 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
         metrics = class_metrics(labels.tolist(), predicted.tolist(), int(max(*labels, *predicted, 1)) + 1)
         metrics["f1"] = class_metrics((labels == 1).tolist(), (predicted == 1).tolist(), 2)["f1"]
         found |= {name: metrics[name] for name in settings.metrics if name in metrics}
+    if "bleu" in settings.metrics:
+        found["bleu"] = bleu([int(columns[name].sum()) for name in BLEU_COUNTS])
     if settings.bias:
         for name, part in (
             ("ambiguous", columns[columns["ambiguous"] == 1]),

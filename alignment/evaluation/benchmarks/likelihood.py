@@ -17,15 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alignment.data.encoder_inputs import encode_sources
+from alignment.data.rows.records import Message, Prompt
 from alignment.data.text.chat import prompt_ids, stop_token_ids
-from alignment.data.text.special_tokens import bos_adder
+from alignment.data.text.special_tokens import bos_adder, special_token_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, encode
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
-from alignment.models.model import Model
+from alignment.models.model import Model, start_token_of
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.ragged import Ragged, Sharing, group_by_length, runs
+from alignment.ragged import Ragged, Seq2Seq, Sharing, group_by_length, runs
 
 TOKENS_PER_FORWARD = 16_384
 LOGITS_PER_TOKEN = 2**14  # beside each token of a forward: a gigabyte in float32
@@ -45,7 +47,7 @@ class Likelihood(NamedTuple):
 
 @dataclass(frozen=True)
 class LanguageScorer:
-    """A decoder, or for pairs an encoder, and its tokenizer.
+    """A decoder, for pairs an encoder, or an encoder-decoder, which reads contexts apart; and its tokenizer.
 
     Attributes:
         chat: contexts are the user's messages, through the chat template.
@@ -54,6 +56,11 @@ class LanguageScorer:
     model: Model
     tokenizer: Tokenizer
     chat: bool = False
+
+    @cached_property
+    def start_token(self) -> int | None:
+        """The token that begins the responses of an encoder-decoder; None of a decoder."""
+        return start_token_of(self.model)
 
     @property
     def positions(self) -> int:
@@ -74,7 +81,10 @@ class LanguageScorer:
         return prompt_sharing([self.model], wanted=True, note=lambda line: None)
 
     def context_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of contexts, BOS included where the tokenizer adds it."""
+        """Tokens of contexts, BOS included where the tokenizer adds it; of an encoder's, all that the tokenizer adds."""
+        if self.start_token is not None:
+            asked = [[Message(role="user", content=text)] if self.chat else text for text in texts]
+            return encode_sources(self.tokenizer, [Prompt(each, {}, f"context {n}") for n, each in enumerate(asked)])
         if self.chat:
             return [prompt_ids(self.tokenizer, [{"role": "user", "content": text}]) for text in texts]
         return list(map(bos_adder(self.tokenizer), encode(self.tokenizer, texts, control_tokens=True)))
@@ -103,9 +113,38 @@ class LanguageScorer:
 
     def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
         """Of each continuation after its context, which loses its beginning where both are too long for the model."""
+        if self.start_token is not None:
+            return self._likelihoods_apart(requests, self.start_token)
         encoded = self.encode_requests(requests)
         self._tell_cut([len(context) + len(tail) - 1 for context, tail in encoded], self.positions)
         return self.token_likelihoods(encoded)
+
+    @torch.no_grad()
+    def _likelihoods_apart(self, requests: Sequence[Request], start: int) -> list[Likelihood]:
+        """Of each continuation by a decoder whose encoder reads the context; the end token is not part of it."""
+        before, device = special_token_template(self.tokenizer).single[0], next(self.model.parameters()).device
+        contexts = [ids[-self.positions :] for ids in self.context_ids([context for context, _ in requests])]
+        tails = encode(self.tokenizer, [tail.strip() for _, tail in requests])
+        raise_all(
+            f"the continuation {tail[:40]!r} has no token"
+            for (_, tail), ids in zip(requests, tails, strict=True)
+            if not ids
+        )
+        sizes, found = list(map(len, tails)), [Likelihood(0.0, False)] * len(requests)
+        for group in group_by_length(
+            [len(c) + size for c, size in zip(contexts, sizes, strict=True)], TOKENS_PER_FORWARD
+        ):
+            targets = Ragged.build(
+                [[start, *before, *tails[i]] for i in group],
+                [[False] * (1 + len(before)) + [True] * sizes[i] for i in group],
+            )
+            batch = Seq2Seq(Ragged.build([contexts[i] for i in group]), targets).to(device)
+            logits = self.model(batch=batch, return_logits=True).logits.split([sizes[i] for i in group])
+            for number, scores in zip(group, logits, strict=True):
+                labels = torch.tensor(tails[number], device=device)
+                total = token_log_probs(scores, labels).sum(dtype=torch.float64)
+                found[number] = Likelihood(float(total), bool((scores.argmax(1) == labels).all()))
+        return found
 
     def _tell_cut(self, lengths: Sequence[int], room: int) -> None:
         """Print how many texts lose their beginning."""
@@ -202,15 +241,17 @@ class LanguageScorer:
 
     def responses(self, prompts: Sequence[str], sampling: SamplingConfig, stop: Sequence[str] = ()) -> list[str]:
         """One text for each prompt, cut before the first stop string; a prompt too long for the model loses its beginning."""
-        room = self.positions - sampling.max_new_tokens
+        start, stops = self.start_token, sorted(stop_token_ids(self.tokenizer))
+        room = self.positions - (sampling.max_new_tokens if start is None else 0)
         if room < 1:
             raise UserError(
                 f"max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in {self.positions} positions"
             )
         ids = self.context_ids(prompts)
         self._tell_cut(list(map(len, ids)), room)
-        kept, ends = [tokens[-room:] for tokens in ids], sorted(stop_token_ids(self.tokenizer))
-        return decode_responses(self.model, kept, sampling, ends, stop=stop, tokenizer=self.tokenizer).texts
+        kept = [tokens[-room:] for tokens in ids]
+        coder = self.tokenizer
+        return decode_responses(self.model, kept, sampling, stops, stop=stop, tokenizer=coder, start_token=start).texts
 
 
 def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:

@@ -19,7 +19,7 @@ from alignment.evaluation.benchmarks.figures import (
     toxicity_classifier,
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
-from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
+from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
 from alignment.files import read_json_object, write_json
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
@@ -111,11 +111,19 @@ def refuse_models(config: BenchmarksConfig, tasks: Sequence[LoadedBenchmark]) ->
     """Refuse models that are not there or cannot do a task, and tasks that a classifier is missing for."""
     kinds = {source: architecture_of(source) for source in config.models.values()}
     others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
+    whole = [task.name for task in tasks if task.settings.kind in ("pairs", "rolling")] + config.lm_eval
+    unfit = {"encoder": others, "encoder-decoder": whole, "decoder": []}
     problems = [
-        f"models: {source} is an {kind}, and {others[0] if kind == 'encoder' and others else 'a benchmark'} needs a decoder"
+        f"models: {source} is an {kind}, and {unfit[kind][0]} needs a decoder"
         for source, kind in kinds.items()
-        if kind == "encoder-decoder" or (kind == "encoder" and others)
+        if unfit[kind]
     ]
+    asked = {metric for task in tasks for metric in task.settings.metrics} & TEXT_METRICS
+    if asked and not (importlib.util.find_spec("rouge_score") and importlib.util.find_spec("sacrebleu")):
+        advice = install_advice("text-metrics")
+        problems.append(
+            f"tasks: {' and '.join(sorted(asked))} take rouge-score and sacrebleu, which are not installed; {advice}"
+        )
     toxic = [task.name for task in tasks if task.settings.kind == "toxicity" and config.toxicity is None]
     raise_all(problems + [f"tasks: {name} needs a classifier of toxic texts; set toxicity.model" for name in toxic])
 

@@ -31,6 +31,7 @@ ENVIRONMENT = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newl
 Compiler = Callable[[str], Callable[[Mapping[str, object]], object]]
 TEMPLATE: Compiler = cache(lambda text: ENVIRONMENT.from_string(text).render)
 EXPRESSION: Compiler = cache(partial(ENVIRONMENT.compile_expression, undefined_to_none=False))
+TEXT_METRICS = {"rouge_l", "bleu"}  # among the figures
 BETWEEN = "\n\n"  # solved examples, and paragraphs of a document
 DETOKENIZERS = {  # style -> patterns and what they become, in order
     "wikitext": (  # as lm-eval's task of that name
@@ -88,7 +89,8 @@ class Benchmark(Settings):
         bias: expressions for the bias score of BBQ: `stereotyped`, the index of the answer that agrees with the stereotype;
             `unknown`, of the one that says it cannot be known; `ambiguous`, true where the context does not say who it is.
         figure: name of the main figure, which is 1 for a right row (of `pairs`, where the first text is likelier).
-        metrics: further figures of choices: f1 (of class 1), matthews, mc1, mc2.
+        metrics: further figures, of choices f1 (of class 1), matthews, mc1, mc2; of generated answers rouge_l (in [0, 1], the
+            mean over rows) and bleu (in [0, 100], of the whole corpus), by rouge-score and sacrebleu (extra `text-metrics`).
         match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of the
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
@@ -117,7 +119,7 @@ class Benchmark(Settings):
     cluster: str | None = None
     bias: dict[Literal["stereotyped", "unknown", "ambiguous"], str] = field(default_factory=dict)
     figure: str = "accuracy"
-    metrics: list[Literal["f1", "matthews", "mc1", "mc2"]] = field(default_factory=list)
+    metrics: list[Literal["f1", "matthews", "mc1", "mc2", "rouge_l", "bleu"]] = field(default_factory=list)
     match: AnswerMatch | Literal["squad"] = "exact"
     extract: str | None = None
     document_start: str | None = None
@@ -138,8 +140,10 @@ class Benchmark(Settings):
         Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
         Rule("sampling", lambda c: c.kind == "toxicity" and c.sampling.temperature == 0,
              "temperature must be above 0: all continuations of a prompt would be the same"),
-        Rule("metrics", lambda c: c.metrics and c.kind not in ("multiple_choice", "pairs"),
+        Rule("metrics", lambda c: set(c.metrics) - TEXT_METRICS and c.kind not in ("multiple_choice", "pairs"),
              "are figures of choices; leave them out with kind={self.kind}"),
+        Rule("metrics", lambda c: set(c.metrics) & TEXT_METRICS and c.kind != "answers",
+             "are figures of generated answers; leave them out with kind={self.kind}"),
         Rule("bias", lambda c: c.bias and c.kind not in ("multiple_choice", "pairs"),
              "is a figure of choices; leave it out with kind={self.kind}"),
         Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),

@@ -188,10 +188,7 @@ class ExternalLanguageModel(ExternalDecoder):
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
         logits = self.token_logits(batch, batch.before)
-        output = _target_output(logits, batch, temperature, entropy, return_logits)
-        if token_loss is None or isinstance(output, LogitsOutput):
-            return output
-        return output._replace(losses=smoothed_token_loss(logits / temperature, batch.target_labels, token_loss))
+        return _target_output(logits, batch, temperature, entropy, return_logits, token_loss=token_loss)
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
@@ -217,11 +214,17 @@ class ExternalSeq2SeqModel(ExternalDecoder):
     """
 
     def outputs(
-        self, batch: Seq2Seq, *, temperature: float = 1.0, entropy: bool = False, return_logits: bool = False
+        self,
+        batch: Seq2Seq,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        return_logits: bool = False,
+        token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
-        """Log-probabilities of the target tokens, or their logits."""
+        """Log-probabilities of the target tokens, or their logits; arguments as in `LanguageModel.outputs`."""
         before = self._decoder_logits(batch)[batch.decoder.before]
-        return _target_output(before, batch.decoder, temperature, entropy, return_logits)
+        return _target_output(before, batch.decoder, temperature, entropy, return_logits, token_loss=token_loss)
 
     def padded_outputs(
         self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None
@@ -288,12 +291,19 @@ class ExternalClassifier(ExternalModel):
 
 
 def _target_output(
-    logits: Tensor, batch: Ragged, temperature: float, entropies: bool, return_logits: bool
+    logits: Tensor,
+    batch: Ragged,
+    temperature: float,
+    entropies: bool,
+    return_logits: bool,
+    *,
+    token_loss: TokenLoss | None = None,
 ) -> LanguageOutput | LogitsOutput:
-    """The logits [M, V] of the targets, or the targets' log-probabilities (and entropies) in fp32."""
+    """The logits [M, V] of the targets, or the targets' log-probabilities (and entropies, and losses) in fp32."""
     if return_logits:
         return LogitsOutput(logits)
+    losses = None if token_loss is None else smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
     logits = logits.float() / temperature
     if entropies:
-        return LanguageOutput(*token_log_probs_and_entropy(logits, batch.target_labels))
-    return LanguageOutput(token_log_probs(logits, batch.target_labels))
+        return LanguageOutput(*token_log_probs_and_entropy(logits, batch.target_labels), losses=losses)
+    return LanguageOutput(token_log_probs(logits, batch.target_labels), losses=losses)
