@@ -160,7 +160,7 @@ class Cache:
             store[targets, :, :width] = store[sources, :, :width]
 
     def save(self, row: int, length: int) -> CachedDocument:
-        """A copy of a row of `length` tokens."""
+        """A copy of a row that holds `length` tokens; not of its beginning, which a layer with a window may have no more."""
         keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
         return CachedDocument(keys, values, length)
 
