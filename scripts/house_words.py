@@ -13,10 +13,10 @@ METHODS = (  # names of methods and of those who gave them
     "rdpo remax simpo sppo wilson"
 )
 FIELD = (  # words of papers and tools that the libraries' names lack
-    "advantages alpaca argilla attribution battle bradley coef collinear confusion corrupt corruption critic desirability "
+    "advantages alpaca argilla attribution battle bleu bradley coef collinear confusion corrupt corruption critic desirability "
     "dialogue distilbert distill doctor finetune gae hacking held hypotheses infill infilling judge judgment loglikelihood "
     "loopback manifest matthews minibatch modernbert momentum neox overoptimization penalize png ppo prefill rectangle "
-    "refusal reliability robust rubric sandbox sandwich smollm spike studio terry tournament toxicity unpad varlen verdict "
+    "refusal reliability robust rouge rubric sandbox sandwich smollm spike studio terry tournament toxicity unpad varlen verdict "
     "whiten winrate yaml"
 )
 PLAIN = (  # plain English in its plain meaning
