@@ -100,5 +100,5 @@ def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return Cache(
         len(trunk.spec.layers), rows, capacity, attention.key_value_heads, attention.head_dim,
-        dtype=dtype, device=weight.device,
+        dtype=dtype, device=weight.device, windows=[getattr(layer.attention, "reach", None) for layer in trunk.spec.layers],
     )  # fmt: skip

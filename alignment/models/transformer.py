@@ -14,7 +14,7 @@ from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.attention import AttentionContext, AttentionSpec
 from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.disentangled import RelativeEmbedding
-from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.kv_cache import Cache, TokenSlots
 from alignment.models.layers.layer_contexts import GlobalRule, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.positions import PositionsSpec
@@ -172,11 +172,11 @@ class Transformer(nn.Module):
             refuse_shared(batch, "a forward that fills a cache or reads an encoder's states")
         offset = 0 if prefix is None else prefix.shape[2]
         self._check_length(batch, offset, 0 if prompt is None else len(prompt))
-        addresses = None if cache is None else _reserve(cache, batch, rows, prefix)
+        slots = None if cache is None else _reserve(cache, batch, rows, prefix)
         contexts = training_contexts(
             self.spec.layers, self.position_modules, batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            global_rule=self.spec.global_tokens, cache=cache, addresses=addresses,
+            global_rule=self.spec.global_tokens, cache=cache, slots=slots,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
         first = None
@@ -268,8 +268,8 @@ def _embedding(count: int, width: int) -> nn.Embedding:
     return nn.Embedding(count, width, _weight=weight if weight.is_meta else None)
 
 
-def _reserve(cache: Cache, batch: Ragged, rows: Tensor | None, prefix: Tensor | None) -> Tensor:
-    """Note the documents' lengths in the cache and write the prefix; returns the address of every token, [N * KV]."""
+def _reserve(cache: Cache, batch: Ragged, rows: Tensor | None, prefix: Tensor | None) -> list[TokenSlots]:
+    """Note the documents' lengths in the cache and write the prefix; returns the slots of the tokens in each layer."""
     if torch.is_grad_enabled():
         raise ValueError("a cache keeps no gradient: fill it under torch.no_grad()")
     offset = 0 if prefix is None else prefix.shape[2]
@@ -281,9 +281,9 @@ def _reserve(cache: Cache, batch: Ragged, rows: Tensor | None, prefix: Tensor | 
     cache.lengths[rows] = sizes + offset
     cache.longest = max(cache.longest, longest)
     if prefix is not None:
-        slots = torch.arange(offset, device=rows.device)
-        addresses = cache.addresses(rows.repeat_interleave(offset), slots.repeat(len(rows)))
+        positions = torch.arange(offset, device=rows.device).repeat(len(rows))
+        slots = cache.places(rows.repeat_interleave(offset), positions, [offset] * len(rows))
         for layer, (keys, values) in enumerate(prefix):
-            cache.write(layer, addresses, keys.repeat(len(rows), 1, 1), values.repeat(len(rows), 1, 1))
+            cache.write(layer, slots[layer], keys.repeat(len(rows), 1, 1), values.repeat(len(rows), 1, 1))
     rows_of_tokens = torch.repeat_interleave(rows, sizes, output_size=len(batch.tokens))
-    return cache.addresses(rows_of_tokens, batch.positions + offset)
+    return cache.places(rows_of_tokens, batch.positions + offset, batch.lengths)

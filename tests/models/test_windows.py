@@ -113,19 +113,21 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
     kept = random_heads(spec, steps * len(LENGTHS), seed=1)
     new = [x.unflatten(0, (steps, len(LENGTHS))) for x in kept]
     cache = Cache(
-        1, len(LENGTHS), max(LENGTHS) + steps, key_heads, WIDTH, dtype=torch.double, device=torch.device("cpu")
-    )
+        1, len(LENGTHS), max(LENGTHS) + steps, key_heads, WIDTH,
+        dtype=torch.double, device=torch.device("cpu"), windows=[window],
+    )  # fmt: skip
     rows = torch.arange(len(LENGTHS))
     sizes = torch.tensor(LENGTHS)
     [attend] = attentions(spec)
-    addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
-    filling_attention(cache, 0, addresses, attend)(query, key, value, 0.0)
+    [places] = cache.places(rows.repeat_interleave(sizes), BATCH.positions, LENGTHS)
+    filling_attention(cache, 0, places, attend)(query, key, value, 0.0)
     documents = [list(x.split(LENGTHS)) for x in (key, value)]
     for step in range(steps):
         positions = sizes + step
         width = max(LENGTHS) + step + 1
-        [mask] = decoding_masks(layers_of(spec), POSITION_MODULES, positions, width)
-        attend = filling_attention(cache, 0, cache.addresses(rows, positions), cached_attention(cache, 0, spec, mask))
+        [mask] = decoding_masks(layers_of(spec), POSITION_MODULES, positions, width, slots=cache.slots)
+        [places] = cache.places(rows, positions)
+        attend = filling_attention(cache, 0, places, cached_attention(cache, 0, spec, mask))
         mixed = attend(*(x[step] for x in new), 0.0)
         for row in range(len(LENGTHS)):
             for stored, x in zip(documents, new[1:], strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alignment.models.layers.norms import NormSpec
 from alignment.models.layers.padded_layout import GlobalTokens, PaddedLayout
-from alignment.models.layers.positions import PositionBiasSpec
+from alignment.models.layers.positions import AlibiSpec, PositionBiasSpec
 from alignment.models.layers.rotary import RotarySpec, Rotation, rotate
 
 # (queries [N, H, K], keys [N, KV, K], values [N, KV, K], dropout) -> [N, H, K]
@@ -95,6 +95,13 @@ class AttentionSpec:
     norm_heads: Literal["each", "all"] = "each"
     rotary: RotarySpec | None = None
     position_bias: PositionBiasSpec | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """Keys next to a query that are all it needs, its own included; None: all keys, each at its place."""
+        bias = self.position_bias
+        from_first = isinstance(bias, AlibiSpec) and bias.bfloat16  # its biases count from the first key of all
+        return None if from_first else self.window
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""

@@ -1,18 +1,22 @@
 """Keys and values already seen, one row per document being continued. A prefix is a cache row that starts non-empty.
 
-The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths.
+The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths. A layer
+with a window has as many slots as the window, and a token beyond them takes the slot of the one that falls out of it.
 Decoding spends its time on reading them back, so a head's slots lie together.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from alignment.ragged import runs
+
 
 class CachedDocument(NamedTuple):
-    """A copy of a row: for each layer keys and values [K, length, head_dim]."""
+    """A copy of a row: for each layer keys and values [K, length, head_dim], those of the last tokens where it has a window."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -51,11 +55,20 @@ class CrossAttentionCache:
         self.values = [x[rows] for x in self.values]
 
 
+class TokenSlots(NamedTuple):
+    """Addresses, for `Cache.write`, of the heads of n tokens, [n * K], and indices of these tokens, [n]; None: all in turn."""
+
+    addresses: Tensor
+    tokens: Tensor | None = None
+
+
 class Cache:
     """Preallocated keys and values of every layer.
 
     Attributes:
-        keys, values: one [rows, K, capacity, head_dim] per layer; more rows than documents may be allocated.
+        capacity: most tokens one document may have.
+        windows: most tokens that each layer keeps of a document; None: all.
+        keys, values: one [rows, K, slots, head_dim] per layer; more rows than documents may be allocated.
         lengths: filled slots of each row, [rows].
         longest: the largest of `lengths`, as a plain number; after `reorder` perhaps more than that.
         memory: an encoder's states as keys and values, where the decoder has cross-attention.
@@ -71,11 +84,12 @@ class Cache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        windows: Sequence[int | None] | None = None,
     ):
-        shape = (rows, key_value_heads, capacity, head_dim)
+        self.capacity, self.windows = capacity, [None] * layers if windows is None else windows
+        shapes = [(rows, key_value_heads, slots, head_dim) for slots in self._slots(capacity)]
         # Zeros, not uninitialized memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys, self.values = ([torch.zeros(x, dtype=dtype, device=device) for x in shapes] for _ in range(2))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
         self.memory: CrossAttentionCache | None = None
@@ -86,20 +100,37 @@ class Cache:
         return len(self.lengths)
 
     @property
-    def capacity(self) -> int:
-        """Most tokens one document may have."""
-        return self.keys[0].shape[2]
+    def slots(self) -> list[int]:
+        """Tokens of a document that each layer has room for."""
+        return self._slots(self.capacity)
 
-    def addresses(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Addresses, for `write`, of the heads of tokens at `rows` [n] and `slots` [n], [n * K]; the same for all layers."""
+    def _slots(self, capacity: int) -> list[int]:
+        return [capacity if window is None else min(window, capacity) for window in self.windows]
+
+    def places(self, rows: Tensor, positions: Tensor, lengths: Sequence[int] = (1,)) -> list[TokenSlots]:
+        """The slots in each layer of tokens at `rows` [n] and `positions` [n], successive runs of `lengths` in one row each.
+
+        Of a run that is longer than a layer has slots the last tokens stay.
+        """
         heads = self.keys[0].shape[1]
         heads_of_rows = rows[:, None] * heads + torch.arange(heads, device=rows.device)
-        return (heads_of_rows * self.capacity + slots[:, None]).flatten()
+        made: dict[int, TokenSlots] = {}
+        for slots in set(self.slots):
+            places = positions % slots if slots < self.capacity else positions
+            addresses, tokens = heads_of_rows * slots + places[:, None], None
+            if max(lengths) > slots:
+                kept = [min(length, slots) for length in lengths]
+                firsts = [end - count for end, count in zip(accumulate(lengths), kept, strict=True)]
+                tokens = runs(firsts, kept).to(rows.device, non_blocking=True)
+                addresses = addresses[tokens]
+            made[slots] = TokenSlots(addresses.flatten(), tokens)
+        return [made[slots] for slots in self.slots]
 
-    def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, K, head_dim] at `addresses` [n * K]."""
+    def write(self, layer: int, slots: TokenSlots, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, K, head_dim] of tokens into their slots."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1).to(store.dtype))
+            kept = new if slots.tokens is None else new[slots.tokens]
+            store.flatten(0, 2).index_copy_(0, slots.addresses, kept.flatten(0, 1).to(store.dtype))
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""
@@ -109,10 +140,12 @@ class Cache:
         """Hold `rows` documents (at least those held now; the new ones are empty) of up to `capacity` tokens each."""
         allocated = max(rows, len(self.keys[0]))
         if allocated > len(self.keys[0]) or capacity > self.capacity:
-            used, width = self.rows, self.longest
+            self.capacity = max(capacity, self.capacity)
+            used = self.rows
             for stores in (self.keys, self.values):
-                for layer, store in enumerate(stores):
-                    wider = store.new_zeros(allocated, store.shape[1], max(capacity, self.capacity), store.shape[3])
+                for layer, (store, slots) in enumerate(zip(stores, self.slots, strict=True)):
+                    width = min(self.longest, store.shape[2])
+                    wider = store.new_zeros(allocated, store.shape[1], slots, store.shape[3])
                     wider[:used, :, :width] = store[:used, :, :width]
                     stores[layer] = wider
         self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(rows - self.rows)])
@@ -127,14 +160,14 @@ class Cache:
             store[targets, :, :width] = store[sources, :, :width]
 
     def save(self, row: int, length: int) -> CachedDocument:
-        """A copy of the first `length` slots of a row."""
+        """A copy of a row of `length` tokens."""
         keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
         return CachedDocument(keys, values, length)
 
     def load(self, row: int, document: CachedDocument) -> None:
         """Put a saved document into a row."""
         for store, part in zip((*self.keys, *self.values), (*document.keys, *document.values), strict=True):
-            store[row, :, : document.length] = part
+            store[row, :, : part.shape[1]] = part
         self.lengths[row] = document.length
         self.longest = max(self.longest, document.length)
 

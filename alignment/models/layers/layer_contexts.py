@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.models.layers.attention import AttentionContext, AttentionFn, AttentionSpec
 from alignment.models.layers.block import BlockSpec
-from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
+from alignment.models.layers.kv_cache import Cache, CrossAttentionCache, TokenSlots
 from alignment.models.layers.padded_layout import (
     GlobalTokens,
     PaddedLayout,
@@ -39,6 +39,7 @@ from alignment.models.layers.sdpa import (
     varlen_applies,
     varlen_attention,
 )
+from alignment.models.layers.windowed import windowed_attentions
 from alignment.ragged import Ragged
 
 NO_PREFIX = "attention with scores of its own (DeBERTa, Longformer, BigBird) takes no prefix; use LoRA instead"
@@ -82,7 +83,7 @@ def training_contexts(
     global_rule: GlobalRule | None = None,
     source: Source | None = None,
     cache: Cache | None = None,
-    addresses: Tensor | None = None,
+    slots: Sequence[TokenSlots] | None = None,
 ) -> list[AttentionContext]:
     """Each layer's context for whole documents, in training and in prefill.
 
@@ -93,7 +94,7 @@ def training_contexts(
         relative: DeBERTa's vectors of relative positions, [2 * S, D].
         global_rule: which tokens are global; see `TransformerSpec`.
         source: what an encoder read, one document for each of the batch's.
-        cache, addresses: filled with keys and values, at the `Cache.addresses` of the tokens, [N * KV].
+        cache, slots: filled with keys and values, at the `Cache.places` of the tokens.
     """
     if batch.shared is not None and not shares_prompts(layers):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
@@ -107,10 +108,12 @@ def training_contexts(
             queries = keys = layout = pad_layout(batch.lengths, heads, device)
         else:
             queries, keys = shared_layouts(batch, heads)
-        attends = padded_attentions(layers, queries, keys, modules.masks(queries, keys, offset, device), prefix)
+        in_chunks = windowed_attentions([layer.attention for layer in layers], batch, modules.bias, prefix)
+        masks = modules.masks(queries, keys, offset, device)
+        attends = padded_attentions(layers, queries, keys, masks, prefix, in_chunks=in_chunks)
     marked = _global_tokens(batch, layout, global_rule)
-    if cache is not None and addresses is not None:
-        attends = [filling_attention(cache, layer, addresses, attend) for layer, attend in enumerate(attends)]
+    if cache is not None and slots is not None:
+        attends = [filling_attention(cache, layer, slots[layer], attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
     turns = modules.rotations(layers, positions, max(batch.lengths) + offset, partial(_token_sizes, batch, offset))
     across = [None] * len(layers)
@@ -158,12 +161,20 @@ def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
 
 
 def padded_attentions(
-    layers: Sequence[BlockSpec], queries: PaddedLayout, keys: PaddedLayout, masks: Masks, prefix: Tensor | None = None
+    layers: Sequence[BlockSpec],
+    queries: PaddedLayout,
+    keys: PaddedLayout,
+    masks: Masks,
+    prefix: Tensor | None = None,
+    *,
+    in_chunks: Sequence[AttentionFn | None] | None = None,
 ) -> list[AttentionFn]:
-    """Each layer's attention inside documents padded to rectangles."""
+    """Each layer's attention inside documents padded to rectangles, but for those that are given `in_chunks`."""
     attends: list[AttentionFn] = []
     for layer, spec in enumerate(block.attention for block in layers):
-        if isinstance(spec, AttentionSpec):
+        if in_chunks is not None and (given := in_chunks[layer]) is not None:
+            attends.append(given)
+        elif isinstance(spec, AttentionSpec):
             layer_masks = masks(spec.causal, spec.window, spec.position_bias is not None)
             attends.append(
                 padded_attention(spec, queries, keys, layer_masks, None if prefix is None else prefix[layer])
@@ -211,13 +222,13 @@ def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cac
     """Each layer's context for one new token per row of the cache, at position `cache.lengths`."""
     check_original_context(cache, layers)
     positions, width, memory = cache.lengths, cache.longest + 1, cache.memory
-    addresses = cache.addresses(torch.arange(len(positions), device=positions.device), positions)
+    slots = cache.places(torch.arange(len(positions), device=positions.device), positions)
     turns = modules.rotations(layers, positions, width, lambda: positions + 1)
-    masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype)
+    masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype, slots=cache.slots)
     contexts = []
     for layer, (block, turn, mask) in enumerate(zip(layers, turns, masks, strict=True)):
         assert isinstance(block.attention, AttentionSpec)
-        attend = filling_attention(cache, layer, addresses, cached_attention(cache, layer, block.attention, mask))
+        attend = filling_attention(cache, layer, slots[layer], cached_attention(cache, layer, block.attention, mask))
         cross = None if memory is None or block.cross is None else cached_cross_attention(memory, layer, block.cross)
         contexts.append(AttentionContext(attend, turn, cross))
     return contexts
@@ -230,16 +241,23 @@ def decoding_masks(
     width: int,
     *,
     dtype: torch.dtype | None = None,
+    slots: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Each layer's mask of `width` slots for one new token per row, at `positions` [B]; broadcast to [B, H, 1, width].
+    """Each layer's mask of a row's slots for one new token per row, at `positions` [B]; broadcast to [B, H, 1, width].
 
     Args:
+        width: tokens of the longest row, the new one included.
         dtype: of masks that are added to the scores; None: they are booleans.
+        slots: of each layer, which a longer row fills again from the first on; None: no row is longer.
     """
-    relative = torch.arange(width, device=positions.device) - positions[:, None, None]  # [B, 1, width]
+    last = positions[:, None, None]
 
     @cached
-    def mask(window: int | None, biased: bool) -> Tensor:
+    def mask(count: int, window: int | None, biased: bool) -> Tensor:
+        relative = torch.arange(min(count, width), device=positions.device) - last  # [B, 1, slots]
+        if count < width:
+            relative = -(-relative % count)  # of the last token that came to the slot
+            relative = relative.masked_fill(relative < -last, 1)  # none came yet: the slot is as unseen as the future
         seen = visible(relative, True, window)[:, None]
         if biased and modules.bias is not None:
             return modules.bias(relative).masked_fill(~seen, -torch.inf)
@@ -249,7 +267,8 @@ def decoding_masks(
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
     specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
-    return [mask(spec.window, spec.position_bias is not None) for spec in specs]
+    counts = [width] * len(specs) if slots is None else slots
+    return [mask(count, spec.window, spec.position_bias is not None) for count, spec in zip(counts, specs, strict=True)]
 
 
 def check_original_context(cache: Cache, layers: Sequence[BlockSpec]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alignment.models.layers.attention import AttentionFn, AttentionSpec, CrossAttentionFn, ProjectKeyValue
-from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
+from alignment.models.layers.kv_cache import Cache, CrossAttentionCache, TokenSlots
 from alignment.models.layers.padded_layout import PaddedLayout, key_masks, pad, pad_layouts, unpad
 from alignment.ragged import Ragged
 
@@ -86,11 +86,11 @@ def padded_attention(
     return attend_documents
 
 
-def filling_attention(cache: Cache, layer: int, addresses: Tensor, attend: AttentionFn) -> AttentionFn:
-    """`attend` that first writes keys and values to `addresses` [N * KV] of a layer of the cache."""
+def filling_attention(cache: Cache, layer: int, slots: TokenSlots, attend: AttentionFn) -> AttentionFn:
+    """`attend` that first writes keys and values to their slots in a layer of the cache."""
 
     def attend_and_fill(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        cache.write(layer, addresses, key, value)
+        cache.write(layer, slots, key, value)
         return attend(query, key, value, dropout)
 
     return attend_and_fill
@@ -100,7 +100,7 @@ def cached_attention(cache: Cache, layer: int, spec: AttentionSpec, mask: Tensor
     """Attention of one new token per row over its row of the cache, where its key and value are already.
 
     Args:
-        mask: booleans or biases of the scores, broadcast to [B, H, 1, slots of the longest row].
+        mask: booleans or biases of the scores, broadcast to [B, H, 1, slots of the longest row in this layer].
     """
 
     def attend_row(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
