@@ -57,7 +57,7 @@ from alignment.losses.ranking import (
     step_loss,
     step_metrics,
 )
-from alignment.models.classifiers import SequenceClassifier
+from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.families import FAMILIES, is_external_type
 from alignment.models.model import Model
 from alignment.models.safetensors_files import read_config
@@ -153,9 +153,9 @@ class Objective:
         start = Checkpoint(source)
         architecture, tokenize = architecture_of(start), self.tokenize
         if architecture != "decoder":
-            if architecture != "encoder" or self.encode is None or is_external_type(read_config(start.base)):
-                names = [name for name, f in FAMILIES.items() if f.architecture == "encoder" and "scalar" in f.tasks]
-                encoders = "" if self.encode is None else f", or from an encoder of {', '.join(names)}"
+            if self.encode is None or is_external_type(read_config(start.base)):
+                names = [name for name, f in FAMILIES.items() if f.architecture != "decoder" and "scalar" in f.tasks]
+                encoders = "" if self.encode is None else f", or from a model of {', '.join(names)}"
                 raise UserError(
                     f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
                     f"reads prompt and response in one text{encoders}"
@@ -208,7 +208,7 @@ def run(config: RewardConfig) -> Path:
             bootstrap = partial(bootstrap_counts, seed=config.training.seed, members=config.ensemble.members)
         loss_fn = objective_loss_fn(
             engine.model, config.loss, center_coef=config.center_coef, theta=config.theta, bootstrap=bootstrap,
-            is_encoder=isinstance(reward_model.model, SequenceClassifier), sources=sources_of(config.data),
+            is_encoder=isinstance(reward_model.model, DocumentClassifier), sources=sources_of(config.data),
         )  # fmt: skip
 
         model = reward_model.model
@@ -229,7 +229,7 @@ def run(config: RewardConfig) -> Path:
 def notes(reward_model: Policy) -> Iterator[str]:
     """Notes on a reward model before it is trained."""
     yield f"score head: new, with random weights; any head that {reward_model.source} has is not used"
-    if isinstance(reward_model.model, SequenceClassifier):
+    if isinstance(reward_model.model, DocumentClassifier):
         return
     pad = reward_model.model.config.get("pad_token_id")
     if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):

@@ -17,7 +17,7 @@ from alignment.data.batches import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.loading import Checkpoint, architecture_of, set_special_tokens
-from alignment.models.classifiers import SequenceClassifier
+from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.heads import score_labels
 from alignment.models.model import evaluation_mode
 from alignment.models.quantization import write_quantization
@@ -72,7 +72,7 @@ def load_reward_start(
 ) -> Policy:
     """A reward model with a new head, from a decoder's or an encoder's checkpoint."""
     members = 1 if ensemble is None else ensemble.members
-    if architecture_of(source) == "encoder":
+    if architecture_of(source) != "decoder":
         if ensemble is not None and ensemble.kind == "adapters":
             raise UserError(f"{source}: an encoder's adapters are saved merged; take ensemble.kind=heads")
         return _encoder_start(source, adapter, tokenizer, weights, members=members)
@@ -118,7 +118,7 @@ def save_reward_model(
     model = engine.backend.unwrapped
     if isinstance(model, AdapterEnsemble):
         return _save_ensemble(engine, policy, model, output, extra_files=extra_files)
-    if isinstance(model, SequenceClassifier) and policy.adapter is not None:
+    if isinstance(model, DocumentClassifier) and policy.adapter is not None:
         from alignment.algorithms.finetune.model import save_classifier
 
         set_special_tokens(model, policy.tokenizer)
@@ -206,7 +206,7 @@ def measure_reference(
 def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
     """Raw scores by the model in training, [n, k]; every rank computes all of them."""
     with torch.no_grad(), engine.backend.autocast():
-        if not isinstance(engine.backend.unwrapped, SequenceClassifier):
+        if not isinstance(engine.backend.unwrapped, DocumentClassifier):
             texts = [Encoded(text.ids, [0] * len(text.ids)) for text in texts]
         return score_encoded(engine.model, texts, training.tokens_per_forward)
 

@@ -16,7 +16,7 @@ from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory
-from alignment.models.classifiers import SequenceClassifier
+from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.model import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
@@ -111,7 +111,7 @@ class RewardSource:
                 f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "
                 f"data.max_length (it is {longest}), or leave the long prompts out"
             )
-        if isinstance(reward_model.model, SequenceClassifier):
+        if isinstance(reward_model.model, DocumentClassifier):
             messages = [prompt.row_id for prompt in prompts if not isinstance(prompt.prompt, str)]
             if messages:
                 raise UserError(

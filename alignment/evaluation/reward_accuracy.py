@@ -49,7 +49,7 @@ from alignment.files import write_json
 from alignment.generation import SamplingConfig
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import architecture_of, best_device, find_directory
-from alignment.models.classifiers import SequenceClassifier
+from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
@@ -375,7 +375,7 @@ def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tens
     """The scores of a padded call, [B, k]."""
     if isinstance(network, AdapterEnsemble):
         return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.members], -1)
-    return (network(ids, mask, segments) if isinstance(network, SequenceClassifier) else network(ids, mask)).logits
+    return (network(ids, mask, segments) if isinstance(network, DocumentClassifier) else network(ids, mask)).logits
 
 
 def _robustness(

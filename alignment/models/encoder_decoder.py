@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.losses.language import TokenLoss, chunked_token_log_probs
+from alignment.models.classifiers import SequenceClassifier
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.kv_cache import Cache
@@ -147,6 +148,9 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         if self.task == "sequence":
             hidden = hidden[last_positions(batch, self.spec.end_token)]
         return ClassifierOutput(self.head(hidden))
+
+
+DocumentClassifier = SequenceClassifier | Seq2SeqClassifier  # one row of logits for each document
 
 
 def shifted(batch: Ragged, start_token: int) -> Ragged:

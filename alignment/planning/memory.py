@@ -23,6 +23,8 @@ from alignment.algorithms.pretrain import distillation_loss_fn
 from alignment.data.batches import TokenizedRow
 from alignment.generation.sampling import sampling_log_probs
 from alignment.losses import language
+from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.external.models import ExternalSeq2SeqModel
 from alignment.models.language_model import LanguageModel
 from alignment.models.layers import layer_contexts
 from alignment.models.layers.sdpa import varlen_computes
@@ -31,7 +33,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
 from alignment.planning.stages import DOCUMENTS, StageConfig, Workload, is_encoder
-from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt, cut_at_targets
 from alignment.training.backends.base import computing_types, whole_bytes
 from alignment.training.optim import hidden_matrices, optimizer_bytes
 
@@ -343,7 +345,7 @@ class Tracer:
     def batch(self, documents: Sequence[Length]) -> Any:
         """A micro-batch of fake tensors."""
         masks = [[False] * (size - targets) + [True] * targets for size, targets in documents]
-        batch: DeviceBatch = Ragged.build([[0] * size for size, _ in documents], masks)
+        batch: Any = Ragged.build([[0] * size for size, _ in documents], masks)
         objective = self.stage.objective
         if objective in ("masked", "sentence_pairs"):
             index = torch.arange(0, len(batch.tokens), round(1 / MASKED_SHARE))
@@ -354,6 +356,8 @@ class Tracer:
             targets = [max(2, round(size * TARGET_SHARE / (1 + TARGET_SHARE))) for size, _ in documents]
             sources = [size - target for (size, _), target in zip(documents, targets, strict=True)]
             batch = Seq2Seq(*(Ragged.build([[0] * size for size in sizes]) for sizes in (sources, targets)))
+        elif isinstance(self.networks.get("policy"), Seq2SeqModel | ExternalSeq2SeqModel):
+            batch = cut_at_targets(batch, 0)
         return as_fake(batch, self.mode)
 
 

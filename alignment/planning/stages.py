@@ -257,9 +257,9 @@ def config_dtype(config: HFConfig) -> torch.dtype:
 
 
 def is_encoder(config: HFConfig) -> bool:
-    """True for one of our encoders, which have a score for a text and none per token."""
+    """True for one of our encoders or encoder-decoders, which have a score for a text and none per token."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.architecture == "encoder" and not is_external_type(config)
+    return family is not None and family.architecture != "decoder" and not is_external_type(config)
 
 
 @cache

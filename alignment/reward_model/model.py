@@ -19,7 +19,8 @@ from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
 from alignment.loading import same_vocabulary
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.classifiers import ScalarModel, SequenceClassifier
+from alignment.models.classifiers import ScalarModel
+from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.external.models import ExternalScalarModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
 from alignment.models.quantization import quantization_of
@@ -55,7 +56,7 @@ class AdapterEnsemble(nn.Module):
         return value_output(torch.stack([member(batch=batch, tokens=tokens).values for member in self.members], -1))
 
 
-Network = ScalarModel | ExternalScalarModel | SequenceClassifier | AdapterEnsemble
+Network = ScalarModel | ExternalScalarModel | DocumentClassifier | AdapterEnsemble
 Combine = Literal["mean", "min", "lower"]
 Text = str | tuple[str | Messages, str]
 
@@ -148,7 +149,7 @@ class RewardModel:
     @property
     def is_encoder(self) -> bool:
         """True where it reads texts with the special tokens of an encoder."""
-        return isinstance(self.model, SequenceClassifier)
+        return isinstance(self.model, DocumentClassifier)
 
     def shares_token_ids(self, tokenizer: Tokenizer) -> bool:
         """True where a policy's token ids can be scored as they are.

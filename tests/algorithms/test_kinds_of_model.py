@@ -1,4 +1,4 @@
-"""Stages for decoders refuse encoders and encoder-decoders in words, before any weight is read."""
+"""Stages refuse models of another architecture in words, before any weight is read."""
 
 import json
 from pathlib import Path
@@ -51,12 +51,14 @@ REFUSED = [
     (kind, family)
     for kind in ("sft", "dpo", "reward")
     for family in CONFIGS
-    if (kind, family) != ("reward", "bert") and (kind == "reward" or KINDS[family] == "encoder")
+    if (family in FOREIGN if kind == "reward" else KINDS[family] == "encoder")
 ]
 
 
 @pytest.mark.parametrize(("kind", "family"), REFUSED)
-def test_what_is_no_decoder_is_refused_before_its_weights_are_read(kind, family, directory, make_stage, tmp_path):
+def test_what_a_stage_cannot_train_is_refused_before_its_weights_are_read(
+    kind, family, directory, make_stage, tmp_path
+):
     policy = directory(family)
     if family not in FOREIGN:
         (tmp_path / family / "model.safetensors").write_bytes(b"not read")

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_reward_model
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms import sft
+from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.dpo.config import DPOConfig
 from alignment.data.batches import collate, collate_for_encoder_decoder
@@ -366,3 +367,41 @@ def test_a_reference_of_another_architecture_is_refused(tmp_path, checkpoints):
     data, policy = preferences(tmp_path / "rows.jsonl"), start("t5", tmp_path / "start")
     with pytest.raises(UserError, match="is an decoder, and the policy an encoder-decoder"):
         dpo.run(DPOConfig(policy=policy, reference=checkpoints["llama"], data=data, output=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(("family", "loss"), [("bart", "bradley_terry"), ("t5", "ranking")])
+def test_a_reward_model_reads_the_pair_and_scores_it_at_the_decoders_end_token(family, loss, tmp_path):
+    """It is a directory of transformers' classifier with one class, which gives the same scores."""
+    from transformers import AutoModelForSequenceClassification
+
+    data = preferences(tmp_path / "rows.jsonl")
+    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    if loss == "ranking":
+        ranked = [
+            {
+                "prompt": row["prompt"],
+                "responses": [row["rejected"], row["chosen"], "four four four"],
+                "ranks": [1, 0, 2],
+            }
+            for row in found
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
+    training, optim = TrainingConfig(batch_size=32, max_steps=12), OptimConfig(learning_rate=3e-3)
+    settings = {"data": data, "output": str(tmp_path / "run"), "training": training, "optim": optim, "loss": loss}
+    directory = reward.run(reward.RewardConfig(policy=start(family, tmp_path / "start"), **settings))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["held_out_accuracy"] > 0.9
+    model = load_reward_model(str(directory))
+    pairs = [(row["prompt"], row["chosen"]) for row in found[:3]]
+    theirs = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = torch.cat([theirs(**model.tokenizer(*pair, return_tensors="pt")).logits[:, 0] for pair in pairs])
+    assert_close(model.score(pairs), expected, rtol=0, atol=1e-5)
+
+
+def test_ppo_says_that_its_policy_is_a_decoder(make_stage, stage, tmp_path):
+    run, settings = make_stage(
+        "ppo", start("t5", tmp_path / "t5"), tmp_path / "run", reward_model=str(stage("reward") / "model")
+    )
+    with pytest.raises(UserError, match="is an encoder-decoder, and a policy of this stage is a decoder"):
+        run(settings)

@@ -184,7 +184,7 @@ def _family(name: str, stem: str, **more: Any) -> Family:
         trunk_prefix="transformer.",
         tasks={
             "language": Task(f"{stem}ForConditionalGeneration", (("lm_head.weight", "head.weight"),), trunk_prefix=""),
-            "sequence": Task(f"{stem}ForSequenceClassification", SEQUENCE, sequence_head),
+            **dict.fromkeys(("sequence", "scalar"), Task(f"{stem}ForSequenceClassification", SEQUENCE, sequence_head)),
             "tokens": Task(
                 f"{stem}ForTokenClassification",
                 CLASSIFIER,
@@ -298,7 +298,10 @@ BART = Family(
         "language": Task(
             "BartForConditionalGeneration", (("lm_head.weight", "head.weight"), ("final_logits_bias", "head.offset"))
         ),
-        "sequence": Task("BartForSequenceClassification", SEQUENCE, partial(sequence_head, default_labels=3)),
+        **dict.fromkeys(
+            ("sequence", "scalar"),
+            Task("BartForSequenceClassification", SEQUENCE, partial(sequence_head, default_labels=3)),
+        ),
         "span": span_task("Bart"),
     },
     # Of training and generation, or older names of keys that are there as well.
