@@ -1,6 +1,7 @@
 """ULMFiT: an LSTM language model read on general text, then on the task's, then a classifier unfrozen from the top.
 
-Left out: the AWD-LSTM's dropped recurrent weights and its averaged optimizer; dropout here is on inputs and outputs alone.
+Left out: the AWD-LSTM's averaged optimizer and its dropout. Dropout before the pooling raises the largest values, and with
+so small a network the head's batch norm, whose averages have seen them, would be wrong without it.
 
 Source: Howard and Ruder 2018, arXiv:1801.06146, section 3.
 """
@@ -22,19 +23,18 @@ classification: Any = load_stage_file(Path(__file__).parent / "classification.py
 class LSTMLanguageModel(nn.Module):
     """LSTM layers (three in the original) between a word table and itself as the softmax."""
 
-    def __init__(self, vocabulary: int, width: int, *, layers: int = 2, dropout: float = 0.1):
+    def __init__(self, vocabulary: int, width: int, *, layers: int = 2):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embed.weight, std=0.1)
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
-        self.dropout = nn.Dropout(dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """States of the last layer, [B, T, D]."""
-        x = self.dropout(self.embed(tokens))
+        x = self.embed(tokens)
         for layer in self.layers:
-            x = self.dropout(layer(x)[0])
+            x, _ = layer(x)
         return x
 
     def loss(self, tokens: Tensor) -> Tensor:
