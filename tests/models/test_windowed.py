@@ -107,13 +107,14 @@ def test_shared_prompts_equal_the_masked_form(name, prefix_tokens):
 
 
 def test_documents_of_few_windows_keep_the_mask():
-    specs = [
-        replace(GROUPED, window=window) for window in (None, 32, 33, 48, 49)
-    ]  # chunks of -, 32, 48, 48 and 64 tokens
-    kept = [attend is None for attend in windowed_attentions(specs, documents((129, 5)), None)]
-    assert kept == [True, False, True, True, True]
-    kept = [attend is None for attend in windowed_attentions(specs, documents((193, 5)), None)]
-    assert kept == [True, False, False, False, True]
+    specs = [replace(GROUPED, window=window) for window in (None, 2, 32, 33, 48)]
+    for longest, expected in (
+        (128, [True, True, True, True, True]),
+        (129, [True, False, False, True, True]),
+        (193, [True, False, False, False, False]),
+    ):
+        masked = [attend is None for attend in windowed_attentions(specs, documents((longest, 5)), None)]
+        assert masked == expected
     falcon = replace(GROUPED, position_bias=AlibiSpec(bfloat16=True))  # its biases count from the first key of all
     assert windowed_attentions([falcon], documents(), None) == [None] and falcon.reach is None
 

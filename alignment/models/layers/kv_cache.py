@@ -116,7 +116,8 @@ class Cache:
         heads_of_rows = rows[:, None] * heads + torch.arange(heads, device=rows.device)
         made: dict[int, TokenSlots] = {}
         for slots in set(self.slots):
-            addresses, tokens = heads_of_rows * slots + (positions % slots)[:, None], None
+            places = positions % slots if slots < self.capacity else positions
+            addresses, tokens = heads_of_rows * slots + places[:, None], None
             if max(lengths) > slots:
                 kept = [min(length, slots) for length in lengths]
                 firsts = [end - count for end, count in zip(accumulate(lengths), kept, strict=True)]
@@ -159,7 +160,7 @@ class Cache:
             store[targets, :, :width] = store[sources, :, :width]
 
     def save(self, row: int, length: int) -> CachedDocument:
-        """A copy of a row of `length` tokens."""
+        """A copy of a row that holds `length` tokens; not of its beginning, which a layer with a window may have no more."""
         keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
         return CachedDocument(keys, values, length)
 

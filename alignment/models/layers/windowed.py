@@ -21,7 +21,7 @@ from alignment.models.layers.sdpa import attend
 from alignment.ragged import Ragged, runs
 
 SMALLEST_CHUNK = 32  # tokens; what a call costs at least outweighs the keys that smaller ones would save
-CHUNKS_THAT_PAY = 4  # longer documents are faster in chunks than under a mask of their length squared, measured
+WINDOWS_THAT_PAY = 4  # longer documents are faster in chunks than under a mask of their length squared, measured
 
 
 class ExtraKeys(NamedTuple):
@@ -140,8 +140,8 @@ def shared_row(batch: Ragged, reach: int) -> DocumentRow:
 
 
 def chunk_size(window: int) -> int:
-    """Tokens of a chunk: about the window, so that at most half of the keys read are out of a causal query's sight."""
-    return max(SMALLEST_CHUNK, -(-window // ROUND_TO) * ROUND_TO)
+    """Tokens of a chunk: half the window, so that a third of the keys read is out of a causal query's sight."""
+    return max(SMALLEST_CHUNK, -(-window // 2 // ROUND_TO) * ROUND_TO)
 
 
 def windowed_attentions(
@@ -149,7 +149,7 @@ def windowed_attentions(
 ) -> list[AttentionFn | None]:
     """Each layer's attention inside documents, in chunks; None where the layer has no window or chunks do not pay.
 
-    They pay where a document is longer than CHUNKS_THAT_PAY chunks; all documents of the batch are then computed so.
+    They pay where a document is longer than four windows and than 128 tokens; all documents of the batch are then computed so.
 
     Args:
         bias: relative positions [..., Q, S] -> biases [..., H, Q, S], of the layers that have one.
@@ -165,7 +165,7 @@ def windowed_attentions(
     attends: list[AttentionFn | None] = []
     for layer, spec in enumerate(specs):
         reach = spec.reach if isinstance(spec, AttentionSpec) else None
-        if reach is None or max(batch.lengths) <= CHUNKS_THAT_PAY * chunk_size(reach):
+        if reach is None or max(batch.lengths) <= WINDOWS_THAT_PAY * max(reach, SMALLEST_CHUNK):
             attends.append(None)
             continue
         assert isinstance(spec, AttentionSpec)
