@@ -91,8 +91,6 @@ def generate_responses(
         "prompt": written,
         "response": generated.texts,
         "token_ids": generated.token_ids,
-    }
-    columns |= {
         "log_probs": generated.log_probs,
         "ended": generated.ended,
         **({"adapter": names or ()} if named else {}),

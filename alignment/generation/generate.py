@@ -90,8 +90,10 @@ def _generate(
     start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
     if start_token is None:
-        before = [model.adapter_tokens(name) for name in adapters or [None] * len(ids)]
-        lengths = [(f"prompt {number}", len(tokens) + before[number]) for number, tokens in enumerate(ids)]
+        lengths = [
+            (f"prompt {number}", len(tokens) + model.adapter_tokens(adapters[number] if adapters else None))
+            for number, tokens in enumerate(ids)
+        ]
         check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
     with evaluation_mode(model):
         if isinstance(config, BeamConfig):

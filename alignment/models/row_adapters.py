@@ -49,7 +49,8 @@ class RowAdapters:
     """Adapters of one base; `Model.using_adapters` says which document has which.
 
     Attributes:
-        weights: the adapters by name. The number of one is its place, from 1 on; 0: none.
+        weights: the adapters by name, without their updates, which their layers hold. The number of one is its place,
+            from 1 on; 0: none.
         documents: number of each document's adapter; empty: no document has one.
         groups: tokens of the present forward: the first and the last number that they have; their indices, None: all;
             their numbers, None: the first.
@@ -57,13 +58,14 @@ class RowAdapters:
 
     def __init__(self, model: nn.Module, weights: Mapping[str, RowAdapter]):
         """Hook the adapters into their base, on whose device they lie."""
-        self.weights, self._each = weights, [RowAdapter(), *weights.values()]
+        self.weights = {name: each._replace(updates={}) for name, each in weights.items()}
+        self._each = [RowAdapter(), *self.weights.values()]
         self.documents: list[int] = []
         self.groups: list[tuple[int, int, Tensor | None, Tensor | None]] = []
         self._device = next(model.parameters()).device
-        for layer in {layer for each in self._each for layer in each.updates}:
-            updates = StackedUpdates(self, [each.updates.get(layer) for each in self._each], self._device)
-            model.get_submodule(layer).register_forward_hook(updates)
+        for layer in {layer for each in weights.values() for layer in each.updates}:
+            updates = [None, *(each.updates.get(layer) for each in weights.values())]
+            model.get_submodule(layer).register_forward_hook(StackedUpdates(self, updates, self._device))
 
     @contextmanager
     def using(self, names: Sequence[str | None]) -> Iterator[None]:

@@ -79,10 +79,10 @@ def test_every_document_can_be_read_off_whole_with_its_positions_and_targets():
 
 def test_virtual_tokens_stand_once_before_a_prompt_and_before_documents_without_one():
     batch = build(responses([1, 2], [3], [4, 5]) + responses([], [6, 7]), [(0, 1)])
-    longer, own = with_virtual_tokens(batch, 3)
+    longer, own, virtual = with_virtual_tokens(batch, 3)
     assert longer.tokens.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7]
     assert longer.positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 0, 1, 2, 3, 4]
-    assert torch.equal(longer.tokens[own], batch.tokens)
+    assert torch.equal(longer.tokens[own], batch.tokens) and virtual.tolist() == [0, 1, 2, 8, 9, 10]
     assert whole_documents(longer) == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 1, 2, 4, 5], [0, 0, 0, 6, 7]]
     assert longer.lengths == (6, 7, 5) and longer.shared.lengths == (5,)
     assert longer.firsts.tolist() == [0, 0, 8] and longer.last.tolist() == [5, 7, 12]
@@ -127,3 +127,16 @@ def test_rankings_keep_the_responses_of_a_prompt_together():
         assert batch.lengths == (3, 3, 4, 2, 2)
     assert len(plain[0].ragged.tokens) == 14 and len(shared[0].ragged.tokens) == 9
     assert [len(b.lengths) for b in collate_rankings(rows, 3)] == [3, 2]
+
+
+def test_documents_with_a_shared_prompt_take_equally_many_virtual_tokens():
+    batch = build(responses([1, 2], [3], [4, 5]), [(0, 1)])
+    with pytest.raises(ValueError, match="equally many virtual tokens"):
+        with_virtual_tokens(batch, [2, 3])
+
+
+def test_each_document_takes_virtual_tokens_of_its_own_number():
+    longer, own, virtual = with_virtual_tokens(Ragged.build([[7, 8], [5], [6]]), [2, 0, 1])
+    assert longer.tokens.tolist() == [0, 0, 7, 8, 5, 0, 6] and longer.lengths == (4, 1, 2)
+    assert longer.positions.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    assert (own.tolist(), virtual.tolist()) == ([2, 3, 4, 6], [0, 1, 5])
