@@ -130,9 +130,9 @@ def preparation_for(source: str | Checkpoint, kind: Kind) -> Preparation:
     """The preparation of rows for the policy of a checkpoint, a decoder or an encoder-decoder; no weights are read."""
     if architecture_of(source) != "encoder-decoder":
         return preparation_of(kind)
-    from alignment.data.encoder_inputs import encoder_decoder_preparation
+    from alignment.data.encoder_inputs import TEXT_TO_TEXT
 
-    return encoder_decoder_preparation(kind)
+    return Preparation(f"{kind} for an encoder-decoder", kind, TEXT_TO_TEXT[kind])
 
 
 def load_tokenizer(

@@ -16,7 +16,6 @@ from typing import cast
 import torch
 
 from alignment.data.batches import Example
-from alignment.data.prepare import Preparation
 from alignment.data.rows.records import Comparison, Kind, Message, Ranking, Tally, is_plain, replies_of
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -173,8 +172,3 @@ TEXT_TO_TEXT: dict[Kind, Tokenize] = {
     "rankings": partial(tokenize_responses, ordered=True, sides=SOURCE_AND_TARGET),
     "prompts": partial(tokenize_prompts, sides=SOURCE_AND_TARGET),
 }
-
-
-def encoder_decoder_preparation(kind: Kind) -> Preparation:
-    """The preparation of rows of one kind for encoder-decoders."""
-    return Preparation(f"{kind} for an encoder-decoder", kind, TEXT_TO_TEXT[kind])

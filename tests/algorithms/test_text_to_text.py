@@ -17,7 +17,7 @@ from alignment.algorithms.dpo import dpo
 from alignment.algorithms.dpo.config import DPOConfig
 from alignment.data.batches import collate, collate_for_encoder_decoder
 from alignment.data.config import DataConfig
-from alignment.data.encoder_inputs import encoder_decoder_preparation
+from alignment.data.encoder_inputs import TEXT_TO_TEXT
 from alignment.data.rows.records import Demonstration
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import byte_tokenizer, wrap
@@ -102,7 +102,7 @@ def learned(family, tmp_path, **changes):
 
 def examples_of(tokenizer, pairs, max_length=64):
     records = [Demonstration(prompt, response, f"row {n}") for n, (prompt, response) in enumerate(pairs)]
-    return encoder_decoder_preparation("demonstrations").tokenize(records, tokenizer, max_length)
+    return TEXT_TO_TEXT["demonstrations"](records, tokenizer, max_length)
 
 
 PAIRS = [("copy one two", "one two"), ("reverse four", "four"), ("copy three three one", "three three one")]
@@ -209,7 +209,7 @@ def test_messages_need_a_chat_template_and_each_reply_is_an_example(tmp_path):
     ]  # fmt: skip
     row = Demonstration(messages[:3], messages[3]["content"], "row", messages=messages)
     tokenizer = byte_tokenizer()
-    tokenize = partial(encoder_decoder_preparation("demonstrations").tokenize, max_length=400)
+    tokenize = partial(TEXT_TO_TEXT["demonstrations"], max_length=400)
     with pytest.raises(UserError, match="chat template"):
         tokenize([row], tokenizer)
     tokenizer.chat_template = CHAT

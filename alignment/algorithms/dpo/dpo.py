@@ -9,12 +9,12 @@ import torch
 from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig
 from alignment.algorithms.dpo.kin import (
     ALONE,
-    PREPARATIONS,
     GlobalInputs,
     PreferenceLossFn,
     PreferenceUpdates,
     collate_of,
     cost_of_kin,
+    preparation_for_preferences,
     with_sft,
 )
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
@@ -29,8 +29,7 @@ from alignment.algorithms.policies import (
 )
 from alignment.algorithms.runs import check_rows, collate_for, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
-from alignment.errors import UserError
-from alignment.loading import architecture_of, load_tokenizer, preparation_for
+from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
@@ -51,14 +50,9 @@ def run(config: DPOConfig) -> Path:
         if run.finished:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        kind, preparation = architecture_of(config.policy), PREPARATIONS.get(config.rows)
-        if config.reference and (other := architecture_of(config.reference)) != kind:
-            raise UserError(
-                f"reference: {config.reference} is an {other}, and the policy an {kind}; both read the same rows"
-            )
-        if kind == "encoder-decoder":
-            preparation = preparation_for(config.policy, config.rows)
-        train, held_out = read_split(config, config.rows, tokenizer, run, preparation=preparation)
+        train, held_out = read_split(
+            config, config.rows, tokenizer, run, preparation=preparation_for_preferences(config)
+        )
         require_margins(config.losses, train, held_out)
 
         bases = SharedWeights(config.weights, shared=shares_weights())

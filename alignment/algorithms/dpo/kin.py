@@ -34,6 +34,8 @@ from alignment.data.batches import (
 )
 from alignment.data.prepare import Preparation
 from alignment.data.tokenize import last_span, tokenize_ordered_rankings, truncate
+from alignment.errors import UserError
+from alignment.loading import architecture_of, preparation_for
 from alignment.losses import preference
 from alignment.losses.preference import BatchOrder
 from alignment.losses.ranking import ranked_dpo_loss
@@ -43,8 +45,17 @@ from alignment.ragged import Batch
 from alignment.training import Engine, LossSum, Run, Term, held_out_metrics
 from alignment.training.terms import Collate, ZeroWeightBatch, shard_rows, unwrap_batch
 
-# Preparations of rows that differ from those of other stages.
-PREPARATIONS = {"rankings": Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)}
+
+def preparation_for_preferences(config: DPOConfig) -> Preparation:
+    """The preparation of the config's rows; UserError where policy and reference are of different architectures."""
+    kind = architecture_of(config.policy)
+    if config.reference and (other := architecture_of(config.reference)) != kind:
+        raise UserError(
+            f"reference: {config.reference} is an {other}, and the policy an {kind}; both read the same rows"
+        )
+    if config.rows == "rankings" and kind == "decoder":
+        return Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)
+    return preparation_for(config.policy, config.rows)
 
 
 def collate_of(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:
