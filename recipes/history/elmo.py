@@ -19,11 +19,9 @@ classification: Any = load_stage_file(Path(__file__).parent / "classification.py
 
 def reverse(x: Tensor, lengths: Tensor) -> Tensor:
     """Rows of [B, T, ...] back to front, each up to its length; padding stays on the right."""
-    places = torch.arange(x.shape[1], device=x.device)
+    places = torch.arange(x.shape[1])
     index = torch.where(places < lengths[:, None], lengths[:, None] - 1 - places, places)  # [B, T]
-    return (
-        x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand_as(x)) if x.dim() > 2 else x.gather(1, index)
-    )
+    return x[torch.arange(len(x))[:, None], index]
 
 
 class BiLM(nn.Module):
@@ -63,18 +61,14 @@ class BiLM(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean of both directions' cross-entropy, nats per word: the word to the right, and the word to the left."""
         ahead, back = self(tokens)[-1].chunk(2, -1)
-        right = F.linear(ahead[:, :-1], self.embed.weight, self.bias), tokens[:, 1:]
-        left_words = tokens[:, :-1].masked_fill(
-            tokens[:, 1:] == 0, 0
-        )  # what stands before padding is predicted by nothing
-        left = F.linear(back[:, 1:], self.embed.weight, self.bias), left_words
-        return (
-            sum(
-                F.cross_entropy(logits.flatten(0, 1), words.flatten(), ignore_index=0)
-                for logits, words in (right, left)
+        to_the_left = tokens[:, :-1].masked_fill(tokens[:, 1:] == 0, 0)  # nothing stands right of a text's last word
+        losses = [
+            F.cross_entropy(
+                F.linear(states, self.embed.weight, self.bias).flatten(0, 1), words.flatten(), ignore_index=0
             )
-            / 2
-        )
+            for states, words in ((ahead[:, :-1], tokens[:, 1:]), (back[:, 1:], to_the_left))
+        ]
+        return (losses[0] + losses[1]) / 2
 
 
 class ScalarMix(nn.Module):

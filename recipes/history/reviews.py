@@ -94,14 +94,8 @@ class Vocabulary:
     """Numbers of words; a word that was not counted is UNKNOWN."""
 
     def __init__(self, texts: Sequence[Sequence[str]]):
-        self.words = [
-            "<pad>",
-            "<unknown>",
-            "<start>",
-            "<end>",
-            "<mask>",
-            *sorted({word for text in texts for word in text}),
-        ]
+        special = ["<pad>", "<unknown>", "<start>", "<end>", "<mask>"]
+        self.words = [*special, *sorted({word for text in texts for word in text})]
         self.numbers = {word: number for number, word in enumerate(self.words)}
 
     def __len__(self) -> int:
