@@ -126,10 +126,16 @@ def architecture_of(source: str | Checkpoint) -> Architecture:
     return external_architecture(base) if is_external_type(config) else family_of(config).architecture
 
 
-def preparation_for(source: str | Checkpoint, kind: Kind) -> Preparation:
+def check_same_architecture(policy: str, reference: str | None) -> None:
+    """Refuse a reference of another architecture than the policy's, which cannot read its rows."""
+    if reference and (other := architecture_of(reference)) != (kind := architecture_of(policy)):
+        raise UserError(f"reference: {reference} is an {other}, and the policy an {kind}; both read the same rows")
+
+
+def preparation_for(source: str | Checkpoint, kind: Kind, of_decoder: Preparation | None = None) -> Preparation:
     """The preparation of rows for the policy of a checkpoint, a decoder or an encoder-decoder; no weights are read."""
     if architecture_of(source) != "encoder-decoder":
-        return preparation_of(kind)
+        return of_decoder or preparation_of(kind)
     from alignment.data.encoder_inputs import encoder_decoder_preparation
 
     return encoder_decoder_preparation(kind)

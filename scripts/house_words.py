@@ -10,7 +10,7 @@ from house_code import Package
 OUR_OWN = {"ragged", "term", "gold", "labelers", "lineage"}  # explained in the glossary
 METHODS = (  # names of methods and of those who gave them
     "apo bco cohen discopop elo exo fleiss gsm holm ipo krippendorff kupper luce nca odpo plackett prm rao rdpo remax "
-    "simpo sppo wilson"
+    "simpo sppo wilson rouge bleu"
 )
 FIELD = (  # words of papers and tools that the libraries' names lack
     "advantages alpaca argilla attribution battle bradley coef collinear confusion corrupt corruption critic desirability "

@@ -57,7 +57,7 @@ def rouge_l(answer: str, accepted: Sequence[str]) -> float:
 
 
 def bleu_counts(answer: str, accepted: Sequence[str]) -> dict[str, float]:
-    """What an answer adds to a corpus: n-grams that match and that there are, n = 1 to 4, and the lengths of both sides."""
+    """Counts of an answer that add up over a corpus: n-grams that match and that there are, n = 1 to 4, lengths of both sides."""
     from sacrebleu.metrics.bleu import BLEU
 
     found = BLEU(effective_order=True).sentence_score(answer, accepted)

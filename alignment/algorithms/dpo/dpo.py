@@ -29,8 +29,7 @@ from alignment.algorithms.policies import (
 )
 from alignment.algorithms.runs import check_rows, collate_for, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
-from alignment.errors import UserError
-from alignment.loading import architecture_of, load_tokenizer, preparation_for
+from alignment.loading import check_same_architecture, load_tokenizer, preparation_for
 from alignment.losses.preference import dpo_loss
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
@@ -51,13 +50,8 @@ def run(config: DPOConfig) -> Path:
         if run.finished:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        kind, preparation = architecture_of(config.policy), PREPARATIONS.get(config.rows)
-        if config.reference and (other := architecture_of(config.reference)) != kind:
-            raise UserError(
-                f"reference: {config.reference} is an {other}, and the policy an {kind}; both read the same rows"
-            )
-        if kind == "encoder-decoder":
-            preparation = preparation_for(config.policy, config.rows)
+        check_same_architecture(config.policy, config.reference)
+        preparation = preparation_for(config.policy, config.rows, PREPARATIONS.get(config.rows))
         train, held_out = read_split(config, config.rows, tokenizer, run, preparation=preparation)
         require_margins(config.losses, train, held_out)
 
