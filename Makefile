@@ -53,7 +53,7 @@ parity: setup
 	$(BIN)/python scripts/parity.py $(ARGS)
 
 learn: setup
-	for what in shakespeare spans distillation encoder; do $(BIN)/python scripts/learn.py $$what $(ARGS) || exit 1; done
+	for what in shakespeare spans distillation distilbert encoder; do $(BIN)/python scripts/learn.py $$what $(ARGS) || exit 1; done
 
 # SFT, reward model, DPO and PPO on two CPU processes, each way to spread them, beside one process.
 two-processes: setup
