@@ -1,6 +1,6 @@
 """Attention below quadratic cost beside full attention: time and memory against length, and quality at equal training.
 
-Cost is that of one encoder layer, forward and backward over one document: processor time, the least of two, and the peak of
+Cost is that of one encoder layer on the CPU, forward and backward over one document: processor time, the least of two, and the peak of
 the tensors allocated (torch's profiler). The exponent p of cost ~ length^p is fitted by least squares to the logarithms.
 Quality is the loss, nats, of an encoder that recalls the first tokens of a document at its end; all tokens are random, so
 that guessing costs log(64) = 4.16. Every part trains on the same batches with the same AdamW.
