@@ -61,8 +61,8 @@ def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=400, help="updates of pretraining, 32 sentences each")
-    parser.add_argument("--tune-steps", type=int, default=60, help="updates of fine-tuning, 32 sentences each")
+    parser.add_argument("--steps", type=int, default=250, help="updates of pretraining, 32 sentences each")
+    parser.add_argument("--tune-steps", type=int, default=100, help="updates of fine-tuning, 32 sentences each")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     study = Study(arguments.steps, arguments.tune_steps)
@@ -121,7 +121,7 @@ class Study:
             return share_layers(build_model(config)) if architecture == "shared" else build_model(config)
         spec = empty_model(config, "language").spec.decoder
         spec = replace(spec, blocks=tuple(replace(block, cross=None) for block in spec.blocks))
-        model = LanguageModel(spec.build(), spec.head.build(spec.width, spec.vocabulary), config)
+        model: Any = LanguageModel(spec.build(), spec.head.build(spec.width, spec.vocabulary), config)
         if architecture == "prefix LM":
             model.trunk.distance.bidirectional = True  # buckets for keys to the right, which a prefix has
         return initialize(model)
@@ -135,7 +135,8 @@ class Study:
     def run(self, architecture: str, objective: str, seed: int) -> dict[str, Any]:
         """Pretrain, fine-tune and judge one model."""
         torch.manual_seed(seed)
-        model, row = self.build(architecture), {"architecture": architecture, "objective": objective}
+        model: Any = self.build(architecture)
+        row: dict[str, Any] = {"architecture": architecture, "objective": objective}
         if objective != "none":
             collate = collate_for(architecture, self.corruption(architecture, objective))
             row["pretraining_loss"] = round(train(model, self.texts, collate, self.steps, 3e-3, seed), 3)

@@ -361,7 +361,7 @@ def run(config: PretrainConfig) -> Path:
             collate_for_objective, config.objective, tokenizer, start_id=start_id, max_length=config.data.max_length
         )
         if alone and not isinstance(config.objective, Causal):
-            check_documents(policy.model, collate(train), train + held_out)
+            check_documents(policy, collate(train), train + held_out)
         evaluate = None
         if held_out:
             rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
@@ -375,12 +375,12 @@ def run(config: PretrainConfig) -> Path:
         return run.output / "model"
 
 
-def check_documents(model: torch.nn.Module, collate: Collate, examples: Sequence[Example]) -> None:
+def check_documents(policy: Policy, collate: Collate, examples: Sequence[Example]) -> None:
     """Refuse texts whose sources and targets as one document do not fit the model's positions; the longest is made."""
     longest = examples[int(column_of(examples, "longest").argmax())]
     [batch] = collate(fixed_seed_rows([longest]), micro_batch_tokens=1)
     ways = "lower data.max_length, or take a model with a longer context"
-    check_lengths(model, [(longest.row_id, max(batch.lengths))], ways)
+    check_lengths(policy.model, [(longest.row_id, max(batch.lengths))], ways)
 
 
 def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> Rows:
