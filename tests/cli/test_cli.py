@@ -285,7 +285,7 @@ def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
     assert settings == {
         "max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64, "min_p": 0.0,
         "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1, "length_penalty": 1.0,
-        "early_stopping": False,
+        "early_stopping": False, "adapters": None,
     }  # fmt: skip
     assert cli.main([*arguments, "--output", str(tmp_path / "rows.jsonl")]) == 0
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
