@@ -303,6 +303,9 @@ def test_a_stage_of_the_recipe_s_own_is_a_function_in_a_file_beside_it(recipe, r
     (recipe / "own.py").write_text(OWN + "# changed\n")
     go(recipe)
     assert ran.names() == ["sft", "ppo"]  # they depend on its result
+    (recipe / "shared.py").write_text("# which own.py may import\n")
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]
     edit(recipe, "own.py:run", "own.py:walk")
     assert refusal(recipe) == "stage world: /demo/own.py: has no function 'walk'"
     edit(recipe, "own.py:walk", "none.py:run")

@@ -138,7 +138,7 @@ def _resolve(
         "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
         "parents": parents,
         "files": {text: found for text in strings(values) if (found := _content(text, names))}
-        | ({} if own is None else {"stage": sha256(own)}),
+        | ({} if own is None else {"stage": {path.name: sha256(path) for path in sorted(own.parent.glob("*.py"))}}),
     }
     return Stage(entry.name, config, run, lineage, hash_of(lineage))
 
