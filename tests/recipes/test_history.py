@@ -58,7 +58,7 @@ def test_multi_step_attention_by_hand():
     assert_close(context, torch.tensor([[[4 * second]]]))
 
 
-@pytest.mark.parametrize("build", [bahdanau.Bahdanau, convs2s.ConvS2S, page("transformers").Translator])
+@pytest.mark.parametrize("build", [bahdanau.Bahdanau, convs2s.ConvS2S, page("transformer").Translator])
 def test_translators_see_no_padding_and_nothing_ahead(build):
     torch.manual_seed(0)
     model = build(pairs.VOCABULARY, 8).eval()
@@ -154,17 +154,17 @@ def test_the_recipes_systems_have_equal_parameters():
     widths = {
         stage.name: stage.config["width"] for stage in read_recipe("history")[0].stages if "width" in stage.config
     }
-    classification, transformers = page("classification"), page("transformers")
+    classification, transformer = page("classification"), page("transformer")
     words = classification.build_corpus(classification.ClassificationConfig("", 1)).vocabulary
     language_models = [
         elmo.ElmoClassifier(words, 2, widths["elmo"], elmo.BiLM(words, widths["elmo"])),
         ulmfit.PoolingClassifier(ulmfit.LSTMLanguageModel(words, widths["ulmfit"]), 2),
-        *(transformers.Reader(words, widths[kind], kind) for kind in ("decoder", "encoder")),
+        *(transformer.Reader(words, widths[kind], kind) for kind in ("decoder", "encoder")),
     ]
     translators = [
         build(pairs.VOCABULARY, widths[name])
         for name, build in (
-            ("bahdanau", bahdanau.Bahdanau), ("convs2s", convs2s.ConvS2S), ("translator", transformers.Translator),
+            ("bahdanau", bahdanau.Bahdanau), ("convs2s", convs2s.ConvS2S), ("translator", transformer.Translator),
         )
     ]  # fmt: skip
     for models in (translators, language_models):
