@@ -25,7 +25,7 @@ from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config
 from alignment.models.shared_weights import SharedWeights
-from alignment.models.weights_config import Quantization, warn_of_slow_bfloat16
+from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -220,6 +220,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 def best_device() -> str:
     """ "cuda" where there is a GPU, else "cpu"."""
+    set_up_device()
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

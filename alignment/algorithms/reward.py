@@ -280,7 +280,7 @@ def objective_loss_fn(
         sums, means, accuracy = score_metrics(scores.mean(-1).detach(), batch)
         if scores.shape[-1] > 1:
             deviation = scores.detach().std(-1, correction=0)
-            means = means | {"spread": (deviation.sum(), deviation.new_tensor(float(len(deviation))))}
+            means = means | {"spread": (deviation.sum(), deviation.new_full((), len(deviation)))}
         total = sources.loss_sum(costs.mean(-1), batch, sums, accuracy=accuracy)
         return replace(total, means=means | total.means)
 

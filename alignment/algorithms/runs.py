@@ -29,7 +29,7 @@ from alignment.models.external.models import ExternalSeq2SeqModel
 from alignment.models.model import Model, check_row_lengths, start_token_of
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
-from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
+from alignment.models.weights_config import WeightsConfig, set_up_device
 from alignment.training import Collate, Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import (
     compare_checkpoints,
@@ -91,8 +91,7 @@ def open_run(
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
-        if config.training.precision == "bf16" and not torch.cuda.is_available():
-            warn_of_slow_bfloat16()
+        remark = set_up_device(config.training.precision)
         weights = getattr(config, "weights", None)
         require_bitsandbytes(weights.quantize if isinstance(weights, WeightsConfig) else None)
         compare_checkpoints({name: find_directory(name) for name in names})
@@ -101,6 +100,8 @@ def open_run(
         again = settings["training"].pop("again")  # of this start, and no setting of the run
         files = row_files(config) | dict(files or {})
         with Run(config.output, settings, stage=stage, parents=names, files=files, again=again) as run:
+            if remark is not None:
+                run.note(remark)
             yield run
 
 

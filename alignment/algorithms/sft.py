@@ -171,7 +171,7 @@ def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_l
         nll = -output.log_probs if token_loss is None else -output.log_probs.detach()
         losses, sums = (nll, {}) if output.losses is None else (output.losses, {"nll": nll.sum()})
         loss = sources.loss_sum(losses, batch, sums, perplexity=nll)
-        means = loss.means | {"perplexity": (nll.detach().sum(), nll.new_tensor(float(len(nll))))}
+        means = loss.means | {"perplexity": (nll.detach().sum(), nll.new_full((), len(nll)))}
         if output.balance is None:
             return replace(loss, means=means)
         balance = output.balance * batch.weight

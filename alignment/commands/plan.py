@@ -127,7 +127,7 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     rate = f"{plan.layout.gpus} x {device.tflops:.3g} TFLOP/s ({device.name})"
     yield f"{most}{seconds / size:.1f} {unit} at {mfu:.0%} of {rate}{sampling}"
     if device.assumed:
-        cards = ", ".join(f"{name} {rates[0]:.0f} in bf16" for name, rates in PEAK_TFLOPS.items())
+        cards = ", ".join(f"{name} {rates['bf16']:.0f} in bf16" for name, rates in PEAK_TFLOPS.items())
         yield f"the card is taken to be an {device.name}; give --tflops for another one: {cards}"
 
 

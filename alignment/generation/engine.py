@@ -24,7 +24,7 @@ until no rank has a running row.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -231,7 +231,7 @@ class DecodingEngine:
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:
         """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
-        found = [event for drawn in self._unseen for event in _hand_out(drawn, events)]
+        found = [event for drawn, *read in _read(self._unseen) for event in _hand_out(drawn, *read, with_events=events)]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
@@ -273,9 +273,21 @@ def _prompt_of(request: DecodingRequest) -> PromptKey:
     return PromptKey(tuple(request.prompt), request.adapter)
 
 
-def _hand_out(drawn: SampledTokens, with_events: bool) -> list[TokenEvent]:
+def _read(steps: Sequence[SampledTokens]) -> Iterator[tuple[SampledTokens, list[int], list[float]]]:
+    """The tokens and log-probabilities of each step, brought from the device in one piece."""
+    if not steps:
+        return
+    numbers = torch.cat([part.double() for drawn in steps for part in (drawn.tokens, drawn.log_probs)]).tolist()
+    for drawn in steps:
+        count = len(drawn.rows)
+        yield drawn, list(map(int, numbers[:count])), numbers[count : 2 * count]
+        numbers = numbers[2 * count :]
+
+
+def _hand_out(
+    drawn: SampledTokens, tokens: Sequence[int], log_probs: Sequence[float], *, with_events: bool
+) -> list[TokenEvent]:
     """The events of drawn tokens, where they are wanted; tokens that a request drew behind its end are dropped."""
-    tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
     likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
     events = []
     for number, row in enumerate(drawn.rows):

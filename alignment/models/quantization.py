@@ -206,15 +206,17 @@ def _int8_class() -> type[nn.Linear]:
 
         def quantize(self, weight: Tensor) -> None:
             """Quantize a matrix [out, in] on its device and hold it."""
-            self.weight = bnb.nn.Int8Params(weight.float(), requires_grad=False, has_fp16_weights=False).to(
-                weight.device
-            )
-            self.register_buffer("scales", self.weight.SCB, persistent=False)
-            self.state.SCB = self.weight.SCB  # where peft looks for it
+            # Not by `Int8Params.to`, which quantizes nothing that is on a GPU already.
+            numbers, scales, _ = bnb.functional.int8_vectorwise_quant(weight.half())
+            self.weight = bnb.nn.Int8Params(numbers, False, has_fp16_weights=False, CB=numbers, SCB=scales)
+            self.register_buffer("scales", scales, persistent=False)
+            self.state.SCB = scales  # where peft looks for it
 
         def read_weight(self, dtype: torch.dtype) -> Tensor:
             """The matrix [out, in] in a type."""
-            return (self.weight.data.float() * (self.scales / 127).unsqueeze(1)).to(dtype)
+            made = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+            # A product in float32 that a GPU rounds as it writes: no float32 matrix stands in between.
+            return torch.mul(self.weight.data, (self.scales / 127).unsqueeze(1), out=made)
 
         def forward(self, x: Tensor) -> Tensor:
             return _ReadLinear.apply(_computed_in(x), self.bias, self.read_weight)

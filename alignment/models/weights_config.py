@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from alignment.errors import UserError
 from alignment.settings import Settings
 
 Quantization = Literal["nf4", "int8"]
@@ -51,6 +52,32 @@ def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False)
             "change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set training.precision=bf16 "
             "to compute in bfloat16"
         )
+
+
+def set_up_device(precision: str | None = None) -> str | None:
+    """Set this process's GPU to a run's precision, or warn of a slow one on the CPU; a remark on float32 where it is slow.
+
+    cuDNN's attention is left out of those that torch chooses from: it builds a plan for every new shape, up to half a second
+    each, and keeps them all, and batches of documents, like a cache that grows, have a new shape every time.
+
+    Raises:
+        UserError: no device of this process has TF32.
+    """
+    found = torch.cuda.is_available()
+    if precision == "tf32" and (not found or torch.cuda.get_device_capability() < (8, 0)):
+        raise UserError("training.precision tf32: only GPUs from Ampere on have it; set it to fp32")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if precision == "bf16" and not found:
+        warn_of_slow_bfloat16()
+    if precision is None or not found:
+        return None
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision != "fp32":
+        return None
+    return (
+        "training.precision is fp32: this GPU multiplies matrices several times as fast in bf16, and in tf32, which keeps "
+        "10 bits of each number"
+    )
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from alignment.config.load import find_packaged
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
 from alignment.training.backends.base import blocks_of, outermost
-from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, measured_tflops
+from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, card_bandwidth, measured_tflops, peak_tflops
 
 Backend = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
@@ -62,14 +62,13 @@ def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflo
         return Device(False, total_memory(), "this machine's processor", tflops or measured_tflops(precision))
     memory = None if gpu_memory is None else int(gpu_memory * GB)
     if memory is None and found:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    here = torch.cuda.get_device_name(0) if found and gpu_memory is None else ""
-    known = next((name for name in PEAK_TFLOPS if name in here), None)
+        card, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        if rate := tflops or peak_tflops(torch.device("cuda", 0), precision):
+            return Device(True, memory, card, rate, card_bandwidth(0))
     usual = {24.5: "RTX 4090", 41: "A100", 90: "H100", math.inf: "H200"}  # the largest memory of a usual card
     by_memory = next(name for most, name in usual.items() if memory is None or memory <= most * GB)
-    name = known or ("A100" if here else "H100" if memory is None else by_memory)
-    rate = tflops or PEAK_TFLOPS[name][0 if precision == "bf16" else 1]
-    return Device(True, memory, name, rate, PEAK_BANDWIDTH[name], assumed=known is None)
+    name = "H100" if memory is None else by_memory
+    return Device(True, memory, name, tflops or PEAK_TFLOPS[name][precision], PEAK_BANDWIDTH[name], assumed=True)
 
 
 def total_memory() -> int:

@@ -243,7 +243,7 @@ class PreferenceUpdates:
         for responses in self._log_probs(self._shard(mismatched) if shared else self.collate(mismatched)):
             assert responses.reference is not None
             ratios = responses.policy - responses.reference
-            totals += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))])
+            totals += torch.stack([ratios.sum(), ratios.new_full((), len(ratios))])
         total, count = (self.engine.process_group.sum(totals) if shared else totals).unbind()
         return (total / count.clamp(min=1)).clamp(min=0)
 

@@ -175,14 +175,14 @@ def autocast_context(
     With `keep_casts` the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where weights
     are sharded, the copies of all blocks together would take what sharding saves.
     """
-    if precision == "fp32":
+    if precision != "bf16":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=keep_casts)
 
 
 def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, keep_casts: bool = True) -> nn.Module:
     """Run every call of `model` under autocast, as `autocast_context`. The model is changed in place and returned."""
-    if precision == "fp32":
+    if precision != "bf16":
         return model
     forward, autocast = model.forward, autocast_context(device, precision, keep_casts=keep_casts)
 
