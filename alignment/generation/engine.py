@@ -42,6 +42,7 @@ from alignment.generation.requests import (
     check_failed,
 )
 from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
+from alignment.models.decoding_weights import decoding_weights
 from alignment.models.model import Model
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
@@ -134,14 +135,15 @@ class DecodingEngine:
         `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake alone.
         """
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
-        if largest is not None:
-            self._run_with_others(largest, idle_room)
-        while self.unfinished and not self._failed:
-            if self._may_admit():
-                self._admit()
-            else:
-                self._decode()
-            self._collect_if_due()
+        with decoding_weights(self._model):
+            if largest is not None:
+                self._run_with_others(largest, idle_room)
+            while self.unfinished and not self._failed:
+                if self._may_admit():
+                    self._admit()
+                else:
+                    self._decode()
+                self._collect_if_due()
         return everyone
 
     def _run_with_others(self, largest: Callable[[int], int], idle_room: int) -> None:

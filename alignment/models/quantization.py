@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from alignment.errors import UserError, install_advice
 from alignment.files import read_json_object, write_json
+from alignment.models.layers.norms import computed_in
 from alignment.models.weights_config import Quantization
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -125,12 +126,6 @@ class _ReadLinear(torch.autograd.Function):
         return grad_x, grad_bias, None
 
 
-def _computed_in(x: Tensor) -> Tensor:
-    """The input in the type of the autocast around the call."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 def _quantized(layer: nn.Linear, weight: Tensor, quantize: Quantization) -> Any:
     """A quantized layer with the bias and mode of `layer`, and `weight` quantized on its device."""
     kind: Any = _nf4_class() if quantize == "nf4" else _int8_class()
@@ -178,7 +173,7 @@ def _nf4_class() -> type[nn.Linear]:
             return self.read_weight(torch.float32)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = _computed_in(x)
+            x = computed_in(x)
             if x.is_cuda and not torch.is_grad_enabled() and x.numel() <= DECODED_ROWS * self.in_features:
                 bias = None if self.bias is None else self.bias.to(x.dtype)
                 return bnb.matmul_4bit(x, self.weight, bias=bias, quant_state=self.quant_state)
@@ -219,6 +214,6 @@ def _int8_class() -> type[nn.Linear]:
             return torch.mul(self.weight.data, (self.scales / 127).unsqueeze(1), out=made)
 
         def forward(self, x: Tensor) -> Tensor:
-            return _ReadLinear.apply(_computed_in(x), self.bias, self.read_weight)
+            return _ReadLinear.apply(computed_in(x), self.bias, self.read_weight)
 
     return Int8Linear

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from alignment.models.layers.norms import NormSpec
+from alignment.models.layers.norms import NormSpec, computed_in
 from alignment.models.layers.padded_layout import GlobalTokens, PaddedLayout
 from alignment.models.layers.positions import AlibiSpec, PositionBiasSpec
 from alignment.models.layers.rotary import RotarySpec, Rotation, rotate
 
 # (queries [N, H, K], keys [N, KV, K], values [N, KV, K], dropout) -> [N, H, K]
 AttentionFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Joined = tuple[Tensor, Tensor | None]  # weight and bias of several linear layers as one product
 ProjectKeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # an encoder's states [M, D] -> keys and values [M, KV, K]
 # (queries [N, H, K], projection of the encoder's states, dropout) -> [N, H, K]
 CrossAttentionFn = Callable[[Tensor, ProjectKeyValue, float], Tensor]
@@ -111,9 +113,15 @@ class AttentionSpec:
 class Attention(nn.Module):
     """output(attend(query(x), key(x), value(x))), `attend` being the context's.
 
+    Attributes:
+        joined: weight and bias of queries, keys and values as one product while responses are decoded, see
+            decoding_weights.py.
+
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2; grouped-query: Ainslie et al. 2023, arXiv:2305.13245;
     norm of queries and keys: Henry et al. 2020, arXiv:2010.04245.
     """
+
+    joined: Joined | None = None
 
     def __init__(self, spec: AttentionSpec, width: int, states_width: int | None = None):
         super().__init__()
@@ -130,17 +138,30 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D], or [M, D] of the tokens that are needed."""
-        query, key, value = self.query(x), self.key(x), self._heads(self.value(x))
-        normed = self.spec.query_key_norm is not None
+        query, key, value = self._rotated(computed_in(x), context.rotation)
+        mixed = context.attend(query, key, value, self.spec.dropout if self.training else 0.0)
+        return self.output(context.needed(mixed.reshape(len(x), -1)))
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, K], keys and values [N, KV, K]; the first two normed and rotated."""
+        normed, heads, shared = self.spec.query_key_norm is not None, self.spec.heads, self.spec.key_value_heads
+        if self.joined is None:
+            query, key, value = self.query(x), self.key(x), self._heads(self.value(x))
+        else:
+            mixed = self._heads(F.linear(x, *self.joined))
+            both, value = mixed.split([heads + shared, shared], dim=1)
+            if not normed:
+                both = both if rotation is None else rotate(both, rotation)
+                query, key = both.split([heads, shared], dim=1)
+                return query, key, value
+            query, key = (part.flatten(1) for part in both.split([heads, shared], dim=1))
         if normed:
             query, key = self._norm(query, self.query_norm), self._norm(key, self.key_norm)
         query, key = self._heads(query), self._heads(key)
-        if context.rotation is not None:
-            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        if normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
-            query, key = query.to(value.dtype), key.to(value.dtype)
-        mixed = context.attend(query, key, value, self.spec.dropout if self.training else 0.0)
-        return self.output(context.needed(mixed.reshape(len(x), -1)))
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        # Under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type.
+        return query.to(value.dtype), key.to(value.dtype), value
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.spec.head_dim))

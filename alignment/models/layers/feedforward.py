@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.models.layers.norms import computed_in
+
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS = {  # by their Hugging Face names
@@ -56,8 +58,13 @@ class GatedFeedForwardSpec(_FeedForwardSpec):
 class FeedForward(nn.Module):
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
 
+    Attributes:
+        joined: weight and bias of gate and up as one product, as in `Attention`.
+
     Source: Shazeer 2020, arXiv:2002.05202, eqs. 5 and 6: GLU (sigmoid), ReGLU (ReLU), GeGLU (GELU), SwiGLU (SiLU).
     """
+
+    joined: tuple[Tensor, Tensor | None] | None = None
 
     def __init__(self, spec: _FeedForwardSpec, width: int):
         super().__init__()
@@ -69,8 +76,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        hidden = self.activation(self.up(x) if self.gate is None else self.gate(x))
-        return self.down(self.dropout(hidden if self.gate is None else hidden * self.up(x)))
+        x = computed_in(x)
+        if self.gate is None:
+            return self.down(self.dropout(self.activation(self.up(x))))
+        gate, up = (self.gate(x), self.up(x)) if self.joined is None else F.linear(x, *self.joined).chunk(2, dim=-1)
+        return self.down(self.dropout(self.activation(gate) * up))
 
 
 @dataclass(frozen=True)

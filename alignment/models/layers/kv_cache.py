@@ -130,7 +130,8 @@ class Cache:
         """Put keys and values [n, K, head_dim] of tokens into their slots."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
             kept = new if slots.tokens is None else new[slots.tokens]
-            store.flatten(0, 2).index_copy_(0, slots.addresses, kept.flatten(0, 1).to(store.dtype))
+            where = slots.addresses.view(kept.shape[:2])
+            store.flatten(0, 2).index_put_((where,), kept.to(store.dtype))
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from alignment.models.layers.norms import fuses
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -223,13 +225,18 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor:
     """Rotate every pair (x_i, x_{i + W/2}) of the first W coordinates by its angle, in fp32 at least."""
     turning = cosines.shape[-1]
-    half = turning // 2
     part = x if turning == x.shape[-1] else x[..., :turning]
-    wide = part.float() if x.element_size() < 4 else part
-    turned = wide * cosines
-    turned[..., :half].addcmul_(wide[..., half:], sines, value=-direction)
-    turned[..., half:].addcmul_(wide[..., :half], sines, value=direction)
-    turned = turned.to(x.dtype)
+    half = turning // 2
+    if x.element_size() < 4 and fuses(x):  # kernels that widen what they read and round what they write
+        wide, turned = part * cosines, torch.empty_like(part)
+        torch.addcmul(wide[..., :half], part[..., half:], sines, value=-direction, out=turned[..., :half])
+        torch.addcmul(wide[..., half:], part[..., :half], sines, value=direction, out=turned[..., half:])
+    else:
+        wide = part.float() if x.element_size() < 4 else part
+        turned = wide * cosines
+        turned[..., :half].addcmul_(wide[..., half:], sines, value=-direction)
+        turned[..., half:].addcmul_(wide[..., :half], sines, value=direction)
+        turned = turned.to(x.dtype)
     return turned if part is x else torch.cat([turned, x[..., turning:]], dim=-1)
 
 
