@@ -17,6 +17,7 @@ from alignment.errors import UserError
 from alignment.models.layers.attention import AttentionContext, AttentionFn, AttentionSpec
 from alignment.models.layers.block import BlockSpec
 from alignment.models.layers.kv_cache import Cache, CrossAttentionCache, TokenSlots
+from alignment.models.layers.norms import on_gpu
 from alignment.models.layers.padded_layout import (
     GlobalTokens,
     PaddedLayout,
@@ -42,6 +43,7 @@ from alignment.models.layers.sdpa import (
 from alignment.models.layers.windowed import windowed_attentions
 from alignment.ragged import Ragged
 
+WIDTH_STEP = 64  # tokens, of the part of a cache that is read on a GPU
 NO_PREFIX = "attention with scores of its own (DeBERTa, Longformer, BigBird) takes no prefix; use LoRA instead"
 GlobalRule = Literal["marked", "first"] | int  # see `TransformerSpec.global_tokens`
 Masks = Callable[[bool, int | None, bool], list[Tensor | None]]  # (causal, window, with a bias) -> of each rectangle
@@ -237,9 +239,11 @@ def _token_sizes(batch: Ragged, offset: int) -> Tensor:
 def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache) -> list[AttentionContext]:
     """Each layer's context for one new token per row of the cache, at position `cache.lengths`."""
     check_original_context(cache, layers)
-    positions, width, memory = cache.lengths, cache.longest + 1, cache.memory
+    positions, longest, memory = cache.lengths, cache.longest + 1, cache.memory
+    # A GPU chooses its kernels, and a graph is captured, for one width: it grows in steps.
+    width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, cache.capacity) if on_gpu(positions) else longest
     slots = cache.places(torch.arange(len(positions), device=positions.device), positions)
-    turns = modules.rotations(layers, positions, width, lambda: positions + 1)
+    turns = modules.rotations(layers, positions, longest, lambda: positions + 1)
     masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype, slots=cache.slots)
     contexts = []
     for layer, (block, turn, mask) in enumerate(zip(layers, turns, masks, strict=True)):
@@ -262,7 +266,7 @@ def decoding_masks(
     """Each layer's mask of a row's slots for one new token per row, at `positions` [B]; broadcast to [B, H, 1, width].
 
     Args:
-        width: tokens of the longest row, the new one included.
+        width: tokens of the longest row, the new one included, or more.
         dtype: of masks that are added to the scores; None: they are booleans.
         slots: of each layer, which a longer row fills again from the first on; None: no row is longer.
     """

@@ -47,8 +47,8 @@ class NoNormSpec:
 NormSpec = LayerNormSpec | RMSNormSpec | NoNormSpec
 
 
-def fuses(x: Tensor) -> bool:
-    """True where fewer kernels take less time, and torch has one for `rms_norm`; on a CPU its parts are as fast."""
+def on_gpu(x: Tensor) -> bool:
+    """True for a tensor on a GPU, where a small operation takes the time of starting its kernel."""
     return x.is_cuda
 
 
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        if fuses(x) and x.dtype == self.weight.dtype == torch.float32:  # no order of the operations rounds there
+        if on_gpu(x) and x.dtype == self.weight.dtype == torch.float32:  # no order of the operations rounds there
             weight = 1 + self.weight if self.order == "unit_offset" else self.weight
             return F.rms_norm(x, weight.shape, weight, self.eps)
         wide = x.float()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from alignment.models.layers.norms import fuses
+from alignment.models.layers.norms import on_gpu
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor
     turning = cosines.shape[-1]
     part = x if turning == x.shape[-1] else x[..., :turning]
     half = turning // 2
-    if x.element_size() < 4 and fuses(x):  # kernels that widen what they read and round what they write
+    if x.element_size() < 4 and on_gpu(x):  # kernels that widen what they read and round what they write
         wide, turned = part * cosines, torch.empty_like(part)
         torch.addcmul(wide[..., :half], part[..., half:], sines, value=-direction, out=turned[..., :half])
         torch.addcmul(wide[..., half:], part[..., :half], sines, value=direction, out=turned[..., half:])
