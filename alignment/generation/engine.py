@@ -43,11 +43,13 @@ from alignment.generation.requests import (
 )
 from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
 from alignment.models.decoding_weights import decoding_weights
+from alignment.models.layers.norms import on_gpu
 from alignment.models.model import Model
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
 FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefilled into them
 LIVE_SHARE = 0.75  # of the rows that still run when the others are dropped and nothing waits
+GPU_LIVE_SHARE = 0.5  # on a GPU, where rows are cheap and new shapes are not
 
 
 class DecodingEngine:
@@ -248,7 +250,8 @@ class DecodingEngine:
     def _compact(self) -> None:
         """Drop free rows where they are many, or at once where their documents would outgrow the cache."""
         live = self._live()
-        share = LIVE_SHARE if self._equal_limits or self._filler.continuous else 1.0
+        share = GPU_LIVE_SHARE if on_gpu(self._newest) else LIVE_SHARE
+        share = share if self._equal_limits or self._filler.continuous else 1.0
         if max(live, 1) > share * len(self.running) or live == len(self.running):
             return
         keep = [slot for slot, row in enumerate(self.running) if row is not None] or [0]
