@@ -27,6 +27,7 @@ from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
 from alignment.algorithms.ppo.rollout import Rollout, collect
+from alignment.algorithms.ppo.servers import ServerSampler
 from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
 from alignment.algorithms.ppo.state import SamplingState, Saved
 from alignment.algorithms.runs import open_run, sources_of
@@ -206,6 +207,7 @@ def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> 
         roles=roles if reference is None else [*roles, reference.role],
         share_prompts=sharing,
         logged_samples=config.responses_per_prompt,
+        servers=config.servers and ServerSampler(config.servers, policy, start),
     )
 
 

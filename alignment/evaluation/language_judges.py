@@ -20,7 +20,7 @@ from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import group_by_length
-from alignment.rewards.judge import RequestFailed, post_json
+from alignment.rewards.judge import RequestFailed, send_json
 
 TOKEN_COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -85,7 +85,7 @@ def ask_service(
         given = {"model": service.model, "messages": messages, **settings, **service.parameters}
         body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
         try:
-            received = post_json(service, body.encode())
+            received = send_json(service, body.encode())
         except RequestFailed as error:
             return JudgeAnswer(None, failure=str(error))
         answer = read(received)

@@ -53,7 +53,7 @@ def judge_reward(spec: JudgeSpec) -> TextReward:
 
     @functools.lru_cache(CACHED)
     def score(body: str) -> float:
-        return read_score(spec, post_json(spec, body.encode()))
+        return read_score(spec, send_json(spec, body.encode()))
 
     def score_or_why(body: str) -> float | str:
         try:
@@ -90,8 +90,8 @@ def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
 # The request
 
 
-def post_json(service: ServiceSpec, body: bytes) -> object:
-    """The decoded JSON answer to a posted body of JSON.
+def send_json(service: ServiceSpec, body: bytes | None) -> object:
+    """The decoded JSON answer to a posted body of JSON, or without one to a GET; None where the answer is empty.
 
     Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause before
     the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer Retry-After
@@ -102,16 +102,16 @@ def post_json(service: ServiceSpec, body: bytes) -> object:
     """
     for attempt in range(service.retries):
         try:
-            return _post_once(service, body)
+            return _send_once(service, body)
         except RequestFailed as error:
             if error.pause is None or error.pause > service.max_backoff_seconds:
                 raise
             longest = min(service.max_backoff_seconds, service.backoff_seconds * 2.0**attempt)
             time.sleep(max(error.pause, longest * random.uniform(0.5, 1.0)))
-    return _post_once(service, body)
+    return _send_once(service, body)
 
 
-def _post_once(service: ServiceSpec, body: bytes) -> object:
+def _send_once(service: ServiceSpec, body: bytes | None) -> object:
     """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
     parts, deadline = urlsplit(service.url), time.monotonic() + service.timeout_seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -123,7 +123,7 @@ def _post_once(service: ServiceSpec, body: bytes) -> object:
         with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
             connection.connect()
             with _shut_at(deadline, connection.sock):
-                connection.request("POST", target, body, headers)
+                connection.request("GET" if body is None else "POST", target, body, headers)
                 answer = connection.getresponse()
                 received = answer.read(MAX_ANSWER_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
@@ -138,7 +138,7 @@ def _post_once(service: ServiceSpec, body: bytes) -> object:
     if not 200 <= answer.status < 300:
         raise RequestFailed(f"status {answer.status}")
     try:
-        return json.loads(received)
+        return json.loads(received) if received.strip() else None
     except (ValueError, RecursionError) as error:
         raise RequestFailed("the answer is no JSON", 0.0) from error
 

@@ -15,7 +15,13 @@ from alignment.models.decoding_weights import decoding_weights
 from alignment.ragged import Ragged
 from tests.kernels import Kernels, Waits, choose_as_on_a_gpu
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1]]
 TOKENS = torch.tensor([1, 2, 3, 4])
 

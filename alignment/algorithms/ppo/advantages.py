@@ -98,7 +98,7 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
     """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
-    if config.importance_cap is None or not config.samples_differ:
+    if config.importance_cap is None or not (config.samples_differ or config.servers):
         return None
     tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
     return importance_weights(*tokens, cap=config.importance_cap, sequence=config.ratio == "sequence")

@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.adapters.specs import AdapterSpec, LoRASpec, refuse_dropout
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.generation.requests import NewTokens
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.reward_model import Combine
-from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
+from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of, url_problem
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,6 +30,32 @@ HELD_OUT_METRICS = ("held_out_win_rate", "held_out_score")  # by which the best 
 Advantages = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++", "remax"]
 LossNormalization = Literal["token_mean", "sequence_mean", "constant"]
 GROUPED = ("rloo", "grpo", "dr_grpo")  # compare the responses to one prompt with each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(Settings):
+    """vLLM servers that sample in place of this process; how they are started is said in servers.py.
+
+    Attributes:
+        urls: of the servers, such as http://10.0.0.2:8000; rank r asks the one of number r, modulo theirs.
+        weights_folder: of the policy's weights, which this process and the servers see under the same path.
+        key_variable: environment variable that holds the servers' key; None: they want none.
+        timeout_seconds: for one request: a response, or the loading of the weights.
+        retries: further requests after a failed one.
+        requests: responses that are drawn at the same time for one rank.
+    """
+
+    urls: list[str]
+    weights_folder: str
+    key_variable: str | None = None
+    timeout_seconds: PositiveFloat = 600.0
+    retries: NonNegativeInt = 2
+    requests: PositiveInt = 64
+
+    RULES = (
+        Rule("urls", lambda c: not c.urls, "must name at least one server"),
+        Rule("urls", lambda c: next(filter(None, map(url_problem, c.urls)), ""), "{found}"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +92,9 @@ class SamplingSettings(Settings):
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
             device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
             takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
+        servers: vLLM servers that sample; None: this process does. Their log-probabilities are rounded otherwise, which
+            `importance_cap` corrects like samples of earlier weights, and with `rollouts_behind` they sample while this
+            process learns.
         epochs: passes over the samples of each iteration.
         minibatches: updates in each pass.
         metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
@@ -91,12 +120,23 @@ class SamplingSettings(Settings):
     min_p: Share = 0.0
     micro_rollout_batch_size: PositiveInt = 256
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
+    servers: ServersConfig | None = None
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
     metrics: list[str] = field(default_factory=list)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (
+        Rule(
+            "servers",
+            lambda c: (
+                c.servers is not None
+                and c.adapter is not None
+                and (not isinstance(c.adapter, LoRASpec) or c.adapter.token_rows or c.adapter.modules_to_save)
+            ),
+            "read the weights of whole models and of LoRA alone; take adapter.kind=lora without token_rows and "
+            "modules_to_save, or leave adapter or servers out",
+        ),
         Rule(
             "minibatches",
             lambda c: c.minibatches > c.training.batch_size,

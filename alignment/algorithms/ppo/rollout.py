@@ -156,7 +156,11 @@ def draw_samples(
     numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
     ids = [list(row.ids) for row in rows]
     with torch.no_grad():
-        drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
+        if state.servers is None:
+            drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
+        else:
+            state.servers.update()
+            drawn = state.servers.start(ids, config.sampling, numbers, state.stop_ids)
     return SampledResponses(rows, numbers, drawn)
 
 
@@ -169,6 +173,9 @@ def sample(
 ) -> Generation:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
     backend, group = state.policy.backend, state.process_group
+    if state.servers is not None:
+        state.servers.update()
+        return state.servers.start(prompts, sampling, numbers, state.stop_ids).result()
     sampler = cast(Model, backend.unwrapped)
     # With whole weights no rank waits for another one, however unequal their work is.
     sharded = state.rollout_weights == "sharded"

@@ -13,6 +13,7 @@ from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.algorithms.policies import Policy, Role, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
 from alignment.algorithms.ppo.metrics import load_metrics
+from alignment.algorithms.ppo.servers import ServerSampler
 from alignment.algorithms.ppo.state import (
     AdaptiveKL,
     FixedKL,
@@ -109,6 +110,7 @@ def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
         pretraining=None if data.texts is None else partial(local_texts, config, data.texts, group),
         held_out=held_out,
         ahead=NextRollout(data.prompts_of) if config.rollouts_behind else None,
+        servers=config.servers and ServerSampler(config.servers, policy, start),
         shared_value=config.shares_trunk,
     )
 

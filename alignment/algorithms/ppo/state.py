@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from alignment.algorithms.policies import Policy, Reference, Role
 from alignment.algorithms.ppo.config import SamplingSettings
+from alignment.algorithms.ppo.servers import ServerSampler
 from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.generation import Generation, SamplingConfig
@@ -95,7 +97,12 @@ class SampledResponses:
 
     prompts: list[Example]  # of each response
     numbers: list[int]  # global number of each response over the whole run, ascending
-    responses: Generation  # token ids, log-probabilities in the distribution that they were drawn from, and ends
+    drawn: Generation | Future[Generation]  # of a server's the promise
+
+    @property
+    def responses(self) -> Generation:
+        """Token ids, log-probabilities in the distribution that they were drawn from, and ends."""
+        return self.drawn.result() if isinstance(self.drawn, Future) else self.drawn
 
 
 @dataclass
@@ -206,6 +213,7 @@ class SamplingState:
         held_out: prompts that are scored during the run, and their judge.
         alarms: of collapse, over the metrics of the run; None: the method has none.
         ahead: responses that are sampled one iteration ahead (`rollouts_behind`).
+        servers: that sample; None: this process does.
     """
 
     policy: Engine
@@ -222,6 +230,7 @@ class SamplingState:
     held_out: HeldOut | None = None
     alarms: Alarms | None = None
     ahead: NextRollout | None = None
+    servers: ServerSampler | None = None
 
     @property
     def engines(self) -> dict[str, Engine]:

@@ -1,0 +1,266 @@
+"""Samples from servers: the same run as with our own engine, and every fault of a server ends in one message.
+
+The stand-in speaks vLLM's protocol and refuses what is out of turn. It decodes by our engine with the weights that it was
+given, and draws as this process would for the same seed and number.
+"""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from alignment.adapters.specs import DoRASpec, LoRASpec
+from alignment.algorithms.ppo.config import PPOConfig, ServersConfig
+from alignment.data.config import DataConfig
+from alignment.errors import UserError
+from alignment.generation import SamplingConfig, decode_responses
+from alignment.loading import load_model
+from alignment.training import TrainingConfig
+
+SAMPLED = ("score", "kl", "response_tokens", "ended_share", "policy_loss", "value_loss", "approx_kl")
+
+
+class StandIn(ThreadingHTTPServer):
+    """A server of `vllm serve` with the backend `disk`: its weights, its version, and what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, base: str):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url, self.base = f"http://127.0.0.1:{self.server_port}", base
+        self.lock, self.calls, self.faults = threading.RLock(), [], {}
+        self.start_anew()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def start_anew(self) -> None:
+        """Be as after a start: the weights of the checkpoint, no transfer engine, no adapters."""
+        with self.lock:
+            self.models, self.version, self.state, self.new = (
+                {"base": load_model(self.base)},
+                "default",
+                "started",
+                None,
+            )
+
+    def answer(self, method: str, path: str, body: dict | None) -> tuple[int, object]:
+        self.calls.append(path)
+        if (fault := self.faults.get(path)) and (found := fault(self)) is not None:
+            return found
+        with self.lock:
+            return getattr(self, f"{method}_{path.strip('/').replace('/', '_')}")(body)
+
+    def GET_weight_info(self, body):
+        return 200, {"weight_version": self.version}
+
+    def GET_v1_models(self, body):
+        return 200, {"data": [{"id": name} for name in self.models]}
+
+    def POST_init_weight_transfer_engine(self, body):
+        if body != {"init_info": {}}:
+            return 400, {"detail": "Missing 'init_info'"}
+        self.state = "ready"
+        return 200, {}
+
+    def POST_start_weight_update(self, body):
+        if self.state != "ready":
+            return 409, {}
+        self.state = "updating"
+        return 200, {}
+
+    def POST_update_weights(self, body):
+        folder = Path(body["update_info"]["path"])
+        if self.state != "updating" or not folder.is_absolute() or not list(folder.glob("*.safetensors")):
+            return 409, {}
+        self.new = load_model(str(folder))
+        return 200, {}
+
+    def POST_finish_weight_update(self, body):
+        if self.state != "updating" or self.new is None:
+            return 409, {}
+        self.models["base"], self.version, self.state, self.new = self.new, body["weight_version"], "ready", None
+        return 200, {}
+
+    def POST_v1_load_lora_adapter(self, body):
+        if body["lora_name"] in self.models:
+            return 400, {}
+        self.models[body["lora_name"]] = load_model(body["lora_path"])
+        return 200, {}
+
+    def POST_v1_unload_lora_adapter(self, body):
+        del self.models[body["lora_name"]]
+        return 200, {}
+
+    def POST_inference_v1_generate(self, body):
+        params, model = body["sampling_params"], self.models[body.get("model", "base")]
+        assert params["ignore_eos"] and params["stop_token_ids"] and params["top_k"] == -1
+        sampling = SamplingConfig(params["max_tokens"], params["temperature"], seed=params["seed"] >> 32)
+        drawn = decode_responses(
+            model, [body["token_ids"]], sampling, params["stop_token_ids"], rows=[params["seed"] % 2**32]
+        )
+        content = [{"token_id": t, "logprob": p} for t, p in zip(drawn.token_ids[0], drawn.log_probs[0], strict=True)]
+        choice = {
+            "index": 0, "token_ids": drawn.token_ids[0], "logprobs": {"content": content},
+            "finish_reason": "stop" if drawn.ended[0] else "length",
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(content)}],
+        }  # fmt: skip
+        return 200, {"request_id": "1", "choices": [choice]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply("GET", None)
+
+    def do_POST(self):
+        self.reply("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def reply(self, method, body):
+        status, found = self.server.answer(method, self.path, body)
+        text = json.dumps(found).encode()
+        try:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text)
+        except OSError:  # the trainer has hung up, as after a time-out
+            pass
+
+    def log_message(self, *arguments):
+        pass
+
+
+@contextmanager
+def standing_in(base: str):
+    server = StandIn(base)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def start(stage) -> dict[str, str]:
+    return {"policy": str(stage("sft") / "model"), "reward_model": str(stage("reward") / "model")}
+
+
+@pytest.fixture
+def ppo(start, make_stage, tmp_path):
+    """`ppo(name, **changes)` -> `run`, config of a small PPO run of three iterations."""
+
+    def make(name, **changes):
+        training = TrainingConfig(batch_size=8, max_steps=3, save_every_steps=1)
+        given = {"reward_model": start["reward_model"], "training": training} | changes
+        return make_stage("ppo", start["policy"], tmp_path / name, **given)
+
+    return make
+
+
+def servers_of(server: StandIn, tmp_path: Path, **changes) -> ServersConfig:
+    return ServersConfig(
+        urls=[server.url], weights_folder=str(tmp_path / "weights"), **{"requests": 4, "retries": 0} | changes
+    )
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("adapter", [None, LoRASpec(rank=4)], ids=["whole", "lora"])
+def test_a_run_is_that_of_our_own_engine(ppo, start, read_metrics, tmp_path, adapter, behind):
+    changes = {"adapter": adapter, "rollouts_behind": behind}
+    run, config = ppo("own", **changes)
+    run(config)
+    with standing_in(start["policy"]) as server:
+        run, config = ppo("served", **changes, servers=servers_of(server, tmp_path))
+        run(config)
+        counts = {path: server.calls.count(path) for path in set(server.calls)}
+    own, served = read_metrics(tmp_path / "own"), read_metrics(tmp_path / "served")
+    assert len(own) == len(served) == 3
+    for one, other in zip(own, served, strict=True):
+        for name in SAMPLED:
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+        assert other["sampling_error"] == pytest.approx(one["sampling_error"], rel=1e-3, abs=1e-4)
+    assert counts["/inference/v1/generate"] == 3 * 8
+    assert counts["/v1/load_lora_adapter" if adapter else "/finish_weight_update"] == 3 - behind
+    assert len(list((tmp_path / "weights").iterdir())) == 1  # the folders of earlier weights are gone
+
+
+def test_weights_that_were_not_asked_for_end_the_run(ppo, start, tmp_path):
+    def updated_by_another(server):
+        server.version = "of another run"
+
+    with standing_in(start["policy"]) as server:
+        server.faults["/inference/v1/generate"] = updated_by_another
+        run, config = ppo("served", servers=servers_of(server, tmp_path))
+        with pytest.raises(
+            UserError, match=r"has the weights of another run where .* are due: another run updates it too"
+        ):
+            run(config)
+
+
+def test_a_server_that_is_too_slow_ends_the_run_which_goes_on_later(ppo, start, read_metrics, tmp_path):
+    calls = []
+
+    def slow(server):
+        calls.append(1)
+        if 8 < len(calls) <= 16:
+            time.sleep(1.0)
+
+    run, config = ppo("own")
+    run(config)
+    with standing_in(start["policy"]) as server:
+        server.faults["/inference/v1/generate"] = slow
+        run, config = ppo("served", servers=servers_of(server, tmp_path, timeout_seconds=0.5))
+        with pytest.raises(UserError, match="inference/v1/generate: TimeoutError; the run goes on from its newest"):
+            run(config)
+        assert len(read_metrics(tmp_path / "served")) == 1
+        time.sleep(1.0)
+        run(replace(config, servers=replace(config.servers, timeout_seconds=60.0)))
+    own, served = read_metrics(tmp_path / "own"), read_metrics(tmp_path / "served")
+    assert [line["score"] for line in served] == pytest.approx([line["score"] for line in own], rel=1e-4)
+
+
+def test_a_server_that_was_started_anew_reads_the_weights_again(ppo, start, read_metrics, tmp_path):
+    calls = []
+
+    def restarted(server):
+        calls.append(1)
+        if len(calls) == 3:  # before the second iteration's update
+            server.start_anew()
+            server.state = "ready"
+
+    run, config = ppo("own")
+    run(config)
+    with standing_in(start["policy"]) as server:
+        server.faults["/weight_info"] = restarted
+        run, config = ppo("served", servers=servers_of(server, tmp_path))
+        run(config)
+    own, served = read_metrics(tmp_path / "own"), read_metrics(tmp_path / "served")
+    assert [line["score"] for line in served] == pytest.approx([line["score"] for line in own], rel=1e-4)
+
+
+def test_a_server_that_is_not_there_is_named_before_anything_is_sampled(ppo, tmp_path):
+    servers = ServersConfig(urls=["http://127.0.0.1:9"], weights_folder=str(tmp_path / "weights"), retries=0)
+    run, config = ppo("served", servers=servers)
+    with pytest.raises(UserError, match=r"servers: http://127.0.0.1:9/init_weight_transfer_engine: ConnectionRefused"):
+        run(config)
+
+
+@pytest.mark.parametrize("body", [{}, {"choices": [{"token_ids": [1], "finish_reason": "stop"}]}])
+def test_an_answer_without_token_ids_or_log_probabilities_is_refused(ppo, start, tmp_path, body):
+    with standing_in(start["policy"]) as server:
+        server.faults["/inference/v1/generate"] = lambda server: (200, body)
+        run, config = ppo("served", servers=servers_of(server, tmp_path))
+        with pytest.raises(UserError, match="answers without token ids and their log-probabilities"):
+            run(config)
+
+
+def test_settings_that_servers_cannot_follow_are_refused():
+    data, given = DataConfig(train="x"), {"reward_model": "r"}
+    servers = ServersConfig(urls=["http://a:1"], weights_folder="w")
+    with pytest.raises(ValueError, match="servers read the weights of whole models and of LoRA alone"):
+        PPOConfig("p", data, "o", servers=servers, adapter=DoRASpec(rank=2), **given)
+    for urls in ([], ["host:8000"], ["http://user:pass@host"]):
+        with pytest.raises(ValueError, match="urls"):
+            ServersConfig(urls=urls, weights_folder="w")
