@@ -189,6 +189,38 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, tempera
     return temperature**2 * kl_divergence(teacher_logits / temperature, student_logits / temperature)
 
 
+def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, *, likeliest: int | None = None) -> Tensor:
+    """KL of the student's distribution from the teacher's, one value per prediction: large where the student is sure of
+    what the teacher finds unlikely.
+
+    kl = sum_v p(v) (log p(v) - log q(v)),  p = softmax(student), q = softmax(teacher)
+
+    With `likeliest` = k the sum runs over the k tokens that the student finds likeliest and over all others as one event,
+    whose probabilities are the sums of theirs. This is never more than the whole KL.
+
+    Args:
+        student_logits: [M, V], of any floating type.
+        teacher_logits: [M, V]; without gradient.
+
+    Returns:
+        Unreduced cost in nats, [M], float32 at least; 0 where both agree.
+
+    Source: Gu et al. 2023, arXiv:2306.08543, eq. 1; Agarwal et al. 2023, arXiv:2306.13649, section 3.
+    """
+    if likeliest is None or likeliest >= student_logits.shape[-1]:
+        return kl_divergence(student_logits, teacher_logits)
+    log_p, log_q = log_softmax(student_logits), log_softmax(teacher_logits)
+    index = log_p.detach().topk(likeliest).indices
+    (p, q), tiny = (x.gather(-1, index) for x in (log_p, log_q)), torch.finfo(log_p.dtype).tiny
+    rest_p, rest_q = (log1m(x.exp().sum(-1), tiny) for x in (p, q))
+    return (p.exp() * (p - q)).sum(-1) + rest_p.exp() * (rest_p - rest_q)
+
+
+def log1m(x: Tensor, least: float) -> Tensor:
+    """log(1 - x), of at least `least`."""
+    return torch.log((1 - x).clamp(min=least))
+
+
 def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Distance of the directions of the student's and the teacher's hidden states: 1 - cos, one value per token.
 

@@ -22,6 +22,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "ppo": "alignment.algorithms.ppo.ppo:run",
     "dpo": "alignment.algorithms.dpo.dpo:run",
     "online_dpo": "alignment.algorithms.online_dpo:run",
+    "distill": "alignment.algorithms.distill:run",
     "finetune": "alignment.algorithms.finetune.finetune:run",
     "winrate": "alignment.evaluation.win_rate_run:run",
     "ratings": "alignment.evaluation.ratings_run:run",
