@@ -122,7 +122,9 @@ def learn(state: DistillState, config: DistillConfig, rollout: Rollout, step: in
             rollout.numbers, rollout.prompts, rollout.responses, rollout.rows, strict=True
         )
     ]
-    rows = [row for _, row in sorted((each for part in group.gather_objects(local) for each in part), key=lambda x: x[0])]
+    rows = [
+        row for _, row in sorted((each for part in group.gather_objects(local) for each in part), key=lambda x: x[0])
+    ]
     to_batches = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
     for epoch in range(config.epochs):
         order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(rows))
@@ -148,7 +150,9 @@ def distill_loss_fn(student: object, teacher: Reference, config: DistillConfig) 
 def build_state(config: DistillConfig, data: RolloutData, run: Run) -> DistillState:
     """Load student and teacher, and make the engine that trains."""
     if not same_vocabulary(data.tokenizer, load_tokenizer(config.teacher)):
-        raise UserError(f"teacher: {config.teacher} has another tokenizer than {config.policy}; distil from one with the same")
+        raise UserError(
+            f"teacher: {config.teacher} has another tokenizer than {config.policy}; distil from one with the same"
+        )
     metrics, bases = load_metrics(config.metrics), SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)

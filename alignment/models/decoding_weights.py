@@ -2,8 +2,8 @@
 
 A step of decoding reads every weight for a few tokens, so that starting its kernels takes longer than they run. Within
 `decoding_weights` queries, keys and values are one product, as are the gate and the first layer of a feed-forward, and the
-low-rank updates of LoRA are part of their matrices. That takes a copy of these weights, which is made where one is needed
-anyway, to round or to merge them, and for small models.
+low-rank updates of LoRA are part of their matrices. That takes a copy of these weights. It is made for small models, and on
+a GPU with room for it where weights have to be rounded or merged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from alignment.models.layers.attention import Attention, CrossAttention, Joined
 from alignment.models.layers.feedforward import FeedForward
 from alignment.models.transformer import Transformer
 
-SMALL = 64 * 2**20  # bytes of a model's joined weights that are copied for the sake of fewer products alone
+SMALL = 64 * 2**20  # bytes of weights whose copy costs nothing beside the cache
+MOST_OF_FREE = 0.5  # share of a GPU's free memory that a copy may take
 
 
 @contextmanager
@@ -44,21 +45,35 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
         changed.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
-    groups = [(module, layers) for module in trunk.modules() if (layers := _read_together(module))]
-    dtype = _computing_type(trunk.embed.weight)
-    small = sum(layer.weight.nbytes for _, layers in groups for layer in layers) <= SMALL
-    for module, layers in groups:
-        if small or any(_is_lora(layer) or layer.weight.dtype != dtype for layer in layers):
-            change(module, "joined", _joined(layers, dtype))
-    for module in [*trunk.modules()]:
-        for name, layer in module.named_children():
-            if _is_lora(layer) and _merges(layer):
-                weight, bias = _joined([layer], dtype)
-                with torch.device("meta"):
-                    merged = nn.Linear(layer.in_features, layer.out_features, bias=False)
-                merged.weight = nn.Parameter(weight, requires_grad=False)
-                merged.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-                change(module, name, merged)
+    dtype, groups = _computing_type(trunk.embed.weight), list[tuple[nn.Module, str, list[Any]]]()
+    for module in trunk.modules():
+        together = _read_together(module)
+        groups += [(module, "joined", together)] if together else []
+        alone = [(name, each) for name, each in module.named_children() if _is_lora(each) and each not in together]
+        groups += [(module, name, [each]) for name, each in alone if _merges(each)]
+    if sum(layer.weight.nbytes for _, _, layers in groups for layer in layers) > SMALL:
+        groups = [group for group in groups if any(_is_lora(x) or x.weight.dtype != dtype for x in group[2])]
+    numbers = sum(layer.weight.numel() for _, _, layers in groups for layer in layers)
+    if numbers * dtype.itemsize > SMALL and not has_room(trunk.embed.weight.device, numbers * dtype.itemsize):
+        return
+    for module, name, layers in groups:
+        weight, bias = _joined(layers, dtype)
+        if name == "joined":
+            change(module, name, (weight, bias))
+            continue
+        with torch.device("meta"):
+            merged = nn.Linear(layers[0].in_features, layers[0].out_features, bias=False)
+        merged.weight = nn.Parameter(weight, requires_grad=False)
+        merged.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        change(module, name, merged)
+
+
+def has_room(device: torch.device, size: int) -> bool:
+    """True on a GPU where a copy of `size` bytes leaves most of the free memory to the cache."""
+    if device.type != "cuda":
+        return False
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return size <= MOST_OF_FREE * (torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def _read_together(module: nn.Module) -> list[Any]:

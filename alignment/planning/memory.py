@@ -9,13 +9,15 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +28,7 @@ from alignment.losses import language
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalSeq2SeqModel
 from alignment.models.language_model import LanguageModel
-from alignment.models.layers import layer_contexts
+from alignment.models.layers import layer_contexts, norms, rotary
 from alignment.models.layers.sdpa import varlen_computes
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
@@ -399,16 +401,30 @@ def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:
 @contextmanager
 def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
     """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel."""
-    sizes, applies = (language.CHUNK_ELEMENTS, language.KEPT_ELEMENTS), layer_contexts.varlen_applies
-    before = [size["cpu"] for size in sizes]
-    if gpu:
-        for size in sizes:
-            size["cpu"] = size["cuda"]
-        if precision == "bf16":
-            layer_contexts.varlen_applies = lambda specs, _, training: varlen_computes(specs, training)
-    try:
+    if not gpu:
         yield
-    finally:
-        for size, old in zip(sizes, before, strict=True):
-            size["cpu"] = old
-        layer_contexts.varlen_applies = applies
+        return
+    with ExitStack() as stack:
+        for size in (language.CHUNK_ELEMENTS, language.KEPT_ELEMENTS):
+            stack.enter_context(patch.dict(size, cpu=size["cuda"]))
+        for module in (layer_contexts, norms, rotary):
+            stack.enter_context(patch.object(module, "on_gpu", lambda x: True))
+        stack.enter_context(patch.object(functional, "rms_norm", _FusedNorm.apply))
+        if precision == "bf16":
+            of_kernel = lambda specs, _, training: varlen_computes(specs, training)  # noqa: E731
+            stack.enter_context(patch.object(layer_contexts, "varlen_applies", of_kernel))
+        yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """`rms_norm` with the memory of a GPU's kernel, which keeps its input and a number per row; computes nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight), None

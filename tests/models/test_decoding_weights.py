@@ -75,6 +75,9 @@ def test_a_step_gives_the_same_logits_and_every_module_is_back_afterwards(family
 def test_large_weights_are_copied_where_they_are_rounded_or_merged_anyway(monkeypatch):
     monkeypatch.setattr(joining, "SMALL", 0)
     model = decoder()
+    with torch.autocast("cpu", torch.bfloat16), decoding_weights(model):
+        assert model.trunk.blocks[0].attention.joined is None  # there is no GPU, or it has no room
+    monkeypatch.setattr(joining, "has_room", lambda device, size: True)
     with decoding_weights(model):
         assert not any(getattr(module, "joined", None) for module in model.modules())
     with torch.autocast("cpu", torch.bfloat16), decoding_weights(model):
