@@ -5,13 +5,15 @@ apart in one file never come close. Both orders are functions of (seed, epoch, n
 from the position where it begins: a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is
 one window, for each source of a mixture: about four bytes for each token of its rows and a hundred for each row.
 
-Every rank reads and tokenizes all rows and trains on its share of each batch, so that batches do not depend on the number of
-ranks. Draws from several sources by weights are those of stream.py.
+While a window is trained on, a process of its own reads and tokenizes the next one. Every rank does so for all rows and
+trains on its share of each batch, so that batches do not depend on the number of ranks. Draws from several sources by weights are those of stream.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from multiprocessing import get_context
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -100,7 +102,9 @@ class Cursor:
         self.files, self.config, self.seed, self.name, self.check, self.note = files, config, seed, name, check, note
         self.state = StreamState()
         self._window: Window | None = None
+        self._ahead: tuple[StreamState, Future[Window]] | None = None  # where the next window begins, and its promise
         self._open: tuple[StreamState, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
+        self._reader: ProcessPoolExecutor | None = None
 
     def take(self) -> tuple[Any, int]:
         """The next example, and its epoch."""
@@ -119,7 +123,7 @@ class Cursor:
     def window(self) -> Window:
         """The window that is drawn from, read where it is not in memory."""
         if self._window is None:
-            self._window = self.read()
+            self._window = self._take_window()
             self.check(self._window)
             counts = self.state.before.merged_with(self._window.tally)
             if counts.rows:
@@ -128,6 +132,18 @@ class Cursor:
                 self.state.noted = counts.lost
                 self._describe(f"the first {counts.rows} rows", counts)
         return self._window
+
+    def _take_window(self) -> Window:
+        """The window of the present state, from the process that reads ahead where that has it; it goes on to the next."""
+        start, ahead = (self.state.epoch, self.state.window), self._ahead
+        if ahead is None or (ahead[0].epoch, ahead[0].window) != start:
+            window = self.read()
+        else:
+            window = ahead[1].result()
+        if self._reader is None:
+            self._reader = ProcessPoolExecutor(1, get_context("spawn"), _hold, (self.files, self.config, self.seed))
+        self._ahead = window.end, self._reader.submit(_read_at, window.end)
+        return window
 
     def _describe(self, when: str, counts: Tally) -> None:
         self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
@@ -172,6 +188,20 @@ class Cursor:
 def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
     """An order of `count` things that (seed, numbers) decide; seed None: as they are, [count]."""
     return np.arange(count) if seed is None else np.random.default_rng([seed, *numbers]).permutation(count)
+
+
+_held: list[
+    Cursor
+] = []  # of the process that reads ahead: its own cursor, which keeps files open from window to window
+
+
+def _hold(files: Sequence[File], config: DataConfig, seed: int | None) -> None:
+    _held.append(Cursor(files, config, seed))
+
+
+def _read_at(state: StreamState) -> Window:
+    _held[0].state = state
+    return _held[0].read()
 
 
 class StreamedRows(JoinedTables):

@@ -311,8 +311,8 @@ class Tracer:
             yield tracker
 
     def autocast(self, *, keep_casts: bool = True) -> Any:
-        """The context in which the run's networks compute; FSDP2 keeps no copies of weights in it."""
-        keep, on = keep_casts and self.layout.backend != "fsdp2", self.config.training.precision == "bf16"
+        """The context in which the run's networks compute; sharded weights leave no copies in it, DeepSpeed's neither."""
+        keep, on = keep_casts and not self.layout.sharded, self.config.training.precision == "bf16"
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=on, cache_enabled=keep)
 
     def _peak(self, phase: str, tracker: MemoryTracker, unsharded: int) -> Peak:
