@@ -222,10 +222,10 @@ def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], p
         yield from map(function, inputs)
         return
     flying: deque[Future[Any]] = deque()
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (function,)) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), start_worker, (function,)) as pool:
         try:
             for each in inputs:
-                flying.append(pool.submit(_call, each))
+                flying.append(pool.submit(call_worker, each))
                 if len(flying) > AHEAD * processes:
                     yield flying.popleft().result()
             while flying:
@@ -243,14 +243,16 @@ def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], p
 _function: Callable[[Any], Any] | None = None  # of a worker: inherited by fork with its tokenizer, never pickled
 
 
-def _start(function: Callable[[Any], Any]) -> None:
+def start_worker(function: Callable[[Any], Any]) -> None:
+    """Make a fork of this process ready to call a function on what `call_worker` is given."""
     global _function
     _function = function
     gc.freeze()  # what the parent had made is not looked at again, so its pages stay shared
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork, and every core has a process
 
 
-def _call(argument: object) -> object:
+def call_worker(argument: object) -> object:
+    """The function of an argument, in the fork."""
     assert _function is not None
     return _function(argument)
 

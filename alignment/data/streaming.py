@@ -6,7 +6,8 @@ from the position where it begins: a checkpoint holds a few numbers, and a resum
 one window, for each source of a mixture: about four bytes for each token of its rows and a hundred for each row.
 
 While a window is trained on, a process of its own reads and tokenizes the next one. Every rank does so for all rows and
-trains on its share of each batch, so that batches do not depend on the number of ranks. Draws from several sources by weights are those of stream.py.
+trains on its share of each batch, so that batches do not depend on the number of ranks. Draws from several sources by
+weights are those of stream.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,16 @@ import numpy as np
 
 from alignment.data.batches import RowSequence
 from alignment.data.config import DataConfig
-from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
+from alignment.data.prepare import (
+    BATCH_ROWS,
+    Job,
+    Preparation,
+    Prepared,
+    call_worker,
+    prepare_chunk,
+    require_enough,
+    start_worker,
+)
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, chunks_of, open_sources
 from alignment.data.rows.read import choose_parser, raise_bad_rows
 from alignment.data.rows.records import Tally
@@ -136,14 +146,18 @@ class Cursor:
     def _take_window(self) -> Window:
         """The window of the present state, from the process that reads ahead where that has it; it goes on to the next."""
         start, ahead = (self.state.epoch, self.state.window), self._ahead
-        if ahead is None or (ahead[0].epoch, ahead[0].window) != start:
-            window = self.read()
-        else:
-            window = ahead[1].result()
-        if self._reader is None:
-            self._reader = ProcessPoolExecutor(1, get_context("spawn"), _hold, (self.files, self.config, self.seed))
-        self._ahead = window.end, self._reader.submit(_read_at, window.end)
+        known = ahead is not None and (ahead[0].epoch, ahead[0].window) == start
+        window = ahead[1].result() if ahead is not None and known else self.read()
+        if self._reader is None and window.end.epoch == self.state.epoch:  # else the source is no larger than a window
+            self._open = None  # a fork would move on in the same open file
+            self._reader = ProcessPoolExecutor(1, get_context("fork"), start_worker, (self._read_at,))
+        if self._reader is not None:
+            self._ahead = window.end, self._reader.submit(call_worker, window.end)
         return window
+
+    def _read_at(self, state: StreamState) -> Window:
+        self.state = state
+        return self.read()
 
     def _describe(self, when: str, counts: Tally) -> None:
         self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
@@ -188,20 +202,6 @@ class Cursor:
 def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
     """An order of `count` things that (seed, numbers) decide; seed None: as they are, [count]."""
     return np.arange(count) if seed is None else np.random.default_rng([seed, *numbers]).permutation(count)
-
-
-_held: list[
-    Cursor
-] = []  # of the process that reads ahead: its own cursor, which keeps files open from window to window
-
-
-def _hold(files: Sequence[File], config: DataConfig, seed: int | None) -> None:
-    _held.append(Cursor(files, config, seed))
-
-
-def _read_at(state: StreamState) -> Window:
-    _held[0].state = state
-    return _held[0].read()
 
 
 class StreamedRows(JoinedTables):
