@@ -168,6 +168,7 @@ def build_state(config: DistillConfig, data: RolloutData, run: Run) -> DistillSt
         roles=[Role("policy", policy.backend.unwrapped, policy), teacher.role],
         share_prompts=prompt_sharing(networks, wanted=config.training.share_prompts, note=run.note),
         servers=config.servers and ServerSampler(config.servers, policy, start),
+        cuda_graphs=config.cuda_graphs,
         loss_fn=distill_loss_fn(policy.model, teacher, config),
     )
 

@@ -208,6 +208,7 @@ def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> 
         share_prompts=sharing,
         logged_samples=config.responses_per_prompt,
         servers=config.servers and ServerSampler(config.servers, policy, start),
+        cuda_graphs=config.cuda_graphs,
     )
 
 

@@ -14,8 +14,7 @@ weights only, up to rounding: neither on the requests beside it nor on the order
 computed once as long as one of them waits, so n samples of a prompt are n requests that differ in `row`.
 
 A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes of
-transformers) take a group of waiting requests at once, and the next group when the last row of it has finished. No CUDA
-graphs: the step's shapes change as rows and widths do.
+transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
 
 `decode_responses` samples one response for each prompt of a fixed set. Where every forward is a collective operation, as with
 sharded weights, all ranks run equally many of them: a rank that has finished goes on with one row whose tokens are dropped,
@@ -32,6 +31,7 @@ import torch
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.generation.cuda_graphs import GraphedDecoder
 from alignment.generation.filling import PromptFiller, PromptKey
 from alignment.generation.requests import (
     DecodingRequest,
@@ -60,7 +60,13 @@ class DecodingEngine:
     """
 
     def __init__(
-        self, model: Model, *, max_rows: int = 64, start_token: int | None = None, tokenizer: Tokenizer | None = None
+        self,
+        model: Model,
+        *,
+        max_rows: int = 64,
+        start_token: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        cuda_graphs: bool = False,
     ):
         """An engine without requests, of which `max_rows` are decoded side by side.
 
@@ -68,11 +74,13 @@ class DecodingEngine:
             model: in eval mode for exact log-probabilities; its weights must not change while requests run.
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
+            cuda_graphs: start the kernels of a step by one call, see cuda_graphs.py; UserError where that cannot be.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
         self._device = next(model.parameters()).device
+        self._graphs = GraphedDecoder(model) if cuda_graphs else None
         self._filler = PromptFiller(model, self._device, start_token)
         self._skip_special_tokens = start_token is not None
         self._start = None if start_token is None else [start_token]
@@ -216,8 +224,11 @@ class DecodingEngine:
     @torch.no_grad()
     def _decode(self) -> None:
         """One more token for every row."""
-        with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
-            logits = self._model.decode(self._newest, self._filler.cache)
+        if self._graphs is not None:
+            logits = self._graphs.decode(self._newest, self._filler.cache)
+        else:
+            with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
+                logits = self._model.decode(self._newest, self._filler.cache)
         self._filler.advance()
         if self._sampler is None:
             self._sampler = RowSampler(self.running, self._device, steps=self._most_unseen)
@@ -339,6 +350,7 @@ def decode_responses(
     stop: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     adapters: Sequence[str | None] | None = None,
+    cuda_graphs: bool = False,
 ) -> Generation:
     """Sample one response for each prompt.
 
@@ -354,6 +366,7 @@ def decode_responses(
         stop: texts that end a response, whose tokens reach to the one that completes the text.
         tokenizer: for `stop`.
         adapters: of each prompt, as in `DecodingRequest`; None: none has one.
+        cuda_graphs: as in `DecodingEngine`.
 
     Raises:
         UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in `rows`.
@@ -363,7 +376,9 @@ def decode_responses(
     # Prompts of similar length side by side share the width of the cache with little waste; no response depends on it.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     try:
-        engine = DecodingEngine(model, max_rows=batch_size, start_token=start_token, tokenizer=tokenizer)
+        engine = DecodingEngine(
+            model, max_rows=batch_size, start_token=start_token, tokenizer=tokenizer, cuda_graphs=cuda_graphs
+        )
         if order:
             engine.expect(prompts[order[-1]], config.max_new_tokens)
         request = partial(DecodingRequest, sampling=config, stop_ids=stop_ids, stop=stop)

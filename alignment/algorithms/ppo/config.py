@@ -92,6 +92,7 @@ class SamplingSettings(Settings):
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
             device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
             takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
+        cuda_graphs: start all kernels of a decoding step by one call, on a GPU with whole weights. It changes no response.
         servers: vLLM servers that sample; None: this process does. Their log-probabilities are rounded otherwise, which
             `importance_cap` corrects like samples of earlier weights, and with `rollouts_behind` they sample while this
             process learns.
@@ -120,6 +121,7 @@ class SamplingSettings(Settings):
     min_p: Share = 0.0
     micro_rollout_batch_size: PositiveInt = 256
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
+    cuda_graphs: bool = False
     servers: ServersConfig | None = None
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
@@ -127,6 +129,11 @@ class SamplingSettings(Settings):
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (
+        Rule(
+            "cuda_graphs",
+            lambda c: c.cuda_graphs and (c.servers is not None or c.rollout_weights == "sharded"),
+            "captures steps of this process with whole weights; leave it out with servers and rollout_weights=sharded",
+        ),
         Rule(
             "servers",
             lambda c: (

@@ -182,7 +182,7 @@ def sample(
     with backend.sharded_decoding() if sharded else backend.full_parameters():
         return decode_responses(
             sampler, prompts, sampling, state.stop_ids,
-            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
+            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None, cuda_graphs=state.cuda_graphs,
         )  # fmt: skip
 
 

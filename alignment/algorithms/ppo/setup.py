@@ -111,6 +111,7 @@ def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
         held_out=held_out,
         ahead=NextRollout(data.prompts_of) if config.rollouts_behind else None,
         servers=config.servers and ServerSampler(config.servers, policy, start),
+        cuda_graphs=config.cuda_graphs,
         shared_value=config.shares_trunk,
     )
 

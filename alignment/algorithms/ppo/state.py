@@ -214,6 +214,7 @@ class SamplingState:
         alarms: of collapse, over the metrics of the run; None: the method has none.
         ahead: responses that are sampled one iteration ahead (`rollouts_behind`).
         servers: that sample; None: this process does.
+        cuda_graphs: as in `DecodingEngine`.
     """
 
     policy: Engine
@@ -231,6 +232,7 @@ class SamplingState:
     alarms: Alarms | None = None
     ahead: NextRollout | None = None
     servers: ServerSampler | None = None
+    cuda_graphs: bool = False
 
     @property
     def engines(self) -> dict[str, Engine]:

@@ -239,11 +239,9 @@ def _token_sizes(batch: Ragged, offset: int) -> Tensor:
 def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache) -> list[AttentionContext]:
     """Each layer's context for one new token per row of the cache, at position `cache.lengths`."""
     check_original_context(cache, layers)
-    positions, longest, memory = cache.lengths, cache.longest + 1, cache.memory
-    # A GPU chooses its kernels, and a graph is captured, for one width: it grows in steps.
-    width = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, cache.capacity) if on_gpu(positions) else longest
+    positions, width, memory = cache.lengths, decoding_width(cache), cache.memory
     slots = cache.places(torch.arange(len(positions), device=positions.device), positions)
-    turns = modules.rotations(layers, positions, longest, lambda: positions + 1)
+    turns = modules.rotations(layers, positions, width, lambda: positions + 1)
     masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype, slots=cache.slots)
     contexts = []
     for layer, (block, turn, mask) in enumerate(zip(layers, turns, masks, strict=True)):
@@ -252,6 +250,15 @@ def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cac
         cross = None if memory is None or block.cross is None else cached_cross_attention(memory, layer, block.cross)
         contexts.append(AttentionContext(attend, turn, cross))
     return contexts
+
+
+def decoding_width(cache: Cache) -> int:
+    """Slots that the next step reads: up to the longest row's new token, and on a GPU some more.
+
+    A GPU chooses its kernels, and a graph is captured, for one width; so it grows in steps.
+    """
+    longest = cache.longest + 1
+    return min(-(-longest // WIDTH_STEP) * WIDTH_STEP, cache.capacity) if on_gpu(cache.lengths) else longest
 
 
 def decoding_masks(

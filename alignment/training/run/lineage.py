@@ -21,6 +21,7 @@ RESUMABLE_KEYS = frozenset(
         "output", "resume", "trackers", "tracking", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
         "max_shard_size", "share_prompts", "urls", "weights_folder", "timeout_seconds", "retries", "requests",
+        "cuda_graphs",
     }
 )  # fmt: skip
 LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow when a run is finished
