@@ -19,12 +19,10 @@ test: setup
 test-slow: setup
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "(slow or distributed_slow) and not gpu" $(ARGS)
 
-# What only a GPU can show: the tests, then speed and MFU of a 1B shape beside transformers, and of the trainers beside trl.
+# What only a GPU can show: the tests, then the figures of the README's table, whatever fails; all in the folder GPU.
+GPU ?= runs/gpu
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
-	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full half ragged
-	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full --work train --compile
-	$(BIN)/python scripts/bench.py --only sft reward dpo --sizes 1b --precision bf16 --steps 8
+	$(BIN)/python scripts/gpu.py --output $(GPU) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
