@@ -22,6 +22,7 @@ from torch import Tensor
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import to_hf
+from alignment.models.weights_config import set_up_device
 from alignment.ragged import Ragged
 
 WIDTH = 256
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile both")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_up_device()  # as every run does; for both
     dtype = getattr(torch, arguments.dtype)
     rate = matrix_rate(device, dtype)
     machine = {"threads": torch.get_num_threads(), "device": device, "dtype": arguments.dtype}

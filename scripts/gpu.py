@@ -99,7 +99,8 @@ def built(size: str) -> Any:
     from alignment.models.build import build_language_model
 
     torch.manual_seed(0)
-    return build_language_model(SIZES[size]).to(device_of())
+    with device_of():
+        return build_language_model(SIZES[size])
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
@@ -180,7 +181,7 @@ def memory(size: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     lora = {"adapter": {"kind": "lora", "rank": 16, "alpha": 32}}
-    cases = {"full": {}, "lora": lora, "nf4": {**lora, "weights": {"quantize": "nf4"}}}
+    cases = {"nf4": {**lora, "weights": {"quantize": "nf4"}}, "lora": lora, "full": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = " ".join(f"w{number * 7 % 50}" for number in range(3000))
@@ -204,6 +205,7 @@ def memory(size: str) -> dict[str, Any]:
             if torch.cuda.is_available():
                 measured = torch.cuda.max_memory_allocated()
                 found |= {f"{case}_measured_GB": round(measured / 1e9, 2), f"{case}_ratio": share(planned, measured)}
+            print(json.dumps(found), flush=True)
     return found
 
 
