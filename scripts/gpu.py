@@ -8,6 +8,7 @@ peak of memory beside what `alignment plan` says. On a CPU `--size tiny` runs th
 """
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -197,6 +198,7 @@ def memory(size: str) -> dict[str, Any]:
             path.write_text(json.dumps({**config, "output": str(folder / case)}))
             planned = plan_config(str(path), [], stage="sft", tflops=1.0).peak.total
             found[f"{case}_planned_GB"] = round(planned / 1e9, 2)
+            gc.collect()  # models of the case before lie in cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

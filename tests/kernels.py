@@ -20,9 +20,11 @@ WAITING = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "unique", "bin
 
 
 @torch.library.custom_op("alignment_tests::rms_norm", mutates_args=())
-def one_kernel_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def one_kernel_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`F.rms_norm`, which a CPU computes in six parts, as the one kernel that it is on a GPU."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype, copy=True)
 
 
 def choose_as_on_a_gpu(monkeypatch: Any) -> None:

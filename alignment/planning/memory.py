@@ -420,11 +420,11 @@ class _FusedNorm(torch.autograd.Function):
     """`rms_norm` with the memory of a GPU's kernel, which keeps its input and a number per row; computes nothing."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, torch.empty_like(weight), None
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight), None

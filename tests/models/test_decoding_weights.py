@@ -98,10 +98,12 @@ def test_a_hooked_layer_keeps_its_hook():
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 weights"])
 @pytest.mark.parametrize("spec", [None, LoRASpec(rank=4)], ids=["plain", "lora"])
 def test_a_decoding_step_of_32_layers_starts_few_kernels(monkeypatch, precision, spec):
     model, kernels = decoder(layers=32), Kernels()
+    if precision == "bf16 weights":
+        model.to(torch.bfloat16)
     if spec is not None:
         with_lora(model, spec)
     choose_as_on_a_gpu(monkeypatch)

@@ -111,3 +111,19 @@ def test_a_parallel_block_with_two_norms_reads_the_same_x_through_each():
     block.feedforward_norm = Scaled(0.01)
     # 10 + (3 * 1 + 1) + (3 * 0.1 + 2)
     assert_close(block(torch.tensor([10.0]), ALL), torch.tensor([16.3]))
+
+
+@pytest.mark.parametrize("order", ["round_first", "round_last", "unit_offset"])
+@pytest.mark.parametrize("types", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_the_fused_norm_of_a_gpu_rounds_as_the_order_says(order, types, monkeypatch):
+    torch.manual_seed(0)
+    x, norm = torch.randn(64, 32, dtype=getattr(torch, types[0])), RMSNorm(32, 1e-5, order)
+    nn.init.normal_(norm.weight)
+    norm.to(getattr(torch, types[1]))
+    expected = norm(x)
+    monkeypatch.setattr("alignment.models.layers.norms.on_gpu", lambda x: True)
+    found = norm(x)
+    assert found.dtype == expected.dtype and found.shape == x.shape
+    differ = found != expected  # sums in another order tip a rounding here and there, by one step of the type
+    assert_close(found, expected, rtol=1e-6 if types[0] == "float32" else 2**-7, atol=1e-6)
+    assert float(differ.float().mean()) < (1.0 if types[0] == "float32" else 0.02)

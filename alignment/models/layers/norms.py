@@ -74,12 +74,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        if on_gpu(x) and x.dtype == self.weight.dtype == torch.float32:  # no order of the operations rounds there
-            weight = 1 + self.weight if self.order == "unit_offset" else self.weight
-            return F.rms_norm(x, weight.shape, weight, self.eps)
+        if on_gpu(x):
+            return self._fused(x)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.order == "round_first":
             return self.weight * normed.to(x.dtype)
         weight = 1 + self.weight.float() if self.order == "unit_offset" else self.weight
         return (weight * normed).to(x.dtype)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """The same by torch's one kernel, which computes in fp32 and rounds once."""
+        if self.order == "round_first" and x.dtype != torch.float32:
+            return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps).to(x.dtype)
+        weight = 1 + self.weight.float() if self.order == "unit_offset" else self.weight
+        wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), self.eps).to(x.dtype)
