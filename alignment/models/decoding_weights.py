@@ -18,7 +18,7 @@ from alignment.models.layers.feedforward import FeedForward
 from alignment.models.transformer import Transformer
 
 SMALL = 64 * 2**20  # bytes of weights whose copy costs nothing beside the cache
-MOST_OF_FREE = 0.5  # share of a GPU's free memory that a copy may take
+MOST_OF_FREE = 0.25  # share of a GPU's free memory that a copy may take; the rest is the cache's
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
 from alignment.planning.stages import DOCUMENTS, StageConfig, Workload, is_encoder
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, common_prompt, cut_at_targets
-from alignment.training.backends.base import computing_types, whole_bytes
+from alignment.training.backends.base import blocks_of, computing_types, whole_bytes
 from alignment.training.optim import hidden_matrices, optimizer_bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -100,12 +100,17 @@ class MemoryTracker(TorchDispatchMode):
     ) -> object:
         """Run the operation and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
+        share = 0.0 if func is torch.ops.aten._to_copy.default and self._is_gathered(args[0]) else 1.0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._storages:
-                self._add(leaf, self._categorize(leaf), 1.0)
+                self._add(leaf, self._categorize(leaf), share)
         if not (func is torch.ops.aten.add.Tensor and _adds_inplace(args[0])):
             self._note_peak()
         return result
+
+    def _is_gathered(self, tensor: object) -> bool:
+        """True for a sharded weight: it is gathered in the type that is computed in, and freed after its block."""
+        return isinstance(tensor, Tensor) and self._storages.get(tensor.untyped_storage()._cdata, ("",))[0] == UNSHARDED
 
     def _add(self, tensor: Tensor, category: str, share: float) -> None:
         storage = tensor.untyped_storage()
@@ -307,6 +312,8 @@ class Tracer:
         tracker = MemoryTracker(lambda x: LOGITS if x.ndim > 1 and x.shape[-1] in vocabularies else ACTIVATIONS)
         for model in self.networks.values():
             tracker.count([*model.parameters(), *model.buffers()], WEIGHTS, 0.0)  # counted by formula
+        for block in (block for role in self._trained * self.layout.sharded for block in blocks_of(self.networks[role])):
+            tracker.count(block.parameters(), UNSHARDED, 0.0)
         with _gpu_choices(self.gpu, self.config.training.precision), self.mode, tracker:
             yield tracker
 

@@ -188,6 +188,31 @@ def test_shards_are_parts_of_what_one_device_would_hold(base):
     assert kinds(make_plan(sft_config(base), Layout("fsdp2", 2, 2, offload=True), CPU))["weights"] == 0
 
 
+def test_a_layer_of_llama_8b_keeps_less_than_a_32nd_of_6_mb_for_a_token_on_a_gpu(tmp_path):
+    def activations(layers):
+        config = {
+            "model_type": "llama", "vocab_size": 512, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16",
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        training = {"batch_size": 512, "micro_batch_tokens": 8192, "precision": "bf16"}
+        [peak] = make_plan(sft_config(str(tmp_path), training=training), Layout("fsdp2", 8, 8), GPU).peaks
+        return peak.of_kind("activations")
+
+    kept = (activations(6) - activations(2)) / 4 / 8192
+    by_hand = (2 * 4 + 2 * 2) * 4096 + 2 * (2 * 4096 + 2 * 1024) + 4 * 2 * 14336  # residuals, norms, attention, feed-forward
+    assert by_hand <= kept <= 1.01 * by_hand < 6e6 / 32
+
+
+def test_sharded_weights_leave_no_copies_in_the_computing_type(base):
+    def activations(layout):
+        return make_plan(sft_config(base, training={"precision": "bf16"}), layout, GPU).peaks[0].of_kind("activations")
+
+    matrices = 2 * 2 * (LAYER - 2 * 64)  # in bfloat16; the head's copy is made for a moment with both
+    assert activations(Layout("ddp", 2)) - activations(Layout("fsdp2", 2, 2)) == pytest.approx(matrices, rel=0.25)
+    assert activations(Layout("zero3", 2, 2)) == activations(Layout("fsdp2", 2, 2))
+
+
 @pytest.fixture(scope="module")
 def sharded_ppo(base):
     """A device's memory, or None -> the plan of PPO on all weights, on two of them, in bf16."""
