@@ -43,6 +43,7 @@ from alignment.generation.requests import (
 )
 from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
 from alignment.models.decoding_weights import decoding_weights
+from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.norms import on_gpu
 from alignment.models.model import Model
 
@@ -50,6 +51,10 @@ CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a readi
 FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefilled into them
 LIVE_SHARE = 0.75  # of the rows that still run when the others are dropped and nothing waits
 GPU_LIVE_SHARE = 0.5  # on a GPU, where rows are cheap and new shapes are not
+OUT_OF_MEMORY = (
+    "out of memory while sampling {count} responses side by side, each with room for {longest} tokens in the cache: lower "
+    "micro_rollout_batch_size (in ppo) or batch_size (in generate and evaluate winrate), which changes no response"
+)
 
 
 class DecodingEngine:
@@ -224,7 +229,7 @@ class DecodingEngine:
     @torch.no_grad()
     def _decode(self) -> None:
         """One more token for every row."""
-        if self._graphs is not None:
+        if self._graphs is not None and isinstance(self._filler.cache, Cache):
             logits = self._graphs.decode(self._newest, self._filler.cache)
         else:
             with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
@@ -246,7 +251,7 @@ class DecodingEngine:
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:
         """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
-        found = [event for drawn, *read in _read(self._unseen) for event in _hand_out(drawn, *read, with_events=events)]
+        found = [event for step in _read(self._unseen) for event in _hand_out(*step, with_events=events)]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
@@ -385,12 +390,8 @@ def decode_responses(
         added = [engine.add(request(prompts[i], row=numbers[i], adapter=named[i])) for i in order]
         found = engine.run(largest, idle_room=1 + config.max_new_tokens)
     except torch.OutOfMemoryError as error:
-        count, room = min(batch_size, len(prompts)), max(map(len, prompts)) + config.max_new_tokens
-        raise UserError(
-            f"out of memory while sampling {count} responses side by side, each with room for {room} tokens in the "
-            "cache: lower micro_rollout_batch_size (in ppo) or batch_size (in generate and evaluate winrate), which "
-            "changes no response"
-        ) from error
+        longest = max(map(len, prompts)) + config.max_new_tokens
+        raise UserError(OUT_OF_MEMORY.format(count=min(batch_size, len(prompts)), longest=longest)) from error
     by_prompt = dict(zip(order, (found[number] for number in added), strict=True))
     check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]

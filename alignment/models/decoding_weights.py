@@ -54,7 +54,7 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
     if sum(layer.weight.nbytes for _, _, layers in groups for layer in layers) > SMALL:
         groups = [group for group in groups if any(_is_lora(x) or x.weight.dtype != dtype for x in group[2])]
     numbers = sum(layer.weight.numel() for _, _, layers in groups for layer in layers)
-    if numbers * dtype.itemsize > SMALL and not has_room(trunk.embed.weight.device, numbers * dtype.itemsize):
+    if numbers * dtype.itemsize > SMALL and not fits_on_gpu(trunk.embed.weight.device, numbers * dtype.itemsize):
         return
     for module, name, layers in groups:
         weight, bias = _joined(layers, dtype)
@@ -64,11 +64,11 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
         with torch.device("meta"):
             merged = nn.Linear(layers[0].in_features, layers[0].out_features, bias=False)
         merged.weight = nn.Parameter(weight, requires_grad=False)
-        merged.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        merged.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         change(module, name, merged)
 
 
-def has_room(device: torch.device, size: int) -> bool:
+def fits_on_gpu(device: torch.device, size: int) -> bool:
     """True on a GPU where a copy of `size` bytes leaves most of the free memory to the cache."""
     if device.type != "cuda":
         return False
@@ -76,9 +76,9 @@ def has_room(device: torch.device, size: int) -> bool:
     return size <= MOST_OF_FREE * (torch.cuda.mem_get_info(device)[0] + unused)
 
 
-def _read_together(module: nn.Module) -> list[Any]:
+def _read_together(module: nn.Module) -> list[nn.Module]:
     """The layers of a module that read one input and can be one product; empty: there are none."""
-    layers: list[Any] = []
+    layers: list[nn.Module] = []
     if isinstance(module, Attention) and not isinstance(module, CrossAttention):
         layers = [module.query, module.key, module.value]
     elif isinstance(module, FeedForward) and module.gate is not None:
@@ -86,27 +86,30 @@ def _read_together(module: nn.Module) -> list[Any]:
     return layers if all(map(_merges, layers)) else []
 
 
-def _joined(layers: Sequence[Any], dtype: torch.dtype) -> Joined:
+def _joined(layers: Sequence[nn.Module], dtype: torch.dtype) -> Joined:
     """One weight [sum of outputs, inputs] and bias of several layers, their updates merged."""
-    weights = [sum(_updates(layer), layer.weight).to(dtype) for layer in layers]
-    biases = [layer.bias for layer in layers]
+    linear: Sequence[Any] = layers
+    weights = [sum(_updates(layer), layer.weight).to(dtype) for layer in linear]
+    biases = [layer.bias for layer in linear]
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases).to(dtype)
 
 
-def _updates(layer: Any) -> Iterator[Tensor]:
+def _updates(layer: nn.Module) -> Iterator[Tensor]:
     if _is_lora(layer):
-        yield from (layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A)
+        lora: Any = layer
+        yield from (lora.get_delta_weight(name) for name in lora.active_adapters if name in lora.lora_A)
 
 
 def _is_lora(layer: nn.Module) -> bool:
     return hasattr(layer, "get_delta_weight") and hasattr(layer, "lora_A")
 
 
-def _merges(layer: Any) -> bool:
+def _merges(layer: nn.Module) -> bool:
     """True for a linear layer, perhaps under LoRA, whose weight is all that acts on its input."""
     if _is_lora(layer):
-        plain = not layer.merged and not layer.disable_adapters and not any(layer.use_dora.values())
-        return plain and _merges(layer.base_layer)
+        lora: Any = layer
+        plain = not lora.merged and not lora.disable_adapters and not any(lora.use_dora.values())
+        return plain and _merges(lora.base_layer)
     whole = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.numel() > 0
     return whole and not layer._forward_hooks and not layer._forward_pre_hooks
 

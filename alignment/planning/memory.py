@@ -312,7 +312,9 @@ class Tracer:
         tracker = MemoryTracker(lambda x: LOGITS if x.ndim > 1 and x.shape[-1] in vocabularies else ACTIVATIONS)
         for model in self.networks.values():
             tracker.count([*model.parameters(), *model.buffers()], WEIGHTS, 0.0)  # counted by formula
-        for block in (block for role in self._trained * self.layout.sharded for block in blocks_of(self.networks[role])):
+        for block in (
+            block for role in self._trained * self.layout.sharded for block in blocks_of(self.networks[role])
+        ):
             tracker.count(block.parameters(), UNSHARDED, 0.0)
         with _gpu_choices(self.gpu, self.config.training.precision), self.mode, tracker:
             yield tracker

@@ -77,7 +77,7 @@ def test_large_weights_are_copied_where_they_are_rounded_or_merged_anyway(monkey
     model = decoder()
     with torch.autocast("cpu", torch.bfloat16), decoding_weights(model):
         assert model.trunk.blocks[0].attention.joined is None  # there is no GPU, or it has no room
-    monkeypatch.setattr(joining, "has_room", lambda device, size: True)
+    monkeypatch.setattr(joining, "fits_on_gpu", lambda device, size: True)
     with decoding_weights(model):
         assert not any(getattr(module, "joined", None) for module in model.modules())
     with torch.autocast("cpu", torch.bfloat16), decoding_weights(model):

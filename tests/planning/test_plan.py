@@ -200,7 +200,9 @@ def test_a_layer_of_llama_8b_keeps_less_than_a_32nd_of_6_mb_for_a_token_on_a_gpu
         return peak.of_kind("activations")
 
     kept = (activations(6) - activations(2)) / 4 / 8192
-    by_hand = (2 * 4 + 2 * 2) * 4096 + 2 * (2 * 4096 + 2 * 1024) + 4 * 2 * 14336  # residuals, norms, attention, feed-forward
+    by_hand = (
+        (2 * 4 + 2 * 2) * 4096 + 2 * (2 * 4096 + 2 * 1024) + 4 * 2 * 14336
+    )  # residuals, norms, attention, feed-forward
     assert by_hand <= kept <= 1.01 * by_hand < 6e6 / 32
 
 

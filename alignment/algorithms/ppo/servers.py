@@ -14,7 +14,7 @@ Source: vLLM's documentation of weight transfer (backend `disk`), of its tokens-
 import json
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class ServerSampler:
                 "updates it too, or it was started anew; give each run servers of its own, and start this one again"
             )
 
-    def _call(self, url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, url: str, path: str, body: Mapping[str, object] | None = None) -> Any:
         """The answer of a server to a body that is posted, or without one to a GET."""
         limits = {name: getattr(self.config, name) for name in ("timeout_seconds", "retries", "key_variable")}
         service = ServiceSpec(f"{url.rstrip('/')}/{path}", **limits)
