@@ -43,6 +43,7 @@ from alignment.generation.requests import (
 )
 from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
 from alignment.models.decoding_weights import decoding_weights
+from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.norms import on_gpu
 from alignment.models.model import Model
 
@@ -154,6 +155,8 @@ class DecodingEngine:
                 else:
                     self._decode()
                 self._collect_if_due()
+        if self._graphs is not None:  # they read the decoding weights, which are gone
+            self._graphs = GraphedDecoder(self._model)
         return everyone
 
     def _run_with_others(self, largest: Callable[[int], int], idle_room: int) -> None:
@@ -225,6 +228,7 @@ class DecodingEngine:
     def _decode(self) -> None:
         """One more token for every row."""
         if self._graphs is not None:
+            assert isinstance(self._filler.cache, Cache)
             logits = self._graphs.decode(self._newest, self._filler.cache)
         else:
             with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
@@ -246,7 +250,7 @@ class DecodingEngine:
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:
         """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
-        found = [event for drawn, *read in _read(self._unseen) for event in _hand_out(drawn, *read, with_events=events)]
+        found = [event for read in _read(self._unseen) for event in _hand_out(*read, with_events=events)]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
