@@ -27,7 +27,7 @@ class Captured:
     replay: Callable[[], None]
     logits: Tensor
     next_lengths: Tensor
-    held: Tensor  # the first layer's keys, so that no other cache comes to lie at their address
+    held: list[object]  # the first layer's keys, so that no other cache comes to lie at their address; tables of angles
 
 
 class GraphedDecoder:
@@ -37,6 +37,7 @@ class GraphedDecoder:
         """UserError where a step of the model cannot be captured."""
         if (why := _refusal(model)) is not None:
             raise UserError(f"cuda_graphs: {why}; set it to false")
+        assert isinstance(model, LanguageModel)
         self._model, self._steps = model, dict[tuple[int, int, int], Captured | None]()
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -63,7 +64,8 @@ class GraphedDecoder:
 
         replay = capture(step)
         cache.lengths, cache.longest = own, longest
-        return Captured(inputs, lengths, replay, *made, held=cache.keys[0])
+        tables = [rotary.table for rotary in self._model.trunk.position_modules.rotaries.values()]  # longer ones follow
+        return Captured(inputs, lengths, replay, *made, held=[cache.keys[0], *tables])
 
 
 def capture(step: Callable[[], None]) -> Callable[[], None]:

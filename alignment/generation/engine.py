@@ -159,6 +159,8 @@ class DecodingEngine:
                 else:
                     self._decode()
                 self._collect_if_due()
+        if self._graphs is not None:  # they read the decoding weights, which are gone
+            self._graphs = GraphedDecoder(self._model)
         return everyone
 
     def _run_with_others(self, largest: Callable[[int], int], idle_room: int) -> None:
@@ -229,7 +231,8 @@ class DecodingEngine:
     @torch.no_grad()
     def _decode(self) -> None:
         """One more token for every row."""
-        if self._graphs is not None and isinstance(self._filler.cache, Cache):
+        if self._graphs is not None:
+            assert isinstance(self._filler.cache, Cache)
             logits = self._graphs.decode(self._newest, self._filler.cache)
         else:
             with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):

@@ -1,16 +1,18 @@
 """The choice between gathered and sharded weights for sampling, and the bytes that decide it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from alignment.algorithms.ppo import setup
+from alignment.algorithms.ppo import rollout, setup
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.setup import choose_rollout_weights, sampling_bytes
 from alignment.data.batches import Example
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
+from alignment.generation import SamplingConfig
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig
 from alignment.training.backends.base import computing_types, whole_bytes, whole_parameters
@@ -42,10 +44,15 @@ def prompt(length: int) -> Example:
     return prompt_example([1] * length, "", {}, "row")
 
 
-def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
+def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2", **changes):
     monkeypatch.setattr(setup, "free_bytes", lambda group: free)
     config = PPOConfig(
-        "policy", reward_model="reward", data=DataConfig(train="rows"), output="output", rollout_weights=setting
+        "policy",
+        reward_model="reward",
+        data=DataConfig(train="rows"),
+        output="output",
+        rollout_weights=setting,
+        **changes,
     )
     notes = []
     run = SimpleNamespace(note=notes.append)
@@ -73,6 +80,26 @@ def test_what_fits_is_gathered_and_what_does_not_stays_sharded(model, monkeypatc
     assert choice == "sharded" and note.startswith("rollout_weights: sharded (auto)")
     choice, [note] = choose(model, "sharded", 10**9, 10**10, monkeypatch)
     assert choice == "sharded" and note.startswith("rollout_weights: sharded (as set)")
+
+
+def test_graphs_are_left_out_with_a_note_where_the_weights_stay_sharded(model, monkeypatch):
+    _, notes = choose(model, "auto", 10**10, 10**10, monkeypatch, cuda_graphs=True)
+    assert notes[1:] == ["cuda_graphs: has no effect, because a step with sharded weights cannot be captured"]
+    assert len(choose(model, "auto", 10**9, 10**10, monkeypatch, cuda_graphs=True)[1]) == 1
+    with pytest.raises(ValueError, match=r"cuda_graphs.*leave it out with servers and rollout_weights=sharded"):
+        choose(model, "sharded", 1, 1, monkeypatch, cuda_graphs=True)
+
+
+@pytest.mark.parametrize("weights, captures", [("gathered", True), ("sharded", False)])
+def test_only_whole_weights_are_decoded_by_graphs(model, monkeypatch, weights, captures):
+    asked = []
+    monkeypatch.setattr(rollout, "decode_responses", lambda *_, **options: asked.append(options["cuda_graphs"]))
+    state = state_of(model, 1)
+    state.policy.backend.full_parameters = state.policy.backend.sharded_decoding = nullcontext
+    for name, value in {"servers": None, "rollout_weights": weights, "cuda_graphs": True, "stop_ids": []}.items():
+        setattr(state, name, value)
+    rollout.sample(state, SamplingConfig(4), [[1]], [0], 1)
+    assert asked == [captures]
 
 
 def test_gathered_weights_that_cannot_fit_are_refused(model, monkeypatch):

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from alignment.generation import cuda_graphs
 from alignment.generation.engine import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.build import build_language_model, build_model
 from alignment.models.layers import layer_contexts, sdpa
 from alignment.models.layers.attention import AttentionFn
+from alignment.models.quantization import dequantized, quantize_blocks
 from alignment.ragged import Ragged, Seq2Seq
+from tests.models.test_shared_prompts import two_forms
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -77,6 +81,79 @@ def test_the_variable_length_kernel_equals_padded_attention(device, family, monk
     assert float((one - other).abs()) <= 2e-2 * float(other.abs())
     for name, gradient in gradients.items():
         assert float((gradient - others[name]).norm()) <= 5e-2 * float(others[name].norm()) + 1e-4, name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_the_variable_length_kernel_with_shared_prompts_equals_itself_without(device, family, monkeypatch):
+    model, results = decoder(family).to(device), []
+    for batch in two_forms():
+        calls = count_kernel_calls(monkeypatch)
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            log_probs = model(batch=batch.to(device)).log_probs
+        (
+            log_probs * torch.arange(len(log_probs), device=device).cos()
+        ).sum().backward()  # each of them weighs differently
+        assert calls
+        results.append((log_probs, {name: parameter.grad for name, parameter in model.named_parameters()}))
+        monkeypatch.undo()
+    (one, gradients), (other, others) = results
+    assert float((one - other).abs().max()) <= 5e-2 and float((one - other).norm()) <= 1e-2 * float(one.norm())
+    for name, gradient in gradients.items():
+        assert float((gradient - others[name]).norm()) <= 5e-2 * float(gradient.norm()) + 1e-4, name
+
+
+# The largest error of a weight as a share of the largest one of its row (int8) or of the matrix (nf4): half a step of 1 / 127
+# and the rounding to half precision before, and half of the widest step between two of NF4's 16 values.
+WEIGHT_ERRORS = {"int8": 0.57 / 127, "nf4": 0.16}
+
+
+@pytest.mark.parametrize("quantize", WEIGHT_ERRORS)
+@pytest.mark.parametrize("rows", [3, 100])  # few: bitsandbytes' own kernel computes with NF4; many: the matrix is read
+def test_a_quantized_layer_is_within_its_rounding_of_float32(device, quantize, rows):
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(256, 192), torch.randn(rows, 256)
+    original, bias = layer.weight.detach().clone(), layer.bias.detach()
+    blocks = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), quantize).to(device)["blocks"]
+    made = blocks.get_submodule("0")
+    weight = dequantized(made).cpu()  # pyright: ignore[reportArgumentType]
+    largest = original.abs().amax(1, keepdim=True) if quantize == "int8" else original.abs().max()
+    assert ((weight - original).abs() <= WEIGHT_ERRORS[quantize] * largest).all() and not weight.equal(original)
+    expected = x @ weight.T + bias
+    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        with torch.no_grad():
+            sampling = made(x.to(device, dtype)).float().cpu()
+        inputs = x.to(device, dtype, copy=True).requires_grad_()
+        training = made(inputs)
+        training.float().sum().backward()
+        assert float((sampling - expected).norm()) <= error * float(expected.norm())
+        assert float((training.detach().float().cpu() - expected).norm()) <= error * float(expected.norm())
+        gradient = weight.sum(0).expand(rows, -1)
+        assert inputs.grad is not None and float((inputs.grad.float().cpu() - gradient).norm()) <= error * float(
+            gradient.norm()
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_decoding_by_cuda_graphs_equals_decoding_step_by_step(device, family, monkeypatch):
+    """Greedy responses of rows that end at different times and are filled again, over several widths of the cache."""
+    model, captures, capture = decoder(family).to(device, torch.bfloat16).eval(), [], cuda_graphs.capture
+    monkeypatch.setattr(cuda_graphs, "capture", lambda step: (captures.append(1), capture(step))[1])
+    prompts, sampling = documents([3, 20, 9, 31, 50, 7, 64, 12, 5, 40]), SamplingConfig(120, 0.0)
+    plain, graphs = (
+        decode_responses(model, prompts, sampling, [127, 3], batch_size=4, cuda_graphs=each) for each in (False, True)
+    )
+    assert 0 < len(captures) <= 3 * 4  # rows: four, two or fewer, one; widths: 64, 128, 192, 256
+    same = []
+    for one, other, log_probs, others in zip(
+        plain.token_ids, graphs.token_ids, plain.log_probs, graphs.log_probs, strict=True
+    ):
+        equal = [a == b for a, b in zip(one, other, strict=False)]
+        same += equal
+        common = equal.index(False) if False in equal else len(equal)  # what follows is another text
+        torch.testing.assert_close(torch.tensor(log_probs[:common]), torch.tensor(others[:common]), rtol=0, atol=2e-2)
+    assert sum(same) >= 0.95 * len(same)
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -1,5 +1,6 @@
 """NF4 and int8 through bitsandbytes: what is quantized, what it computes, and the same in transformers and peft."""
 
+import copy
 import logging
 import os
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from alignment.errors import UserError
 from alignment.models import quantization
@@ -95,6 +98,71 @@ def test_a_layer_is_a_linear_layer_with_the_dequantized_matrix(quantize, precisi
             assert torch.equal(each(x), y)
     assert outputs[0][0].dtype == outputs[1][0].dtype
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
+class Made(TorchDispatchMode):
+    """The largest tensor of each type that is made while the mode is on, in numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
+        return made
+
+
+@pytest.fixture
+def weights_on_a_gpu(monkeypatch):
+    """bitsandbytes' parameters quantize nothing when they are moved, as where the weights lie on a GPU already."""
+    import bitsandbytes
+
+    monkeypatch.setattr(bitsandbytes.nn.Int8Params, "to", lambda self, *arguments, **options: self)
+    monkeypatch.setattr(bitsandbytes.nn.Int8Params, "cuda", lambda self, *arguments, **options: self)
+
+
+@pytest.mark.usefixtures("weights_on_a_gpu")
+def test_int8_is_quantized_where_the_weights_lie():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96)
+    original = layer.weight.detach().clone()
+    (made,) = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), "int8")["blocks"]
+    assert made.weight.dtype == torch.int8 and made.weight.shape == (96, 64) and made.scales.shape == (96,)
+    # Half a step of 1/127 of the row's largest size, and the rounding of the weights to half precision before.
+    steps = original.abs().amax(1, keepdim=True) / 127
+    assert ((dequantized(made) - original).abs() <= 0.51 * steps + 1e-3 * original.abs()).all()
+    x = torch.randn(5, 64, requires_grad=True)
+    torch.testing.assert_close(made(x), x @ dequantized(made).T + made.bias)
+    made(x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.usefixtures("weights_on_a_gpu")
+def test_a_quantized_model_that_is_copied_moved_or_loaded_again_has_the_same_logits(low, quantize):
+    def load():
+        return store_frozen(load_language_model(low("llama"), None), WeightsConfig(quantize=quantize))
+
+    model, ids = load(), torch.tensor([DOCUMENTS[0]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        for other in (copy.deepcopy(model), load(), model.to("cpu")):
+            assert torch.equal(other(ids).logits, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_int8_is_read_in_bfloat16_without_a_matrix_in_float32(rows):
+    layer = nn.Linear(256, 192)
+    (made,) = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), "int8")["blocks"]
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, requires_grad=True)
+    with Made() as seen:
+        made(x).float().sum().backward()
+    assert seen.largest[torch.bfloat16] == 256 * 192
+    assert seen.largest[torch.float32] <= max(192, rows * 192)
+    assert made.read_weight(torch.bfloat16).equal(dequantized(made).bfloat16())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "stablelm", "bert"])

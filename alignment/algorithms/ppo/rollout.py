@@ -182,7 +182,8 @@ def sample(
     with backend.sharded_decoding() if sharded else backend.full_parameters():
         return decode_responses(
             sampler, prompts, sampling, state.stop_ids,
-            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None, cuda_graphs=state.cuda_graphs,
+            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
+            cuda_graphs=state.cuda_graphs and not sharded,
         )  # fmt: skip
 
 

@@ -261,6 +261,8 @@ def choose_rollout_weights(
     if choice == "auto":
         choice = "gathered" if whole + other <= USABLE * free else "sharded"
     run.note(f"rollout_weights: {choice} ({'as set' if choice == config.rollout_weights else 'auto'}): {figures}")
+    if config.cuda_graphs and choice == "sharded":
+        run.note("cuda_graphs: has no effect, because a step with sharded weights cannot be captured")
     return choice
 
 
