@@ -39,6 +39,7 @@ class GraphedDecoder:
             raise UserError(f"cuda_graphs: {why}; set it to false")
         assert isinstance(model, LanguageModel)
         self._model, self._steps = model, dict[tuple[int, int, int], Captured | None]()
+        self._pool: tuple[int, int] | None = None  # of memory, which all graphs share: none is read after its step
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits [B, V] after one more token for every cache row, tokens [B]; advances `cache.lengths`."""
@@ -62,18 +63,20 @@ class GraphedDecoder:
             cache.lengths = lengths
             made[:] = self._model.decode(inputs, cache), cache.lengths
 
-        replay = capture(step)
+        replay, self._pool = capture(step, self._pool)
         cache.lengths, cache.longest = own, longest
         tables = [rotary.table for rotary in self._model.trunk.position_modules.rotaries.values()]  # longer ones follow
         return Captured(inputs, lengths, replay, *made, held=[cache.keys[0], *tables])
 
 
-def capture(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture what a step starts on the GPU, and return what starts it all again."""
+def capture(
+    step: Callable[[], None], pool: tuple[int, int] | None
+) -> tuple[Callable[[], None], tuple[int, int] | None]:
+    """Capture what a step starts on the GPU; what starts it all again, and the pool of its memory (None: a new one)."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
         step()
-    return graph.replay
+    return graph.replay, graph.pool()
 
 
 def _refusal(model: Model) -> str | None:

@@ -64,7 +64,7 @@ class Tape(TorchDispatchMode):
         assert name not in FORBIDDEN and not of_a_list, f"{name} cannot be captured"
         made, given = func(*args, **(kwargs or {})), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         addresses = set() if name == "lift_fresh" else {x.untyped_storage().data_ptr() for x in given}
-        self._own |= {x.untyped_storage().data_ptr() for x in tree_leaves(made)} - addresses
+        self._own |= {x.untyped_storage().data_ptr() for x in tree_leaves(made) if isinstance(x, Tensor)} - addresses
         lent = tree_map_only(
             Tensor, lambda x: x if x.untyped_storage().data_ptr() in self._own else Lent(x), (args, kwargs)
         )
@@ -93,11 +93,11 @@ def captures(monkeypatch) -> list[Tape]:
     """The tapes of all captured steps; models choose as on a GPU from now on."""
     tapes: list[Tape] = []
 
-    def capture(step: Callable[[], None]) -> Callable[[], None]:
+    def capture(step: Callable[[], None], pool: None) -> tuple[Callable[[], None], None]:
         with Tape() as tape:
             step()
         tapes.append(tape)
-        return tape.replay
+        return tape.replay, None
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
     choose_as_on_a_gpu(monkeypatch)
