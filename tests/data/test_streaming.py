@@ -23,6 +23,7 @@ from alignment.data.rows.files import open_sources
 from alignment.data.streaming import ALONE, Ranks, Share, StreamedOrder, open_stream
 from alignment.errors import UserError
 from alignment.training.terms import shard_rows
+from tests.distributed.processes import run_ranks
 
 
 def write_rows(path, count, name="", start=0):
@@ -163,7 +164,7 @@ def test_other_files_are_no_resume(bpe, folder):
 def readers():
     """Process ids of the readers of this process."""
     gc.collect()  # of other tests
-    return [process.pid for process in multiprocessing.active_children()]
+    return [int(str(process.pid)) for process in multiprocessing.active_children()]
 
 
 @pytest.mark.parametrize("mixing", ["concatenate", "weights"])
@@ -344,6 +345,15 @@ def test_ranks_divide_the_work_and_have_the_batches_of_one(bpe, folder, monkeypa
         stream = stream_of_rank(rank, size, lambda ranks: build(ranks=ranks), counts)
         assert [(stream.rows_at(step), stream.epochs_at(step), stream.state()) for step in range(24)] == rows
         assert len(counts) >= 20 and sum(counts) >= len(counts) - 12  # one chunk a turn; in a window's last turn none
+
+
+def test_two_processes_have_the_batches_of_one_and_its_error(tmp_path):
+    """A bad row behind the rows that are read before the run."""
+    path = write_rows(tmp_path / "rows.jsonl", 1400)
+    with open(path, "a") as file:
+        file.write('{"prompt": 7}\n')
+    alone, both = (run_ranks(count, "tests.distributed.streamed", path, "400") for count in (1, 2))
+    assert both == alone and "rows.jsonl:1390'" in both and "rows.jsonl:1401:prompt: must be text" in both
 
 
 def test_ranks_that_read_other_rows_are_refused(bpe, folder):
