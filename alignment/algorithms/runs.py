@@ -94,6 +94,8 @@ def open_run(
         remark = set_up_device(config.training.precision)
         weights = getattr(config, "weights", None)
         require_bitsandbytes(weights.quantize if isinstance(weights, WeightsConfig) else None)
+        if getattr(config, "cuda_graphs", False) and not torch.cuda.is_available():
+            raise UserError("cuda_graphs: there is no GPU that has them; set it to false")
         compare_checkpoints({name: find_directory(name) for name in names})
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         settings = to_dict(config)
