@@ -23,7 +23,7 @@ from alignment.data.rows.files import open_sources
 from alignment.data.streaming import ALONE, Ranks, Share, StreamedOrder, open_stream
 from alignment.errors import UserError
 from alignment.training.terms import shard_rows
-from tests.distributed.processes import run_ranks
+from tests.distributed.processes import is_running, run_ranks
 
 
 def write_rows(path, count, name="", start=0):
@@ -297,14 +297,6 @@ print(*(process.pid for process in multiprocessing.active_children()), flush=Tru
     while time.monotonic() < deadline and any(map(is_running, found)):
         time.sleep(0.05)
     assert not any(map(is_running, found))
-
-
-def is_running(pid):
-    """True for a process that has not ended; one that nobody has waited for yet has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # Ranks
