@@ -43,6 +43,7 @@ from alignment.generation.requests import (
 )
 from alignment.generation.sampling import RowSampler, SampledTokens, TokenHistory
 from alignment.models.decoding_weights import decoding_weights
+from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.norms import on_gpu
 from alignment.models.model import Model
 
@@ -225,7 +226,9 @@ class DecodingEngine:
     def _decode(self) -> None:
         """One more token for every row."""
         if self._graphs is not None:
-            logits = self._graphs.decode(self._newest, self._filler.cache)
+            cache = self._filler.cache
+            assert isinstance(cache, Cache)  # of a model of ours: others are refused
+            logits = self._graphs.decode(self._newest, cache)
         else:
             with self._model.using_adapters([None if row is None else row.request.adapter for row in self.running]):
                 logits = self._model.decode(self._newest, self._filler.cache)
@@ -246,7 +249,11 @@ class DecodingEngine:
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:
         """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
-        found = [event for drawn, *read in _read(self._unseen) for event in _hand_out(drawn, *read, with_events=events)]
+        found = [
+            event
+            for drawn, tokens, log_probs in _read(self._unseen)
+            for event in _hand_out(drawn, tokens, log_probs, with_events=events)
+        ]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
