@@ -26,6 +26,7 @@ from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
+from alignment.ragged import has_apple_gpu
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -219,9 +220,9 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def best_device() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" or "mps" where there is a GPU, of NVIDIA's or AMD's kind or Apple's, else "cpu"."""
     set_up_device()
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "mps" if has_apple_gpu() else "cpu"
 
 
 def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

@@ -1,5 +1,9 @@
-"""Batches without padding: documents end to end in one tensor. Training needs of any batch what `Batch` has."""
+"""Batches without padding: documents end to end in one tensor. Training needs of any batch what `Batch` has.
 
+Last, of the devices that they are moved to, what an Apple GPU lacks.
+"""
+
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -443,3 +447,17 @@ def fill_groups(order: Sequence[int], lengths: Sequence[int], limit: int) -> lis
         groups[-1].append(row)
         filled += lengths[row]
     return groups
+
+
+# Apple's GPUs
+
+
+def has_apple_gpu() -> bool:
+    """True where models run on an Apple GPU: there is one, torch can use it, and ACCELERATE_USE_CPU is not set."""
+    unwanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    return torch.backends.mps.is_available() and not torch.cuda.is_available() and not unwanted
+
+
+def on_float64_device(values: Tensor) -> Tensor:
+    """The values, on the CPU where their device has no float64."""
+    return values.cpu() if values.device.type == "mps" else values

@@ -94,6 +94,8 @@ def open_run(
         remark = set_up_device(config.training.precision)
         weights = getattr(config, "weights", None)
         require_bitsandbytes(weights.quantize if isinstance(weights, WeightsConfig) else None)
+        if getattr(config, "cuda_graphs", False) and not torch.cuda.is_available():
+            raise UserError("cuda_graphs: there is no GPU that has them; set it to false")
         compare_checkpoints({name: find_directory(name) for name in names})
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         settings = to_dict(config)
@@ -200,14 +202,16 @@ def prepare_training(
     run.note(describe_weights(model))
     training = config.training
     if config.data.streaming:
-        from alignment.data.streaming import StreamedOrder, StreamedRows
+        from alignment.data.streaming import Ranks, StreamedOrder, StreamedRows
 
         if not isinstance(examples, StreamedRows):
             raise UserError(NO_STREAMING)
         check = partial(check_rows, model, max_length=config.data.max_length)  # each window, when it is read
         size, seed = training.batch_size, training.seed
-        streamed = StreamedOrder(examples, batch_size=size, seed=seed, check=check, note=run.note)
-        return Engine(model, config.optim, training, total_steps=training.steps(0)), streamed
+        engine = Engine(model, config.optim, training, total_steps=training.steps(0))
+        ranks = Ranks(engine.process_group.rank, engine.process_group.size, engine.process_group.gather_objects)
+        streamed = StreamedOrder(examples, batch_size=size, seed=seed, ranks=ranks, check=check, note=run.note)
+        return engine, streamed
     epochs = training.epochs if training.max_steps is None else None
     stream = stream_of(config.data, examples, batch_size=training.batch_size, seed=training.seed, epochs=epochs)
     total_steps = training.steps(stream.epoch_length)

@@ -58,7 +58,7 @@ def integrated_gradients(
     weights = torch.tensor([0, *weights / 2, 0]).to(inputs)
     inputs, baseline = inputs.detach(), baseline.detach()
     with torch.no_grad():
-        first, last = value(torch.stack([baseline, inputs])).double().tolist()
+        first, last = value(torch.stack([baseline, inputs])).tolist()
     allowed = tolerance * max(abs(last - first), 1e-3)  # below, rounding is larger
     values, gradients, pieces = torch.zeros(len(inputs)).double(), 0, [(i / PIECES, 1 / PIECES) for i in range(PIECES)]
     while pieces:
@@ -66,7 +66,7 @@ def integrated_gradients(
         path = (baseline + (start + size * places)[:, None, None] * (inputs - baseline)).requires_grad_()
         along = value(path)
         [gradient] = torch.autograd.grad(along.sum(), path)
-        found = size * torch.einsum("s,ste,te->t", weights, gradient, inputs - baseline).double().cpu()
+        found = size * torch.einsum("s,ste,te->t", weights, gradient, inputs - baseline).cpu().double()
         gradients += POINTS
         if abs(found.sum().item() - (along[-1] - along[0]).item()) > allowed / HALVED and gradients < max_gradients:
             pieces += [(start, size / 2), (start + size / 2, size / 2)]

@@ -7,6 +7,7 @@ does not grow with the source; several processes may take the chunks of one sour
 import gc
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -185,7 +186,8 @@ def _make(
     chunks = read_chunks(source.source, str(source.split), min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES)))
     parser, chunks = choose_parser(source, preparation.kind, config, chunks)
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
-    processes = config.processes or (len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1)
+    several = size >= LARGE_BYTES and sys.platform == "linux"  # a fork of a process with a window system may crash
+    processes = config.processes or (len(os.sched_getaffinity(0)) if several else 1)
     found, writer = Prepared(), TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes):
         found.merge(chunk)

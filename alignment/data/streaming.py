@@ -5,32 +5,29 @@ apart in one file never come close. Both orders are functions of (seed, epoch, n
 from the position where it begins: a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is
 one window, for each source of a mixture: about four bytes for each token of its rows and a hundred for each row.
 
-While a window is trained on, a process of its own reads and tokenizes the next one. Every rank does so for all rows and
-trains on its share of each batch, so that batches do not depend on the number of ranks. Draws from several sources by
-weights are those of stream.py.
+While a window is trained on, a process of its own reads and tokenizes the next one. Of several ranks each reads all rows,
+tokenizes every so many-th chunk of them, and is given the others' chunks when the window begins: batches do not depend on the
+number of ranks. Draws from several sources by weights are those of stream.py.
 """
 
+import ctypes
+import multiprocessing
+import signal
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
-from multiprocessing import get_context
+from itertools import chain, islice
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from alignment.data.batches import RowSequence
 from alignment.data.config import DataConfig
-from alignment.data.prepare import (
-    BATCH_ROWS,
-    Job,
-    Preparation,
-    Prepared,
-    call_worker,
-    prepare_chunk,
-    require_enough,
-    start_worker,
-)
+from alignment.data.prepare import Job, Preparation, Prepared, prepare_chunk, require_enough, start_worker
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, chunks_of, open_sources
 from alignment.data.rows.read import choose_parser, raise_bad_rows
 from alignment.data.rows.records import Tally
@@ -46,6 +43,7 @@ OrderState = dict[str, Any]  # of a `StreamedOrder`, JSON-like
 
 FIRST_ROWS = 1024  # of each source: read before the run, to be checked
 SELDOM = 2**20  # one row in this many is looked at by the data doctor after the first ones
+CHUNK_ROWS = 256  # of a window, tokenized by one rank
 FILE_SALT, WINDOW_SALT = 715_104, 715_105  # generators of different things draw differently
 
 
@@ -69,6 +67,83 @@ class StreamState:
     before: Tally = field(default_factory=Tally)  # tally of the windows before
     last: int = -1  # epoch of the last example; -1 before the first
     noted: int = 0  # lost rows at the last note of them
+
+
+class Share(NamedTuple):
+    """The chunks of a window that one rank has prepared, each with the number of its source."""
+
+    name: str  # of the window's first file
+    total: int  # chunks of the window
+    end: StreamState  # after the window
+    chunks: Sequence[tuple[Prepared, int]]
+
+
+class Ranks(NamedTuple):
+    """A rank, their number, and a collective operation that gives all ranks' values of a picklable one, by rank."""
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+
+ALONE = Ranks()
+
+
+class Reader:
+    """A process, a fork of this one, that reads shares of windows while this one goes on.
+
+    It ends when nothing holds the reader any more, and with this process, however that ends.
+    """
+
+    def __init__(self, read: Callable[[StreamState], Share]):
+        context = multiprocessing.get_context("fork")
+        self._connection, far_end = context.Pipe()
+        process = context.Process(target=_serve, args=(read, far_end, self._connection), daemon=True)
+        process.start()
+        far_end.close()  # the connection then ends with the process
+        self.close = Finalize(self, _kill, (process,), exitpriority=0)  # before processes that are left are waited for
+
+    def ask(self, state: StreamState) -> None:
+        """Begin with a share; what was asked before must have been answered."""
+        with suppress(OSError):  # the process has ended, and `answer` says so
+            self._connection.send(state)
+
+    def answer(self) -> Share:
+        """The share that was asked for."""
+        try:
+            found = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "data.streaming: the process that reads the next rows was ended by the system, most likely for lack of "
+                "memory; the same command goes on from the newest checkpoint, and a smaller data.shuffle_buffer needs less"
+            ) from error
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _serve(read: Callable[[StreamState], Share], connection: Connection, far_end: Connection) -> None:
+    """Answer each state with its share, or with the error that it met, as long as there is someone to answer."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: locks and GPU memory are held by forks too
+    far_end.close()
+    for each in (signal.SIGINT, signal.SIGTERM):  # they are for the run, which ends this process
+        signal.signal(each, signal.SIG_IGN)
+    start_worker(read)
+    with suppress(EOFError, OSError):
+        while True:
+            state = connection.recv()
+            try:
+                found = read(state)
+            except UserError as error:
+                found = error
+            except Exception:  # of any type: it may be one that cannot be sent
+                found = RuntimeError(traceback.format_exc())
+            connection.send(found)
+
+
+def _kill(process: multiprocessing.Process) -> None:
+    process.kill()
+    process.join()
 
 
 class Window(RowSequence[Any]):
@@ -97,6 +172,7 @@ class Cursor:
         name: of the files, for messages.
         check: called with each window that is read.
         note: called with lines of text on what was read.
+        ranks: all of which take the same examples.
     """
 
     def __init__(
@@ -105,16 +181,16 @@ class Cursor:
         config: DataConfig,
         seed: int | None,
         *,
+        ranks: Ranks = ALONE,
         name: str = "data.train",
         check: Callable[[Sequence[Any]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
         self.files, self.config, self.seed, self.name, self.check, self.note = files, config, seed, name, check, note
-        self.state = StreamState()
+        self.ranks, self.state = ranks, StreamState()
         self._window: Window | None = None
-        self._ahead: tuple[StreamState, Future[Window]] | None = None  # where the next window begins, and its promise
         self._open: tuple[StreamState, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
-        self._reader: ProcessPoolExecutor | None = None
+        self._reader: Reader | None = None  # at work on the window after `_window`
 
     def take(self) -> tuple[Any, int]:
         """The next example, and its epoch."""
@@ -144,20 +220,20 @@ class Cursor:
         return self._window
 
     def _take_window(self) -> Window:
-        """The window of the present state, from the process that reads ahead where that has it; it goes on to the next."""
-        start, ahead = (self.state.epoch, self.state.window), self._ahead
-        known = ahead is not None and (ahead[0].epoch, ahead[0].window) == start
-        window = ahead[1].result() if ahead is not None and known else self.read()
-        if self._reader is None and window.end.epoch == self.state.epoch:  # else the source is no larger than a window
+        """The window of the present state, of which the process that reads ahead has this rank's share; it goes on to the next."""
+        reader, self._reader = self._reader, None  # one that has failed is not asked again
+        try:
+            own = self.read_share(self.state) if reader is None else reader.answer()
+        except UserError as error:
+            own = error  # of one rank, and raised on all
+        window = self._join(own)
+        if reader is None and window.end.epoch == self.state.epoch and sys.platform == "linux":
             self._open = None  # a fork would move on in the same open file
-            self._reader = ProcessPoolExecutor(1, get_context("fork"), start_worker, (self._read_at,))
-        if self._reader is not None:
-            self._ahead = window.end, self._reader.submit(call_worker, window.end)
+            reader = Reader(self.read_share)
+        if reader is not None:
+            reader.ask(window.end)
+        self._reader = reader
         return window
-
-    def _read_at(self, state: StreamState) -> Window:
-        self.state = state
-        return self.read()
 
     def _describe(self, when: str, counts: Tally) -> None:
         self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
@@ -165,29 +241,50 @@ class Cursor:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state, as `asdict` wrote it."""
         self.state, self._window = StreamState(**{**state, "before": Tally(**state["before"])}), None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def read(self) -> Window:
-        """The window of the present state."""
-        state, found, name, parts = self.state, Prepared(), "", list[Table]()
+        """The window of the present state; a collective operation."""
+        return self._join(self.read_share(self.state))
+
+    def read_share(self, state: StreamState) -> Share:
+        """This rank's share of the window of a state."""
         order = permutation(len(self.files), self.seed, FILE_SALT, state.epoch)
-        left, position, end = self.config.shuffle_buffer, None, StreamState(state.epoch + 1)
+        left, count, name, chunks = self.config.shuffle_buffer, 0, "", list[tuple[Prepared, int]]()
+        position, end = None, StreamState(state.epoch + 1)
         for number, rows in self._rows_from(state, order):
             opened, job, source = self.files[order[number]]
-            while left and (chunk := tuple(islice(rows, min(BATCH_ROWS, left)))):
-                done = prepare_chunk(job, Chunk(rows=chunk))
-                found.merge(done)
-                name, left = name or opened.name, left - len(chunk)
-                if done.encoded is not None:
-                    parts.append(Table(done.encoded, {}, source=source))
-                position = chunk[-1].end
+            while left and (chunk := tuple(islice(rows, min(CHUNK_ROWS, left)))):
+                if count % self.ranks.size == self.ranks.rank:
+                    chunks.append((prepare_chunk(job, Chunk(rows=chunk)), source))
+                name, left, count, position = name or opened.name, left - len(chunk), count + 1, chunk[-1].end
             if not left:
                 end = StreamState(state.epoch, state.window + 1, number, position)
                 self._open = (end, rows)
                 break
+        return Share(name, count, end, chunks)
+
+    def _join(self, own: Share | UserError) -> Window:
+        """The window of the present state, of the shares of all ranks; an error of any of them is raised on each."""
+        heads = self.ranks.gather(own if isinstance(own, UserError) else own._replace(chunks=()))
+        for head in heads:
+            if isinstance(head, UserError):
+                raise head
+            if head[:2] != heads[0][:2]:
+                raise UserError(f"{self.name}: ranks read other rows than each other; all must see the same files")
+        assert isinstance(own, Share)
+        found, parts = Prepared(), list[Table]()
+        for turn in range(-(-own.total // self.ranks.size)):  # not all at once: they may pass through a GPU's memory
+            for done, source in chain.from_iterable(self.ranks.gather(list(own.chunks[turn : turn + 1]))):
+                found.merge(done)
+                if done.encoded is not None:
+                    parts.append(Table(done.encoded, {}, source=source))
         raise_bad_rows(found.problems)
         joined = JoinedTables(parts)
-        drawn = permutation(len(joined), self.seed, WINDOW_SALT, state.epoch, state.window)
-        return Window(joined, drawn, end, found.manifest(self.config, name))
+        drawn = permutation(len(joined), self.seed, WINDOW_SALT, self.state.epoch, self.state.window)
+        return Window(joined, drawn, own.end, found.manifest(self.config, own.name))
 
     def _rows_from(self, state: StreamState, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
         """The files from a state on: number in the order of the epoch, and the rows that are yet to be read."""
@@ -257,6 +354,7 @@ class StreamedOrder(Generic[Row]):
         batch_size: rows per batch, over all ranks.
         check: called with the examples of every window; raises where the model cannot take them.
         note: called with lines of text: what was dropped, and when an epoch ends.
+        ranks: all of which ask for the same batches at the same time.
     """
 
     def __init__(
@@ -265,6 +363,7 @@ class StreamedOrder(Generic[Row]):
         *,
         batch_size: int,
         seed: int,
+        ranks: Ranks = ALONE,
         check: Callable[[Sequence[Row]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
@@ -277,7 +376,7 @@ class StreamedOrder(Generic[Row]):
             seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(files, config, own, name=name, check=check, note=note)
+            Cursor(files, config, own, ranks=ranks, name=name, check=check, note=note)
             for files, own, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch

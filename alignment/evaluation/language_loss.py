@@ -18,7 +18,7 @@ from alignment.files import write_json
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.weights_config import WeightsConfig
-from alignment.ragged import Ragged, cut_at_targets, group_by_length
+from alignment.ragged import Ragged, cut_at_targets, group_by_length, on_float64_device
 from alignment.settings import Settings
 
 TOKENS_PER_FORWARD = 16_384
@@ -46,7 +46,7 @@ def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | 
     with evaluation_mode(model):
         for batch in batches:
             log_probs = model(batch=batch.to(device)).log_probs
-            total -= log_probs.double().sum().cpu()
+            total -= on_float64_device(log_probs).double().sum().cpu()
             tokens += log_probs.numel()
     if tokens == 0:
         raise UserError("the held-out text has no token to predict; a document needs at least two tokens")
@@ -106,7 +106,7 @@ def masked_log_probs(model: Model, documents: Sequence[Sequence[int]], masks: Se
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
         read = batch if start is None else cut_at_targets(batch, start)
-        log_probs = model(batch=read.to(device)).log_probs.double().cpu()
+        log_probs = model(batch=read.to(device)).log_probs.cpu().double()
         totals.index_add_(0, torch.tensor(group)[batch.target_rows], log_probs)
     return totals
 

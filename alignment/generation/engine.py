@@ -301,7 +301,8 @@ def _read(steps: Sequence[SampledTokens]) -> Iterator[tuple[SampledTokens, list[
     """The tokens and log-probabilities of each step, brought from the device in one piece."""
     if not steps:
         return
-    numbers = torch.cat([part.double() for drawn in steps for part in (drawn.tokens, drawn.log_probs)]).tolist()
+    # float32 holds the log-probabilities as they are, and whole numbers up to 2^24, which no vocabulary reaches.
+    numbers = torch.cat([part.float() for drawn in steps for part in (drawn.tokens, drawn.log_probs)]).tolist()
     for drawn in steps:
         count = len(drawn.rows)
         yield drawn, list(map(int, numbers[:count])), numbers[count : 2 * count]

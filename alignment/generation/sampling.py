@@ -231,7 +231,7 @@ class RowSampler:
         of_model = [row is not None and row.request.log_probs == "model" for row in rows]
         self._of_model = torch.tensor(of_model, device=device) if any(of_model) else None
         self._filters: RowFilters | None = None
-        self._draws = torch.empty(0, len(rows), dtype=torch.float64, device=device)
+        self._draws = torch.empty(0, len(rows), device=device)
         self._used = 0
 
     def draw(self, logits: Tensor, history: TokenHistory | None) -> SampledTokens:
@@ -259,10 +259,10 @@ class RowSampler:
         return SampledTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), alternatives)
 
     def _next_draws(self) -> Tensor:
-        """One uniform number for each row, float64, [B]; a greedy row's has no effect."""
+        """One uniform number for each row, in the type of the log-probabilities, [B]; a greedy row's has no effect."""
         if self._used == len(self._draws):
             draws = [[0.0 if row is None else row.uniform_at(step) for row in self.rows] for step in range(self._steps)]
-            self._draws, self._used = torch.tensor(draws, dtype=torch.float64).to(self._device, non_blocking=True), 0
+            self._draws, self._used = torch.tensor(draws, dtype=torch.float32).to(self._device, non_blocking=True), 0
         self._used += 1
         return self._draws[self._used - 1]
 

@@ -22,6 +22,7 @@ from alignment.errors import UserError, install_advice
 from alignment.files import read_json_object, write_json
 from alignment.models.layers.norms import computed_in
 from alignment.models.weights_config import Quantization
+from alignment.ragged import has_apple_gpu
 
 Model = TypeVar("Model", bound=nn.Module)
 RECORD = "alignment_quantization.json"  # in an adapter's directory
@@ -30,7 +31,12 @@ ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last na
 
 
 def require_bitsandbytes(quantize: Quantization | None) -> None:
-    """UserError where bitsandbytes is needed and not installed; nothing is imported."""
+    """UserError where bitsandbytes is needed, and is not installed or cannot run; nothing is imported."""
+    if quantize is not None and has_apple_gpu():
+        raise UserError(
+            f"weights.quantize {quantize} does not run on Apple's GPUs; leave it out, or set ACCELERATE_USE_CPU=true in the "
+            "environment"
+        )
     if quantize is not None and find_spec("bitsandbytes") is None:
         raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {install_advice('quantization')}")
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from alignment.errors import UserError
+from alignment.ragged import has_apple_gpu
 from alignment.settings import Settings
 
 Quantization = Literal["nf4", "int8"]
@@ -61,9 +62,13 @@ def set_up_device(precision: str | None = None) -> str | None:
     each, and keeps them all, and batches of documents, like a cache that grows, have a new shape every time.
 
     Raises:
-        UserError: no device of this process has TF32.
+        UserError: the device of this process does not compute in this precision.
     """
     found = torch.cuda.is_available()
+    if precision == "bf16" and has_apple_gpu():
+        raise UserError(
+            "training.precision bf16 was not tried on Apple's GPUs; set it to fp32, or ACCELERATE_USE_CPU=true in the environment"
+        )
     if precision == "tf32" and (not found or torch.cuda.get_device_capability() < (8, 0)):
         raise UserError("training.precision tf32: only GPUs from Ampere on have it; set it to fp32")
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from alignment.data.batches import Example
 from alignment.errors import UserError
+from alignment.ragged import on_float64_device
 
 if TYPE_CHECKING:
     from alignment.data.rows.records import Messages
@@ -272,7 +273,7 @@ def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
     """
     if not parts:
         return {}
-    values = torch.stack([part.double() for part in parts.values()])  # [parts, B]
+    values = torch.stack([on_float64_device(part).double() for part in parts.values()])  # [parts, B]
     given = ~values.isnan()
     sums = reduce(torch.stack([values.nan_to_num().sum(1), given.double().sum(1), (~given).double().sum(1)]))
     metrics: dict[str, float] = {}

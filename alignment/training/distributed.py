@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from alignment.errors import UserError, raise_all
+from alignment.ragged import has_apple_gpu
 from alignment.training.run.lineage import code_version, differences, hash_of_ends
 
 # Longest wait of a rank for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
@@ -182,7 +183,12 @@ def init_distributed() -> ProcessGroup:
             for name, (accepted, way_out) in FSDP_SETTINGS.items()
             if fsdp_settings()[name] not in accepted
         )
-    on_cpu = not torch.cuda.is_available()
+    if has_apple_gpu() and (deepspeed or fsdp or launched_size() > 1):
+        raise UserError(
+            "Apple's GPU trains in one process, without FSDP2 and DeepSpeed; start it without a launcher, or set "
+            "ACCELERATE_USE_CPU=true in the environment"
+        )
+    on_cpu = not torch.cuda.is_available() and not has_apple_gpu()
     handlers: list[Any] = [InitProcessGroupKwargs(backend=_backend(on_cpu, deepspeed), timeout=TIMEOUT)]
     # Accelerate's own mixed precision stays off: the backends set the precision, alike for all of them.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu and not deepspeed, kwargs_handlers=handlers)

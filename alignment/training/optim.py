@@ -13,6 +13,7 @@ from annotated_types import Interval
 from torch import Tensor, nn
 
 from alignment.errors import UserError, install_advice
+from alignment.ragged import has_apple_gpu
 from alignment.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -423,6 +424,8 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
             f"optim.name {config.name} does not run under {kind}: {UNSUPPORTED[name, kind]}; choose adamw, or launch with "
             "configs/launch/ddp.yaml"
         )
+    if config.name in EIGHT_BIT and has_apple_gpu():
+        raise UserError(f"optim.name {config.name} does not run on Apple's GPUs; choose adamw")
     if config.name in EIGHT_BIT and find_spec("bitsandbytes") is None:
         raise UserError(f"optim.name {config.name} needs bitsandbytes: {install_advice('quantization')}")
     if config.name == "paged_adamw_8bit" and not torch.cuda.is_available():

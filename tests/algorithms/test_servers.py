@@ -228,7 +228,6 @@ def test_a_server_that_was_started_anew_reads_the_weights_again(ppo, start, read
         calls.append(1)
         if len(calls) == 3:  # before the second iteration's update
             server.start_anew()
-            server.state = "ready"
 
     run, config = ppo("own")
     run(config)

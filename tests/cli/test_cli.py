@@ -314,7 +314,7 @@ def test_doctor_names_versions_devices_extras_and_launch_files(installed, capsys
         assert word in shown
     lines = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line}
     assert {"bitsandbytes", "starlette", "uvicorn", "wandb", "deepspeed"} <= lines.keys() and "MISSING" not in shown
-    for name in ("ddp.yaml", "fsdp2.yaml", "zero2.yaml", "zero3.yaml", "slurm.sh", "torchrun.sh"):
+    for name in ("ddp.yaml", "fsdp2.yaml", "zero2.yaml", "zero3.yaml", "slurm.sh", "torchrun.sh", "servers.sh"):
         assert lines[f"launch/{name.removesuffix('.yaml')}"] == str(installed / "launch" / name)
 
 

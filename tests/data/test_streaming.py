@@ -1,9 +1,18 @@
 """Streamed rows: each once an epoch whatever the ranks, the same order after any resume, and memory that does not grow."""
 
+import gc
 import gzip
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 import tracemalloc
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +20,10 @@ import pytest
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import preparation_of, prepare
 from alignment.data.rows.files import open_sources
-from alignment.data.streaming import StreamedOrder, open_stream
+from alignment.data.streaming import ALONE, Ranks, Share, StreamedOrder, open_stream
 from alignment.errors import UserError
 from alignment.training.terms import shard_rows
+from tests.distributed.processes import is_running, run_ranks
 
 
 def write_rows(path, count, name="", start=0):
@@ -25,11 +35,13 @@ def write_rows(path, count, name="", start=0):
     return str(path)
 
 
-def streamed(tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, note=str, check=len, **settings):
+def streamed(
+    tokenizer, train, *, kind="demonstrations", batch_size=4, seed=0, ranks=ALONE, note=str, check=len, **settings
+):
     settings = {"shuffle_buffer": 10, "max_length": 64, **settings}
     config = DataConfig(train, streaming=True, **settings)
     rows, _ = open_stream(preparation_of(kind), config, tokenizer)
-    return StreamedOrder(rows, batch_size=batch_size, seed=seed, note=note, check=check)
+    return StreamedOrder(rows, batch_size=batch_size, seed=seed, ranks=ranks, note=note, check=check)
 
 
 def names(stream, steps):
@@ -144,6 +156,202 @@ def test_other_files_are_no_resume(bpe, folder):
     write_rows(Path(open_sources(folder, "train")[0].name), 17, "a")
     with pytest.raises(UserError, match="not those of the checkpoint"):
         streamed(bpe, folder).restore(state)
+
+
+# The process that reads ahead
+
+
+def readers():
+    """Process ids of the readers of this process."""
+    gc.collect()  # of other tests
+    return [int(str(process.pid)) for process in multiprocessing.active_children()]
+
+
+@pytest.mark.parametrize("mixing", ["concatenate", "weights"])
+def test_windows_read_ahead_are_those_read_in_this_process(bpe, folder, tmp_path, monkeypatch, mixing):
+    """Three epochs and a resume in each; what is compared are the arrays of the window and not only its rows."""
+    sources = [SourceConfig(folder, weight=3.0), SourceConfig(write_rows(tmp_path / "d.jsonl", 16, "d"), weight=1.0)]
+
+    def seen():
+        stream, found = streamed(bpe, folder if mixing == "concatenate" else sources, mixing=mixing), []
+        for step in range(28):
+            if step in (5, 12, 20):
+                stream.restore(json.loads(json.dumps(stream.state())))
+            found.append((stream.rows_at(step), stream.epochs_at(step), stream.state()))
+            found += [
+                [each.tobytes() for table in cursor.window().rows.tables for each in table.encoded]
+                for cursor in stream._cursors
+            ]
+        return found, len(readers())
+
+    ahead, processes = seen()
+    assert processes == (1 if mixing == "concatenate" else 2) and readers() == []
+    monkeypatch.setattr("alignment.data.streaming.sys.platform", "other")
+    assert seen() == (ahead, 0)
+
+
+def test_files_of_every_format_are_read_ahead(bpe, tmp_path, monkeypatch):
+    """pyarrow has threads in the process that forks, and an open file of every format is at the second window's begin."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [f"the cat {row}" for row in range(40)]
+    write_rows(tmp_path / "a.jsonl.gz", 40)
+    csv = "".join(f"the cat, {row}\n" for row in range(40))
+    (tmp_path / "b.csv").write_text("prompt,completion\n" + csv)
+    pq.write_table(pa.table({"prompt": rows, "completion": rows}), tmp_path / "c.parquet", row_group_size=7)
+    for path in sorted(tmp_path.iterdir()):
+        ahead = streamed(bpe, str(path))
+        found = [ahead.rows_at(step) for step in range(25)]
+        assert len(readers()) == 1
+        del ahead
+        with monkeypatch.context() as context:
+            context.setattr("alignment.data.streaming.sys.platform", "other")
+            assert [streamed(bpe, str(path)).rows_at(step) for step in range(25)] == found, path
+
+
+def test_a_bad_row_ends_a_run_in_the_same_words_wherever_it_is_read(bpe, tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", 1100)
+    lines = Path(path).read_text().splitlines()
+    Path(path).write_text("\n".join([*lines[:1030], '{"prompt": "the cat", "completion": 7}', *lines[1031:]]))
+    messages = []
+    for platform in ("linux", "other"):
+        monkeypatch.setattr("alignment.data.streaming.sys.platform", platform)
+        stream = streamed(bpe, path, batch_size=10, shuffle_buffer=1024)
+        assert len([stream.rows_at(step) for step in range(102)]) == 102  # the first window has no bad row
+        for _ in range(2):  # asked again, it is read here
+            with pytest.raises(UserError) as caught:
+                stream.rows_at(102)
+            messages.append(str(caught.value))
+    assert len(set(messages)) == 1 and f"{path}:1031:completion: must be text" in messages[0]
+
+
+def test_another_error_of_the_reader_comes_with_its_traceback(bpe, folder, monkeypatch):
+    class Odd(Exception):
+        def __init__(self, one, two):  # cannot be read back by pickle
+            super().__init__("no such thing")
+
+    stream = streamed(bpe, folder)
+
+    def fail(job, chunk):
+        raise Odd(1, 2)
+
+    rows_from, real = stream._cursors[0]._rows_from, multiprocessing.current_process().pid
+    monkeypatch.setattr(
+        stream._cursors[0], "_rows_from", lambda *at: rows_from(*at) if os.getpid() == real else fail(*at)
+    )
+    stream.rows_at(0)
+    with pytest.raises(RuntimeError, match=r"(?s)in fail.*Odd: no such thing"):
+        list(map(stream.rows_at, range(4)))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_death_of_the_reader_is_one_message(bpe, folder, late):
+    """It dies while it waits, or has sent part of what it read: more than the connection holds."""
+    stream = streamed(bpe, folder)
+    stream.rows_at(0)
+    [reader] = readers()
+    if late:
+        os.kill(reader, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (reader, signal.SIGKILL)).start()
+    else:
+        os.kill(reader, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"data\.streaming: the process that reads the next rows was ended"):
+        list(map(stream.rows_at, range(20)))
+    assert readers() == []
+
+
+def test_signals_to_all_processes_of_a_run_leave_the_reader_to_it(bpe, folder):
+    whole, stream = streamed(bpe, folder), streamed(bpe, folder)
+    rows = [whole.rows_at(step) for step in range(20)]
+    del whole
+    stream.rows_at(0)
+    [reader] = readers()
+    time.sleep(0.3)  # it ignores them from its start on
+    for each in (signal.SIGTERM, signal.SIGINT):
+        os.kill(reader, each)
+    assert [stream.rows_at(step) for step in range(20)] == rows and readers() == [reader]
+
+
+ENDS = {"end": "", "error": "raise RuntimeError", "quick": "os._exit(0)", "kill": "os.kill(os.getpid(), 9)"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_process_is_left_however_a_run_ends(tmp_path, end):
+    """Of two sources: the second reader holds a copy of the first one's connection."""
+    program = f"""
+import multiprocessing, os, pathlib, sys
+from tests.data.conftest import CORPUS, train_bpe
+from tests.data.test_streaming import SourceConfig, streamed, write_rows
+paths = [write_rows(pathlib.Path(sys.argv[1]) / name, 90) for name in ("a.jsonl", "b.jsonl")]
+train = [SourceConfig(path, weight=1.0) for path in paths]
+stream = streamed(train_bpe(CORPUS, 400), train, mixing="weights")
+stream.rows_at(0), stream.rows_at(1)
+print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+{ENDS[end]}
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    found = list(map(int, done.stdout.split()))
+    assert len(found) == 2, done.stderr
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(is_running, found)):
+        time.sleep(0.05)
+    assert not any(map(is_running, found))
+
+
+# Ranks
+
+
+def stream_of_rank(rank, size, build, counts):
+    """A stream of one rank, which is given what the others would give; `counts`: chunks that the rank has prepared."""
+    others = [build(Ranks(each, size))._cursors for each in range(size)]
+
+    def gather(value):
+        if isinstance(value, Share):
+            state = stream._cursors[0].state
+            shares[:] = [cursors[0].read_share(state) for cursors in others]
+            turns[:] = [0]
+            return [share._replace(chunks=()) for share in shares]
+        if isinstance(value, UserError):
+            return [*[None] * rank, value]
+        counts.append(len(value))
+        turns[0] += 1
+        return [list(share.chunks[turns[0] - 1 : turns[0]]) for share in shares[:rank]] + [
+            value, *(list(share.chunks[turns[0] - 1 : turns[0]]) for share in shares[rank + 1 :])
+        ]  # fmt: skip
+
+    shares, turns = [], [0]
+    stream = build(Ranks(rank, size, gather))
+    return stream
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_divide_the_work_and_have_the_batches_of_one(bpe, folder, monkeypatch, size):
+    """Windows of 10 rows in chunks of 3 and less: 4 to 6, as windows reach over files."""
+    monkeypatch.setattr("alignment.data.streaming.CHUNK_ROWS", 3)
+    build = partial(streamed, bpe, folder)
+    alone = build()
+    rows = [(alone.rows_at(step), alone.epochs_at(step), alone.state()) for step in range(24)]
+    for rank in range(size):
+        counts = []
+        stream = stream_of_rank(rank, size, lambda ranks: build(ranks=ranks), counts)
+        assert [(stream.rows_at(step), stream.epochs_at(step), stream.state()) for step in range(24)] == rows
+        assert len(counts) >= 20 and sum(counts) >= len(counts) - 12  # one chunk a turn; in a window's last turn none
+
+
+def test_two_processes_have_the_batches_of_one_and_its_error(tmp_path):
+    """A bad row behind the rows that are read before the run."""
+    path = write_rows(tmp_path / "rows.jsonl", 1400)
+    with open(path, "a") as file:
+        file.write('{"prompt": 7}\n')
+    alone, both = (run_ranks(count, "tests.distributed.streamed", path, "400") for count in (1, 2))
+    assert both == alone and "rows.jsonl:1390'" in both and "rows.jsonl:1401:prompt: must be text" in both
+
+
+def test_ranks_that_read_other_rows_are_refused(bpe, folder):
+    stream = streamed(bpe, folder, ranks=Ranks(0, 2, lambda share: [share, share._replace(total=share.total + 1)]))
+    with pytest.raises(UserError, match="ranks read other rows than each other"):
+        stream.rows_at(0)
 
 
 # Sources

@@ -42,6 +42,14 @@ def run_ranks(count: int, module: str, *arguments: str, seconds: int = 240, **en
     return outputs[0]
 
 
+def is_running(pid: int) -> bool:
+    """True for a process that has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def relative_error(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Largest |one - other| / |other| of any tensor; both must have the same names and shapes."""
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}

@@ -2,14 +2,23 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from alignment.algorithms.ppo.config import PPOConfig, ServersConfig
+from alignment.config.load import load_config
+from tests.distributed.processes import is_running
+
 ROOT = Path(__file__).parents[2]
-SLURM, TORCHRUN = ROOT / "configs/launch/slurm.sh", ROOT / "configs/launch/torchrun.sh"
+LAUNCH = ROOT / "configs/launch"
+SLURM, TORCHRUN = LAUNCH / "slurm.sh", LAUNCH / "torchrun.sh"
 WRITE_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 
 
@@ -39,6 +48,121 @@ def test_slurm_starts_one_launcher_on_each_node_with_its_own_rank(tmp_path):
         assert option["--main_process_ip"] == "first"
         assert Path(option["--config_file"]).name == "fsdp2.yaml"
         assert node[-5:] == ["-m", "alignment", *command[1:]]
+
+
+# vLLM servers
+
+
+# Programs that write their arguments down: a server notes its GPU and what was set for it, and stays.
+VLLM = """echo $$ >> pids
+printf '%s %s %s\\n' "$CUDA_VISIBLE_DEVICES" "${VLLM_SERVER_DEV_MODE:-}${VLLM_ALLOW_RUNTIME_LORA_UPDATING:-}" "$*" >> servers
+exec sleep 60"""
+TRAIN = f"""[ "$2" = alignment ] || [ "$2" = torch.distributed.run ] || exec {sys.executable} "$@"
+exec {sys.executable} -c '{WRITE_ARGUMENTS}' "$CUDA_VISIBLE_DEVICES" "$@" """
+
+
+def started(folder: Path) -> list[str]:
+    """What the servers were started with, in order of their ports."""
+    return sorted((folder / "servers").read_text().splitlines())
+
+
+def overrides_of(arguments: list[str]) -> PPOConfig:
+    """The config of the command line of a training, whose keys are thereby known."""
+    keys = [argument for argument in arguments if re.match(r"[\w.]+=", argument)]
+    return load_config(PPOConfig, "ppo/tiny", keys)
+
+
+def test_servers_of_one_machine_have_gpus_of_their_own_and_end_with_the_training(tmp_path):
+    environment = programs(tmp_path, vllm=VLLM, curl="[ $(wc -l < servers) = 2 ]", python=TRAIN, setsid='exec "$@"')
+    environment |= {"SERVER_GPUS": "0,3", "TRAINER_GPUS": "1,2", "VLLM_OPTIONS": "--max-model-len 2048"}
+    command = [str(LAUNCH / "servers.sh"), "my policy", "ppo", "ppo/tiny", "max_new_tokens=8"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    gpus, *arguments = json.loads(done.stdout)
+    assert gpus == "1,2" and arguments[:5] == ["-m", "alignment", "ppo", "ppo/tiny", "max_new_tokens=8"]
+    assert arguments[-2:] == ["--gpus", "2"]
+    servers = overrides_of(arguments).servers
+    assert (
+        servers.urls == ["http://127.0.0.1:8000", "http://127.0.0.1:8001"] and servers.weights_folder == "runs/weights"
+    )
+    for number, (gpu, line) in enumerate(zip((0, 3), started(tmp_path), strict=True)):
+        assert line.startswith(f"{gpu} 1 serve my policy --host 127.0.0.1 --port {8000 + number} --enable-scale-out ")
+        assert line.endswith('--max-model-len 2048 --weight-transfer-config {"backend": "disk"}')
+    time.sleep(0.2)
+    assert not any(is_running(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_a_server_that_ends_before_it_answers_ends_the_start(tmp_path):
+    environment = programs(tmp_path, vllm="exit 3", curl="exit 1", python=TRAIN, setsid='exec "$@"', sleep=":")
+    environment |= {"SERVER_GPUS": "0", "TRAINER_GPUS": "1"}
+    command = [str(LAUNCH / "servers.sh"), "policy", "ppo", "ppo/tiny"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and "the server http://127.0.0.1:8000 has ended" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_slurm_trains_on_the_first_node_and_serves_on_the_others(tmp_path, signalled):
+    """With a signal the training has its time to stop, and its exit code is the job's."""
+    train = (
+        TRAIN
+        if not signalled
+        else f"""[ "$1" = -m ] || exec {sys.executable} "$@"
+trap 'sleep 1; echo stopped; exit 143' TERM
+touch training
+sleep 10 > /dev/null 2>&1 &
+wait"""
+    )
+    srun = """echo "$@" > srun; shift 4; setsid "$@" & trap "kill -- -$!" TERM; wait"""  # ends all that it started
+    environment = programs(
+        tmp_path, vllm=VLLM, curl="[ $(wc -l < servers) = 2 ]", python=train, srun=srun, scontrol="printf 'a\\nb\\n'"
+    )
+    environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "h100:2"}
+    environment |= {"LORA_RANK": "32", "PYTHONPATH": str(ROOT), "WEIGHTS": "/shared/weights"}
+    command = [str(LAUNCH / "slurm_servers.sh"), "policy", "ppo", "ppo/tiny", "max_new_tokens=8"]
+    job = subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while signalled and job.poll() is None and not (tmp_path / "training").exists():
+        time.sleep(0.05)
+    if signalled:
+        job.send_signal(signal.SIGTERM)
+    shown, errors = job.communicate(timeout=60)
+    assert job.returncode == (143 if signalled else 0), errors
+    assert (
+        (tmp_path / "srun")
+        .read_text()
+        .startswith("--relative=1 --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=1 bash")
+    )
+    for number, line in enumerate(started(tmp_path)):
+        assert line.startswith(f"{number} True serve policy --enable-scale-out --logprobs-mode processed_logprobs ")
+        assert line.endswith(f"--enable-lora --max-lora-rank 32 --port {8000 + number}")
+    if signalled:
+        assert shown == "stopped\n"
+        return
+    _, *arguments = json.loads(shown)
+    assert arguments[arguments.index("-m", 1) :][:4] == ["-m", "alignment", "ppo", "ppo/tiny"]
+    servers = overrides_of(arguments).servers
+    assert servers.urls == ["http://b:8000", "http://b:8001"] and servers.weights_folder == "/shared/weights"
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.stem)
+def test_scripts_parse_and_name_variables_and_flags_that_are_known(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    shown = re.findall(r"^#.*\b(?:ppo|sft) (?:ppo|sft)\S* ?(.*)$", script.read_text(), re.MULTILINE)
+    keys = [key for line in shown for key in line.split() if "=" in key]
+    load_config(PPOConfig, "ppo/tiny", keys)
+
+
+def test_the_page_on_servers_names_keys_that_there_are():
+    page = (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`servers\.(\w+)`", page))
+    assert named == {field.name for field in fields(ServersConfig)}
+    for name in re.findall(r"configs/launch/\w+\.\w+", page):
+        assert (ROOT / name).is_file()
 
 
 @pytest.mark.distributed_slow

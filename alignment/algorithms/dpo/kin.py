@@ -41,7 +41,7 @@ from alignment.losses.preference import BatchOrder
 from alignment.losses.ranking import ranked_dpo_loss
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.ragged import Batch
+from alignment.ragged import Batch, on_float64_device
 from alignment.training import Engine, LossSum, Run, Term, held_out_metrics
 from alignment.training.terms import Collate, ZeroWeightBatch, shard_rows, unwrap_batch
 
@@ -145,7 +145,7 @@ def cost_of_kin(
 
 def mean_log_ratio(pairs: Tensor) -> float:
     """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
-    policy, reference = pairs.double().split(2, dim=1)
+    policy, reference = on_float64_device(pairs).double().split(2, dim=1)
     return float((policy - reference).mean())
 
 

@@ -113,7 +113,7 @@ def predict_examples(
         predictions = predict_batch(model, batch.to(device), task)
         for number, each in zip(group, predictions.logits, strict=True):
             logits[number] = each.float().cpu()
-        loss += predictions.loss.double().cpu()
+        loss += predictions.loss.cpu().double()
         weight += batch.weight
     return logits, float(loss / max(weight, 1.0))
 

@@ -19,6 +19,7 @@ from alignment.generation import response_text
 from alignment.losses.policy import kl_estimates
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
+from alignment.ragged import on_float64_device
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.functions import load_own
 from alignment.training import Run
@@ -138,10 +139,11 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
     Where there are importance weights, also their mean and largest and the share of tokens at the cap.
     """
     mask, weights = rollout.mask, rollout.weights
-    difference = (rollout.sampled_log_probs - rollout.log_probs)[mask].double()
+    difference = on_float64_device((rollout.sampled_log_probs - rollout.log_probs)[mask]).double()
     columns = [torch.ones_like(difference), difference]
     if weights is not None and cap is not None:
-        columns += [weights[mask].double(), (weights[mask] >= cap).double()]
+        own = on_float64_device(weights[mask])
+        columns += [own.double(), (own >= cap).double()]
     count, *sums = group.sum(torch.stack([column.sum() for column in columns])).tolist()
     names = ("sampling_kl", "importance_weight_mean", "importance_clipped_share")
     metrics = {name: total / count for name, total in zip(names, sums, strict=False)}
@@ -151,7 +153,8 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
 def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:
     """1 - var(returns - values) / var(returns) over the tokens of all ranks that are learned from; 0: as a constant."""
     assert rollout.returns is not None and rollout.values is not None
-    returns, values = (column[rollout.learned_mask].double() for column in (rollout.returns, rollout.values))
+    both = (column[rollout.learned_mask] for column in (rollout.returns, rollout.values))
+    returns, values = (on_float64_device(column).double() for column in both)
     count, _, (spread, left) = spreads(torch.stack([returns, returns - values]), reduce)
     return 1 - left / spread if count > 1 and spread > 0 else 0.0
 
@@ -194,7 +197,9 @@ def moments(columns: dict[str, Tensor], group: ProcessGroup) -> dict[str, float]
     """`NAME_mean` and `NAME_std` (divided by n) of columns of one length over all ranks, in float64."""
     if not columns:
         return {}
-    count, means, squares = spreads(torch.stack([column.double() for column in columns.values()]), group.sum)
+    count, means, squares = spreads(
+        torch.stack([on_float64_device(column).double() for column in columns.values()]), group.sum
+    )
     named = {f"{name}_mean": mean for name, mean in zip(columns, means, strict=True)}
     return named | {f"{name}_std": (square / count) ** 0.5 for name, square in zip(columns, squares, strict=True)}
 

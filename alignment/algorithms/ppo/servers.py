@@ -90,7 +90,9 @@ class ServerSampler:
                 self._call(url, "v1/load_lora_adapter", {"lora_name": version, "lora_path": folder})
             if old in there - {version}:
                 self._call(url, "v1/unload_lora_adapter", {"lora_name": old})
-        elif self._call(url, "weight_info")["weight_version"] != version:
+        elif (found := self._call(url, "weight_info")["weight_version"]) != version:
+            if old not in ("", found):  # it was started anew
+                self._call(url, "init_weight_transfer_engine", {"init_info": {}})
             self._call(url, "start_weight_update", {})
             self._call(url, "update_weights", {"update_info": {"path": folder}})
             self._call(url, "finish_weight_update", {"weight_version": version})

@@ -27,7 +27,7 @@ from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
 from alignment.models.model import Model, start_token_of
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.ragged import Ragged, Seq2Seq, Sharing, group_by_length, runs
+from alignment.ragged import Ragged, Seq2Seq, Sharing, group_by_length, on_float64_device, runs
 
 TOKENS_PER_FORWARD = 16_384
 LOGITS_PER_TOKEN = 2**14  # beside each token of a forward: a gigabyte in float32
@@ -142,7 +142,7 @@ class LanguageScorer:
             logits = self.model(batch=batch, return_logits=True).logits.split([sizes[i] for i in group])
             for number, scores in zip(group, logits, strict=True):
                 labels = torch.tensor(tails[number], device=device)
-                total = token_log_probs(scores, labels).sum(dtype=torch.float64)
+                total = on_float64_device(token_log_probs(scores, labels)).sum(dtype=torch.float64)
                 found[number] = Likelihood(float(total), bool((scores.argmax(1) == labels).all()))
         return found
 
@@ -189,7 +189,7 @@ class LanguageScorer:
                 likeliest = scores.argmax(1)
                 for number in alike[one]:
                     labels = torch.tensor(requests[number][1], device=scores.device)
-                    total = token_log_probs(scores, labels).sum(dtype=torch.float64)
+                    total = on_float64_device(token_log_probs(scores, labels)).sum(dtype=torch.float64)
                     found[number] = Likelihood(float(total), bool((likeliest == labels).all()))
         return found
 
@@ -236,7 +236,7 @@ class LanguageScorer:
             index = batch.firsts + torch.tensor(columns)
             masked = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
             batch = replace(batch, tokens=masked, target_index=index, labels=batch.tokens[index])
-            totals.index_add_(0, torch.tensor(rows), self.model(batch=batch.to(device)).log_probs.double().cpu())
+            totals.index_add_(0, torch.tensor(rows), self.model(batch=batch.to(device)).log_probs.cpu().double())
         return totals.tolist()
 
     def responses(self, prompts: Sequence[str], sampling: SamplingConfig, stop: Sequence[str] = ()) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.models.layers.norms import on_gpu
+from alignment.ragged import on_float64_device
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,10 @@ def scaled_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
     exponents = _exponents(spec).to(sizes.device)
     match spec.scaling:
         case DynamicScaling(factor=factor, original_positions=original):
-            growth = factor * sizes.clamp(min=original).double() / original - (factor - 1)
+            exponents, lengths = on_float64_device(exponents), on_float64_device(sizes)
+            growth = factor * lengths.clamp(min=original).double() / original - (factor - 1)
             base = spec.theta * growth ** (spec.width / (spec.width - 2))
-            return (1.0 / base[:, None] ** exponents.double()).float()
+            return (1.0 / base[:, None] ** exponents.double()).float().to(sizes.device)
         case LongScaling():
             short = torch.tensor(spec.scaling.short_factors, device=sizes.device)
             long = torch.tensor(spec.scaling.long_factors, device=sizes.device)

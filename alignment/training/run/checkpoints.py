@@ -41,6 +41,7 @@ from alignment.files import (
     sha256,
     write_json,
 )
+from alignment.ragged import has_apple_gpu
 from alignment.training.distributed import ProcessGroup
 from alignment.training.engine import Engine
 from alignment.training.optim import trainable_parameters
@@ -273,6 +274,7 @@ def random_state() -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": _encode(torch.get_rng_state()),
         "cuda": [_encode(state) for state in cuda],
+        "mps": [_encode(torch.mps.get_rng_state())] if has_apple_gpu() else [],
     }
 
 
@@ -286,12 +288,14 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device, saved in enumerate(state["cuda"][:devices]):
         torch.cuda.set_rng_state(_decode(saved), device)
+    for saved in state.get("mps", ()) if has_apple_gpu() else ():
+        torch.mps.set_rng_state(_decode(saved))
 
 
 def generator_states() -> list[str]:
     """States of torch's global generators on the CPU and all devices, which are the ones that models use."""
     state = random_state()
-    return [state["torch"], *state["cuda"]]
+    return [state["torch"], *state["cuda"], *state["mps"]]
 
 
 @contextmanager
