@@ -6,7 +6,6 @@ prefixes that it has written itself, whereas a student of the teacher's texts ne
 Left out: mixtures with the teacher's or a data set's responses (GKD's lambda below 1), divergences other than the reverse KL.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from alignment.adapters.specs import refuse_dropout
 from alignment.algorithms.policies import Role
@@ -137,8 +135,8 @@ def update_student(state: DistillState, config: DistillConfig, rollout: Rollout,
         (number, Example.answered(prompt, [response], row.row_id, row.source))
         for number, prompt, response, row in columns
     ]
-    everyone = sorted((row for part in group.gather_objects(local) for row in part), key=lambda row: row[0])
-    rows = [example for _, example in everyone]
+    everyone = (row for part in group.gather_objects(local) for row in part)
+    rows = [example for _, example in sorted(everyone, key=lambda row: row[0])]
     to_batches = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
     for epoch in range(config.epochs):
         order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(rows))
@@ -180,7 +178,7 @@ def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillStat
     check_rows(teacher, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     return DistillState(
         policy,
-        score=no_scores,
+        score=lambda prompts, responses, ended: torch.full((len(responses),), float("nan")),  # nobody scores them
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         start=start,
         metrics=metrics,
@@ -189,8 +187,3 @@ def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillStat
         cuda_graphs=config.cuda_graphs,
         loss_fn=distill_loss_fn(policy, teacher, config),
     )
-
-
-def no_scores(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-    """Not a number for each response: nobody scores them."""
-    return torch.full((len(responses),), math.nan)

@@ -7,8 +7,15 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from alignment.losses import chunked_token_log_probs, distillation_loss, hidden_cosine_loss, language, token_log_probs
-from alignment.losses.language import TeacherLoss, reverse_kl
+from alignment.losses import (
+    chunked_token_log_probs,
+    distillation_loss,
+    hidden_cosine_loss,
+    language,
+    reverse_kl,
+    token_log_probs,
+)
+from alignment.losses.language import TeacherLoss
 
 
 def logits(*probabilities: float) -> torch.Tensor:

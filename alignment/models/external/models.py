@@ -313,7 +313,7 @@ def _target_output(
     if return_logits:
         return LogitsOutput(logits)
     if isinstance(token_loss, TeacherLoss):
-        losses = token_loss.of_logits(logits / temperature, temperature)
+        losses = token_loss.of_logits(logits.float() / temperature, temperature)
     else:
         losses = token_loss and smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
     logits = logits.float() / temperature
