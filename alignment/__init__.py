@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignment.generation import generate
     from alignment.loading import load_model, load_tokenizer
-    from alignment.pipeline.in_memory import best_of_n, dpo, evaluate, finetune, online_dpo, ppo, pretrain, reward, sft
+    from alignment.pipeline.in_memory import (
+        best_of_n,
+        distill,
+        dpo,
+        evaluate,
+        finetune,
+        online_dpo,
+        ppo,
+        pretrain,
+        reward,
+        sft,
+    )
     from alignment.reward_model import load_reward_model
 
-_STAGES = ("pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "finetune", "best_of_n", "evaluate")
+_STAGES = ("pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "distill", "finetune", "best_of_n", "evaluate")
 _MODULES = {
     "load_model": "alignment.loading",
     "load_tokenizer": "alignment.loading",
@@ -27,8 +38,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "best_of_n", "dpo", "evaluate", "finetune", "generate", "load_model", "load_reward_model", "load_tokenizer",
-    "online_dpo", "ppo", "pretrain", "reward", "sft",
+    "best_of_n", "distill", "dpo", "evaluate", "finetune", "generate", "load_model", "load_reward_model",
+    "load_tokenizer", "online_dpo", "ppo", "pretrain", "reward", "sft",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

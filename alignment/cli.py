@@ -125,6 +125,7 @@ TRAINING = {
     "ppo": "Optimize a policy against a reward model by PPO.",
     "dpo": "Optimize a policy on comparisons directly.",
     "online-dpo": "Optimize a policy on pairs of its own responses, ranked by a reward model or a judge.",
+    "distill": "Train a student on its own responses, by a teacher's distribution at each of their tokens.",
     "finetune": "Fine-tune for a downstream task: classification, tagging, question answering, multiple choice.",
 }
 

@@ -174,7 +174,7 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 
 def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **changes: Any) -> tuple[Any, Any]:
     """A stage's `run` function and a small config for it."""
-    from alignment.algorithms import dpo, online_dpo, pretrain, reward, sft
+    from alignment.algorithms import distill, dpo, online_dpo, pretrain, reward, sft
     from alignment.algorithms.ppo import ppo
     from alignment.data.config import DataConfig
     from alignment.training import OptimConfig, TrainingConfig
@@ -186,6 +186,7 @@ def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **chan
         "dpo": (dpo, dpo.DPOConfig, "comparisons"),
         "ppo": (ppo, ppo.PPOConfig, "prompts"),
         "online_dpo": (online_dpo, online_dpo.OnlineDPOConfig, "prompts"),
+        "distill": (distill, distill.DistillConfig, "prompts"),
     }[kind]
     settings: dict[str, Any] = {
         "policy": policy,

@@ -24,7 +24,7 @@ EVALUATIONS = {  # the others are win rates
 }  # fmt: skip
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
-    "evaluate/tiny", "evaluate/judge_model_tiny",
+    "distill/tiny", "evaluate/tiny", "evaluate/judge_model_tiny",
     *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_", "ppo/tiny_"))),
     "sft/tiny_text_to_text", *(name for name in EVALUATIONS if name.endswith("_tiny")),
 ]  # fmt: skip

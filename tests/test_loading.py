@@ -29,7 +29,7 @@ def judge(stage):
 
 def test_the_package_offers_its_verbs():
     loading = {"generate", "load_model", "load_reward_model", "load_tokenizer"}
-    stages = {"pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "finetune", "best_of_n", "evaluate"}
+    stages = {"pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "distill", "finetune", "best_of_n", "evaluate"}
     assert alignment.__all__ == sorted(loading | stages)
     assert all(callable(getattr(alignment, name)) for name in alignment.__all__)
     assert alignment.load_model is load_model

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from alignment.algorithms.policies import Reference, Role, reference_of
+from alignment.adapters.specs import refuse_dropout
+from alignment.algorithms.policies import Role
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.loop import update_on_rollouts
 from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
@@ -23,17 +23,18 @@ from alignment.algorithms.ppo.rollout import Rollout, collect
 from alignment.algorithms.ppo.servers import ServerSampler
 from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data
 from alignment.algorithms.ppo.state import SamplingState
-from alignment.algorithms.runs import open_run
+from alignment.algorithms.runs import check_rows, open_run
 from alignment.data.batches import Example, collate
 from alignment.data.text.chat import stop_token_ids
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer, same_vocabulary
-from alignment.losses.language import reverse_kl
-from alignment.models.shared_prompts import prompt_sharing
+from alignment.loading import load_frozen_model, load_tokenizer, same_vocabulary
+from alignment.models.external.models import ExternalLanguageModel
+from alignment.models.language_model import LanguageModel
 from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import check_weights
 from alignment.ragged import Ragged
-from alignment.settings import PositiveInt, Rule
-from alignment.training import LossFn, LossSum, Run, Term, shard_rows
+from alignment.settings import PositiveInt, Rule, refusal
+from alignment.training import Engine, LossFn, LossSum, Term, shard_rows
 from alignment.training.distributed import shares_weights
 
 
@@ -41,14 +42,14 @@ from alignment.training.distributed import shares_weights
 class DistillConfig(SamplingSettings):
     """Settings of one run of on-policy distillation: the keys of `SamplingSettings`, and its own.
 
-    `training.max_steps` or `training.epochs` count iterations over the prompts. `kl` is the KL of a response from the
-    teacher, by its drawn tokens; `reverse_kl` that of a token, over the vocabulary, which is learned from.
+    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss, logged as `reverse_kl` too, is the
+    KL of student from teacher at a response token, in nats, of their whole distributions at the temperature of the samples.
 
     Attributes:
         policy: the student.
-        teacher: checkpoint whose distribution it learns, with the same tokenizer.
-        likeliest: the student's likeliest tokens that are compared one by one, all others being compared as one; null: all
-            tokens one by one.
+        teacher: checkpoint whose distributions it learns, a decoder with the same tokenizer.
+        likeliest: the student's likeliest tokens that are compared one by one, all others being compared as one; None: all
+            tokens are compared one by one.
     """
 
     teacher: str
@@ -56,14 +57,24 @@ class DistillConfig(SamplingSettings):
 
     RULES = (
         Rule(
+            "weights",
+            lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None, judges=True).removeprefix(
+                "weights."
+            ),
+        ),
+        Rule(
+            "adapter.dropout",
+            lambda c: refusal(refuse_dropout, c.adapter, "distillation").removeprefix("adapter.dropout "),
+        ),
+        Rule(
             "reference",
             lambda c: c.reference is not None,
             "has no effect: the student is compared with its teacher; leave it out",
         ),
         Rule(
             "rewards",
-            lambda c: c.reward_model is not None or c.rewards,
-            "are not learned from, nor reward_model; leave them out, or take alignment ppo with the teacher as `reference`",
+            lambda c: c.reward_model is not None or c.rewards or c.missing_end_penalty != 1,
+            "are not learned from, nor reward_model and missing_end_penalty; leave them out",
         ),
         Rule(
             "data.evaluation",
@@ -80,7 +91,7 @@ class DistillConfig(SamplingSettings):
 
 @dataclass
 class DistillState(SamplingState):
-    """Everything that an iteration reads and changes; `reference` is the teacher."""
+    """Everything that an iteration reads and changes."""
 
     _: KW_ONLY
     loss_fn: LossFn
@@ -88,6 +99,9 @@ class DistillState(SamplingState):
 
 def run(config: DistillConfig) -> Path:
     """Train a student on its own responses and return its directory, `output/model`.
+
+    Each iteration samples responses to `training.batch_size` prompts and takes `epochs` passes over them in `minibatches`
+    updates each. The samples have no gradient: the loss is the KL at the prefixes as they are.
 
     Raises:
         UserError: bad data or checkpoints, before any training.
@@ -98,33 +112,31 @@ def run(config: DistillConfig) -> Path:
     with open_run(config, "distill", [config.policy, config.teacher]) as run:
         if not run.finished:
             data = read_data(config, run)
-            update_on_rollouts(run, config, data, build_state(config, data, run), respond_and_learn)
+            update_on_rollouts(run, config, data, build_distill_state(config, data), sample_and_distill)
         return run.output / "model"
 
 
-def respond_and_learn(
+def sample_and_distill(
     state: DistillState, config: DistillConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
     """One iteration: responses of the student, then updates that bring it nearer to the teacher at each of their tokens."""
     rollout = collect(state, config, prompts, step)
     metrics = sample_metrics(rollout, state)
-    unscored = ("score", "unscored_share")
-    metrics = {name: value for name, value in metrics.items() if name not in unscored}
-    return metrics | learn(state, config, rollout, step), rollout
+    for of_scores in ("score", "unscored_share", "seconds_scoring"):
+        del metrics[of_scores]
+    return metrics | update_student(state, config, rollout, step), rollout
 
 
-def learn(state: DistillState, config: DistillConfig, rollout: Rollout, step: int) -> dict[str, float]:
+def update_student(state: DistillState, config: DistillConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """Epochs of minibatch updates on the responses of all ranks; the mean of each metric over the updates."""
     group, history = state.process_group, []
+    columns = zip(rollout.numbers, rollout.prompts, rollout.responses, rollout.rows, strict=True)
     local = [
         (number, Example.answered(prompt, [response], row.row_id, row.source))
-        for number, prompt, response, row in zip(
-            rollout.numbers, rollout.prompts, rollout.responses, rollout.rows, strict=True
-        )
+        for number, prompt, response, row in columns
     ]
-    rows = [
-        row for _, row in sorted((each for part in group.gather_objects(local) for each in part), key=lambda x: x[0])
-    ]
+    everyone = (row for part in group.gather_objects(local) for row in part)
+    rows = [example for _, example in sorted(everyone, key=lambda row: row[0])]
     to_batches = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
     for epoch in range(config.epochs):
         order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(rows))
@@ -134,45 +146,44 @@ def learn(state: DistillState, config: DistillConfig, rollout: Rollout, step: in
     return {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
 
 
-def distill_loss_fn(student: object, teacher: Reference, config: DistillConfig) -> LossFn:
-    """Loss function of distillation: the reverse KL at each target, summed."""
+def distill_loss_fn(engine: Engine, teacher: LanguageModel | ExternalLanguageModel, config: DistillConfig) -> LossFn:
+    """Loss function of distillation: the reverse KL at each target, summed.
+
+    Of our own models the logits of few targets are in memory at a time; transformers' classes make all of a micro-batch.
+    """
 
     def loss_fn(batch: Ragged) -> LossSum:
-        with torch.no_grad():
-            wanted = teacher(batch=batch, return_logits=True).logits
-        found = student(batch=batch, return_logits=True).logits  # type: ignore[operator]
-        each = reverse_kl(found / config.temperature, wanted / config.temperature, likeliest=config.likeliest)
-        return LossSum(each.sum(), {"reverse_kl": each.sum()})
+        with torch.no_grad(), engine.backend.autocast():
+            token_loss = teacher.teacher_loss(batch, config.likeliest)
+        total = engine.model(batch=batch, temperature=config.temperature, token_loss=token_loss).losses.sum()
+        return LossSum(total, {"reverse_kl": total})
 
     return loss_fn
 
 
-def build_state(config: DistillConfig, data: RolloutData, run: Run) -> DistillState:
+def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillState:
     """Load student and teacher, and make the engine that trains."""
     if not same_vocabulary(data.tokenizer, load_tokenizer(config.teacher)):
-        raise UserError(
-            f"teacher: {config.teacher} has another tokenizer than {config.policy}; distil from one with the same"
-        )
+        raise UserError(f"teacher: {config.teacher} has another tokenizer than {config.policy}; take one with the same")
     metrics, bases = load_metrics(config.metrics), SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)
-    teacher = reference_of(start, config.teacher, policy, bases=bases)
-    networks = [policy.backend.unwrapped, teacher.model]
+    teacher = load_frozen_model(config.teacher, bases, policy.process_group.device)
+    if not isinstance(teacher, LanguageModel | ExternalLanguageModel):
+        raise UserError(f"teacher: {config.teacher} is no decoder; take one that continues prompts as the student does")
+    if (rows := teacher.spec.vocabulary) != (own := start.model.spec.vocabulary):
+        raise UserError(
+            f"teacher: {config.teacher} has logits of {rows} tokens, {config.policy} of {own}; they must agree"
+        )
+    check_rows(teacher, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     return DistillState(
         policy,
-        reference=teacher,
-        score=no_score,
+        score=lambda prompts, responses, ended: torch.full((len(responses),), float("nan")),  # nobody scores them
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         start=start,
         metrics=metrics,
-        roles=[Role("policy", policy.backend.unwrapped, policy), teacher.role],
-        share_prompts=prompt_sharing(networks, wanted=config.training.share_prompts, note=run.note),
+        roles=[Role("policy", policy.backend.unwrapped, policy), Role("teacher", teacher)],
         servers=config.servers and ServerSampler(config.servers, policy, start),
         cuda_graphs=config.cuda_graphs,
-        loss_fn=distill_loss_fn(policy.model, teacher, config),
+        loss_fn=distill_loss_fn(policy, teacher, config),
     )
-
-
-def no_score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-    """0 for each response: nobody scores them."""
-    return torch.zeros(len(responses))

@@ -15,7 +15,7 @@ from alignment.planning.plan import CHARACTERS, Data, Plan, make_plan, read_trai
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
-PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
+PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "distill", "pretrain", "finetune")
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "key-value cache")  # in the order of the lines
 
 

@@ -25,6 +25,7 @@ FIRST = {  # stage -> keys that matter first, beside the required ones
     "reward": ("loss", "ensemble", "normalize"),
     "dpo": ("loss", "beta", "reference"),
     "online_dpo": ("reward_model", "rewards", "loss", "beta", "responses_per_prompt", "max_new_tokens"),
+    "distill": ("likeliest", "responses_per_prompt", "max_new_tokens", "temperature"),
     "ppo": ("reward_model", "rewards", "advantages", "responses_per_prompt", "max_new_tokens", "kl_coef", "pretrain_coef"),
     "finetune": ("task", "format"),
     "winrate": ("judge", "reward_model", "max_new_tokens", "temperature", "best_of"),

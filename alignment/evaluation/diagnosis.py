@@ -194,7 +194,7 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
 
 # The table
 
-SAMPLED, PAIRS = ("ppo", "online_dpo"), ("dpo", "reward")
+SAMPLED, PAIRS = ("ppo", "online_dpo", "distill"), ("dpo", "reward")
 ALL = (*SAMPLED, *PAIRS, "rows")
 RATE = "optim.learning_rate"
 THIRD, HALF = Advice(RATE, Times(1 / 3), "a third of the step"), Advice(RATE, Times(0.5), "half the step")

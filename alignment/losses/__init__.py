@@ -10,6 +10,7 @@ from alignment.losses.language import (
     hidden_cosine_loss,
     log_softmax,
     mean_language_loss,
+    reverse_kl,
     smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
@@ -69,7 +70,7 @@ __all__ = [
     "entropy", "exo_loss", "f_divergence_scores", "gae", "grpo_advantages", "hidden_cosine_loss", "hinge_loss",
     "importance_weights", "ipo_loss", "kl_estimates", "kto_loss", "log_softmax", "mean_language_loss", "nca_loss",
     "odpo_loss", "orpo_loss", "plackett_luce_loss", "ranked_dpo_loss", "ranking_loss", "rao_kupper_loss", "rdpo_loss",
-    "remax_advantages", "rewards_to_go", "rloo_advantages", "robust_loss", "sequence_log_ratios", "shape_rewards",
-    "simpo_loss", "smoothed_token_loss", "sppo_loss", "step_loss", "token_log_probs", "token_log_probs_and_entropy",
-    "whiten",
+    "remax_advantages", "reverse_kl", "rewards_to_go", "rloo_advantages", "robust_loss", "sequence_log_ratios",
+    "shape_rewards", "simpo_loss", "smoothed_token_loss", "sppo_loss", "step_loss", "token_log_probs",
+    "token_log_probs_and_entropy", "whiten",
 ]  # fmt: skip

@@ -1,7 +1,9 @@
 """Log-probabilities of tokens, entropies and distillation, from logits or hidden states and a head; classification."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,12 +40,33 @@ class TokenLoss:
     z_loss: float = 0.0  # coefficient of log(Z)^2, at least 0; PaLM has 1e-4
 
 
+@dataclass(frozen=True)
+class TeacherLoss:
+    """The student's KL from a teacher in place of a target's negative log-likelihood; see `reverse_kl`."""
+
+    head: Callable[[Tensor], Tensor]  # the teacher's: states -> logits [M, V]
+    states: Tensor  # the teacher's, that predict each target, [M, D]
+    likeliest: int | None = None  # see `reverse_kl`
+
+    def split(self, size: int) -> list["TeacherLoss"]:
+        """The losses of `size` targets each."""
+        return [replace(self, states=states) for states in self.states.split(size)]
+
+    def of_logits(self, logits: Tensor, temperature: float) -> Tensor:
+        """The loss of a student's logits / temperature, [M, V], at each target, [M]; the teacher's are divided likewise."""
+        with torch.no_grad():
+            wanted = self.head(self.states).float() / temperature
+        return reverse_kl(logits, wanted, likeliest=self.likeliest)
+
+
 class TokenOutputs(NamedTuple):
     """Numbers computed from the logits behind each target, [M] each, fp32."""
 
     log_probs: Tensor  # log-probability of the target, nats
     entropy: Tensor | None = None  # of the distribution, nats; None where it was not asked for
-    losses: Tensor | None = None  # `smoothed_token_loss` of the target; None where it was not asked for
+    losses: Tensor | None = (
+        None  # `smoothed_token_loss` or `TeacherLoss` of the target; None where it was not asked for
+    )
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -196,29 +219,29 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, *, likeliest: int
     kl = sum_v p(v) (log p(v) - log q(v)),  p = softmax(student), q = softmax(teacher)
 
     With `likeliest` = k the sum runs over the k tokens that the student finds likeliest and over all others as one event,
-    whose probabilities are the sums of theirs. This is never more than the whole KL.
+    whose probability is the sum of theirs. That is never more than the whole KL.
 
     Args:
-        student_logits: [M, V], of any floating type.
-        teacher_logits: [M, V]; without gradient.
+        student_logits: [M, V], of any floating type; -inf rules a token out.
+        teacher_logits: [M, V]; they get a gradient only if they carry one.
+        likeliest: k > 0; None: all tokens.
 
     Returns:
         Unreduced cost in nats, [M], float32 at least; 0 where both agree.
 
     Source: Gu et al. 2023, arXiv:2306.08543, eq. 1; Agarwal et al. 2023, arXiv:2306.13649, section 3.
     """
-    if likeliest is None or likeliest >= student_logits.shape[-1]:
-        return kl_divergence(student_logits, teacher_logits)
-    log_p, log_q = log_softmax(student_logits), log_softmax(teacher_logits)
-    index = log_p.detach().topk(likeliest).indices
-    (p, q), tiny = (x.gather(-1, index) for x in (log_p, log_q)), torch.finfo(log_p.dtype).tiny
-    rest_p, rest_q = (log1m(x.exp().sum(-1), tiny) for x in (p, q))
-    return (p.exp() * (p - q)).sum(-1) + rest_p.exp() * (rest_p - rest_q)
+    if likeliest is not None and likeliest < student_logits.shape[-1]:
+        index = student_logits.topk(likeliest).indices
+        student_logits, teacher_logits = merge_others(student_logits, index), merge_others(teacher_logits, index)
+    return kl_divergence(student_logits, teacher_logits)
 
 
-def log1m(x: Tensor, least: float) -> Tensor:
-    """log(1 - x), of at least `least`."""
-    return torch.log((1 - x).clamp(min=least))
+def merge_others(logits: Tensor, index: Tensor) -> Tensor:
+    """Logits of the tokens `index`, [M, K], and of all others as one event, [M, K + 1]."""
+    wide = _finite(logits.to(torch.promote_types(logits.dtype, torch.float32)))  # others may all be ruled out
+    others = wide.scatter(-1, index, torch.finfo(wide.dtype).min).logsumexp(-1, keepdim=True)
+    return torch.cat([wide.gather(-1, index), others], -1)
 
 
 def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
@@ -247,7 +270,7 @@ def chunked_token_log_probs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    loss: TokenLoss | None = None,
+    loss: TokenLoss | TeacherLoss | None = None,
 ) -> TokenOutputs:
     """`token_log_probs` of head(hidden) / temperature, with the logits of few rows in memory at a time.
 
@@ -257,16 +280,18 @@ def chunked_token_log_probs(
         tokens: ids in [0, V), [M].
         temperature: > 0.
         entropy: also return the entropy of each row's distribution; with a gradient where `loss` is not given.
-        loss: also return the `smoothed_token_loss` of each row.
+        loss: also return the `smoothed_token_loss` of each row, or the loss from a teacher, whose logits are made and
+            freed like the student's; the log-probabilities then have no gradient.
     """
     device, vocabulary = hidden.device.type, head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
-    of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, loss=loss)
+    of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy)
     if len(tokens) <= chunk:
-        return of_chunk(hidden, tokens)
+        return of_chunk(hidden, tokens, loss)
     kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
     call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
-    pieces = [call(h, t) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)]
+    parts = loss.split(chunk) if isinstance(loss, TeacherLoss) else repeat(loss)
+    pieces = [call(*each) for each in zip(hidden.split(chunk), tokens.split(chunk), parts, strict=False)]
     log_probs, entropies, losses = zip(*pieces, strict=True)
     return TokenOutputs(
         torch.cat(log_probs), torch.cat(entropies) if entropy else None, None if loss is None else torch.cat(losses)
@@ -274,13 +299,22 @@ def chunked_token_log_probs(
 
 
 def _chunk_outputs(
-    head: Head, hidden: Tensor, tokens: Tensor, *, temperature: float, with_entropy: bool, loss: TokenLoss | None
+    head: Head,
+    hidden: Tensor,
+    tokens: Tensor,
+    loss: TokenLoss | TeacherLoss | None,
+    *,
+    temperature: float,
+    with_entropy: bool,
 ) -> TokenOutputs:
     logits = head(hidden).float()
     if temperature != 1.0:
         logits = logits / temperature
     if loss is not None:
-        log_probs, losses = _TokenLosses.apply(logits, tokens, loss)
+        if isinstance(loss, TeacherLoss):
+            log_probs, losses = token_log_probs(logits.detach(), tokens), loss.of_logits(logits, temperature)
+        else:
+            log_probs, losses = _TokenLosses.apply(logits, tokens, loss)
         return TokenOutputs(log_probs, entropy(logits.detach()) if with_entropy else None, losses)
     if with_entropy:
         return TokenOutputs(*_TokenLogProbsAndEntropy.apply(logits, tokens))

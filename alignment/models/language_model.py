@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import TokenLoss, chunked_token_log_probs
+from alignment.losses.language import TeacherLoss, TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, SpanBoundaryHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
@@ -43,7 +43,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
-        token_loss: TokenLoss | None = None,
+        token_loss: TokenLoss | TeacherLoss | None = None,
         values: bool = False,
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the batch's targets; the head runs on the M rows before these only.
@@ -54,7 +54,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
             temperature: > 0.
             entropy: also give the entropy of each predicting distribution.
             return_logits: return the logits behind every target, and the states they came from, instead.
-            token_loss: also give each target's loss with label smoothing or z-loss.
+            token_loss: also give each target's loss with label smoothing or z-loss, or from a teacher.
             values: also give the value head's number before each target.
         """
         experts = self.spec.blocks[0].feedforward
@@ -78,6 +78,11 @@ class LanguageModel(NativeModel[TransformerSpec]):
             losses=found.losses,
             values=valued,
         )
+
+    def teacher_loss(self, batch: Ragged, likeliest: int | None = None) -> TeacherLoss:
+        """The `token_loss` of a student that learns this model's distributions at the batch's targets."""
+        select = partial(states_before_targets, batch=batch)
+        return TeacherLoss(self.head, self.hidden_states(self.trunk, batch, select=select), likeliest)
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""

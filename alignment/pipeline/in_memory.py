@@ -106,6 +106,7 @@ online_dpo = stage_function("online_dpo", "Online DPO of `policy` on prompts; `j
 ppo = stage_function(
     "ppo", "PPO of `policy` on prompts; `reward_model` or `rewards`, Python functions too, says what is optimized"
 )
+distill = stage_function("distill", "Distillation of `teacher` into `policy`, on the responses of `policy` to prompts")
 finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
 best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
 evaluate = stage_function(

@@ -214,7 +214,8 @@ class Tracer:
         found = []
         if self.stage.responses:
             found.append(self.sampling(rows, room))
-            if len(self.networks) > 1 or self.stage.networks["policy"].forwards > 1:
+            asked = self.networks.keys() - {"policy", "teacher"}  # a teacher is asked during the updates
+            if asked or self.stage.networks["policy"].forwards > 1:
                 found.append(self.forwards("scoring", self.rollouts(rows)[0]))
         for role in self._trained:
             found.append(self.update(role, *self.rows_of_update(rows)))
@@ -259,6 +260,10 @@ class Tracer:
         with self.autocast():
             if distillation is not None:
                 return distillation_loss_fn(model, self.networks["teacher"], distillation)(batch).total
+            if "teacher" in self.networks:
+                with torch.no_grad():
+                    likeliest = getattr(self.config, "likeliest", None)
+                    options["token_loss"] = self.networks["teacher"].teacher_loss(batch, likeliest)
             output = model(batch=batch, **options)
             if stage.asked:
                 with torch.no_grad():

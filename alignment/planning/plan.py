@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import nn
 
-from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
 from alignment.config.yaml_source import read_yaml, strings
 from alignment.data.batches import TokenizedRow
@@ -269,7 +268,7 @@ def run_length(
         operations += forward * (network.forwards + network.updates * (2 + trained / total))
     tokens = steps * training.batch_size * mean
     decoding = 0.0
-    if isinstance(config, OnlineDPOConfig | PPOConfig):
+    if isinstance(config, SamplingSettings):
         responses = math.ceil(training.batch_size / gpus) * stage.responses
         passes = steps * math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
         decoding = float(passes * whole_bytes(computing_types(networks["policy"], training.precision), lambda _: True))

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from alignment.adapters.attach import read_spec
 from alignment.adapters.files import is_adapter, read_base
 from alignment.adapters.specs import AdapterSpec, LoRASpec
+from alignment.algorithms.distill import DistillConfig
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
@@ -31,7 +32,9 @@ from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.heads import score_labels
 from alignment.models.safetensors_files import CONFIG, HFConfig, read_config
 
-StageConfig = SFTConfig | RewardConfig | DPOConfig | OnlineDPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
+StageConfig = (
+    SFTConfig | RewardConfig | DPOConfig | OnlineDPOConfig | PPOConfig | DistillConfig | PretrainConfig | FinetuneConfig
+)
 
 RANKED = 4  # responses of a ranking, typically
 CHOICES = 4  # of a row of multiple choice
@@ -129,6 +132,10 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
             networks = _with_reference(config, policy, 1 + other, near)
         documents = DOCUMENTS.get(config.rows, 1)
         return Workload(networks, config.rows, documents, asked=_asked(config, networks), dropout=False)
+    if isinstance(config, DistillConfig):
+        policy = Network(start, updates=config.epochs, forwards=1, adapter=config.adapter)
+        networks = {"policy": policy, "teacher": Network(find_start(config.teacher, near), forwards=config.epochs)}
+        return Workload(networks, "prompts", 1, config.responses_per_prompt, config.minibatches, dropout=False)
     judges = {f"reward model{f' {i}' if i else ''}": find_start(x, near) for i, x in enumerate(config.judging_models)}
     scoring = {role: Network(judge, "scalar", forwards=1) for role, judge in judges.items()}
     if isinstance(config, OnlineDPOConfig):

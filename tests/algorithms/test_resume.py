@@ -22,7 +22,7 @@ JUDGE = "alignment.evaluation.judges:longer_judge"
 
 
 @pytest.fixture
-def changes(stage, world):
+def changes(stage, world, checkpoints):
     """What each kind of run is made of beside the defaults: all the state there is."""
     text = DataConfig(train=world["pretrain"], max_length=128)
     everything = {
@@ -45,6 +45,8 @@ def changes(stage, world):
         "online_dpo": {**short, "judge": JUDGE, "loss": "bco", "beta": 2.0},
         "online_dpo LoRA": {**short, **reward_model, **lora, "responses_per_prompt": 3},
         "online_dpo rewards": {**short, "rewards": rewards, "loss": "odpo"},
+        "distill": {**short, "teacher": checkpoints["llama"], "likeliest": 8},
+        "distill LoRA": {**short, **lora, "teacher": checkpoints["llama"], "responses_per_prompt": 2, "top_p": 0.9},
     }
 
 
@@ -53,7 +55,7 @@ def changes(stage, world):
     "name",
     [
         "sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo behind", "ppo LoRA", "online_dpo", "online_dpo LoRA",
-        "online_dpo rewards",
+        "online_dpo rewards", "distill", "distill LoRA",
     ],
 )  # fmt: skip
 def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path):
@@ -144,9 +146,10 @@ def contents(folder: Path) -> dict[str, tuple[float, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "pretrain", "online_dpo", "ppo"])
-def test_a_finished_run_is_left_as_it_is(kind, make_stage, stage, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "pretrain", "online_dpo", "ppo", "distill"])
+def test_a_finished_run_is_left_as_it_is(kind, make_stage, stage, checkpoints, tmp_path, capsys):
     changes = {"reward_model": str(stage("reward") / "model")} if kind in ("ppo", "online_dpo") else {}
+    changes |= {"teacher": checkpoints["llama"]} if kind == "distill" else {}
     run, config = make_stage(kind, str(stage("sft") / "model"), tmp_path, **changes)
     model, before = run(config), contents(tmp_path)
     capsys.readouterr()

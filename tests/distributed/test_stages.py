@@ -52,6 +52,12 @@ STAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # launch file, command,
         f"{ONLINE} max_new_tokens=8 reward_model=$reward responses_per_prompt=3 minibatches=2",
         ("score", "chosen_score", "pairs", "kl", "loss", "margin", "grad_norm"),
     ),
+    "distillation": (
+        "fsdp2",
+        "distill distill/tiny policy=$llama teacher=$sft data.train=$prompts max_new_tokens=8 training.max_steps=2 "
+        "training.batch_size=7 responses_per_prompt=3 minibatches=2",
+        ("response_tokens", "reverse_kl", "loss", "grad_norm"),
+    ),
 }  # fmt: skip
 
 
@@ -61,7 +67,7 @@ def command(world, checkpoints, stage):
 
     def fill(text: str) -> list[str]:
         names: dict[str, Any] = {"llama": checkpoints["llama"]}
-        names |= {name: f"{stage(name)}/model" for name in ("reward",) if f"${name}" in text}
+        names |= {name: f"{stage(name)}/model" for name in ("reward", "sft") if f"${name}" in text}
         parts = text.replace(", ", ",").replace(": ", ":").split()
         return [Template(part).safe_substitute(world, **names) for part in parts]
 

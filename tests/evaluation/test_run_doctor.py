@@ -215,7 +215,7 @@ def test_a_policy_whose_rewards_differ_around_the_same_mean_has_moved():
 
 
 def test_every_key_that_is_ever_proposed_is_one_of_a_stage():
-    stages = ("sft", "reward", "dpo", "ppo", "online_dpo")
+    stages = ("sft", "reward", "dpo", "ppo", "online_dpo", "distill")
     known = {key.name for name in stages for key in config_keys(find_stage(name)[0])}
     assert {one.key for symptom in SYMPTOMS for one in symptom.advice} | {one.key for one in OVERFLOW_ADVICE} <= known
 

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec, PromptSpec
+from alignment.algorithms.distill import DistillConfig
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.online_dpo import OnlineDPOConfig
@@ -341,7 +342,8 @@ def test_the_command_says_0_where_the_run_fits_and_2_where_it_does_not(config_fi
     ("keys", "stage"),
     [
         ("judge: gold", "online_dpo"), ("responses_per_prompt: 2\nbeta: 0.1", "online_dpo"), ("task: classification", "finetune"),
-        ("responses_per_prompt: 2\nadvantages: rloo", "ppo"), ("reward_model: y\nkl_coef: 0.1", "ppo"), ("", None),
+        ("responses_per_prompt: 2\nadvantages: rloo", "ppo"), ("reward_model: y\nkl_coef: 0.1", "ppo"),
+        ("teacher: y", "distill"), ("", None),
     ],
 )  # fmt: skip
 def test_a_stage_is_found_by_its_keys_and_asked_for_otherwise(tmp_path, keys, stage):
@@ -372,6 +374,23 @@ def test_online_dpo_samples_scores_and_learns_from_pairs(base, held):
     assert update.parts["weights of policy"] == 4 * PARAMETERS
     assert 8 * PARAMETERS <= update.of_kind("optimizer") < 8 * PARAMETERS + 1000  # and the numbers of steps
     assert plan.tokens == 4 * 2 * (128 + 32) and plan.length.tokens == 3 * 4 * 4 * (128 + 32)
+
+
+@pytest.mark.parametrize("likeliest", [None, 16])
+def test_distillation_holds_the_teacher_and_asks_it_in_the_updates(base, likeliest):
+    config = DistillConfig(
+        base, DataConfig("nowhere.jsonl", max_length=128), "out", teacher=base, likeliest=likeliest, max_new_tokens=32,
+        training=TrainingConfig(batch_size=4, micro_batch_tokens=640, max_steps=3),
+    )  # fmt: skip
+    plan = make_plan(config, Layout(), GPU)
+    assert {role.role: role.trained for role in plan.roles} == {"policy": PARAMETERS, "teacher": 0}
+    sampling, update = plan.peaks
+    assert (sampling.phase, update.phase) == ("sampling", "policy update")
+    # both checkpoints are bfloat16; what trains is float32, and the teacher stays as it is but for its norms
+    assert update.parts["weights of policy"] == 4 * PARAMETERS
+    assert update.parts["weights of teacher"] == 2 * (PARAMETERS - NORMS) + 4 * NORMS
+    assert update.of_kind("logits") > 4 * 4 * 32 * 512  # float32 logits of 4 responses of 32 tokens, and more than once
+    assert plan.length.tokens == 3 * 4 * (128 + 32)
 
 
 # auto

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses.language import TokenLoss, smoothed_token_loss, token_log_probs, token_log_probs_and_entropy
+from alignment.losses.language import (
+    TeacherLoss,
+    TokenLoss,
+    smoothed_token_loss,
+    token_log_probs,
+    token_log_probs_and_entropy,
+)
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.external.rectangles import (
     ExternalCache,
@@ -184,11 +190,15 @@ class ExternalLanguageModel(ExternalDecoder):
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
-        token_loss: TokenLoss | None = None,
+        token_loss: TokenLoss | TeacherLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
         logits = self.token_logits(batch, batch.before)
         return _target_output(logits, batch, temperature, entropy, return_logits, token_loss=token_loss)
+
+    def teacher_loss(self, batch: Ragged, likeliest: int | None = None) -> TeacherLoss:
+        """As of `LanguageModel`, with all logits in memory."""
+        return TeacherLoss(nn.Identity(), self.token_logits(batch, batch.before), likeliest)
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
@@ -297,12 +307,15 @@ def _target_output(
     entropies: bool,
     return_logits: bool,
     *,
-    token_loss: TokenLoss | None = None,
+    token_loss: TokenLoss | TeacherLoss | None = None,
 ) -> LanguageOutput | LogitsOutput:
     """The logits [M, V] of the targets, or the targets' log-probabilities (and entropies, and losses) in fp32."""
     if return_logits:
         return LogitsOutput(logits)
-    losses = None if token_loss is None else smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
+    if isinstance(token_loss, TeacherLoss):
+        losses = token_loss.of_logits(logits.float() / temperature, temperature)
+    else:
+        losses = token_loss and smoothed_token_loss(logits / temperature, batch.target_labels, token_loss)
     logits = logits.float() / temperature
     if entropies:
         return LanguageOutput(*token_log_probs_and_entropy(logits, batch.target_labels), losses=losses)
