@@ -42,9 +42,9 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "clauses": 0,
     "loose": 6,
     "small": 2,
-    "files": 265,
-    "lines": 54410,
-    "statements": 27131,
+    "files": 269,
+    "lines": 55534,
+    "statements": 27736,
 }
 FILES_LOADED = {"sft": 42, "reward": 46, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 
