@@ -64,9 +64,7 @@ class TokenOutputs(NamedTuple):
 
     log_probs: Tensor  # log-probability of the target, nats
     entropy: Tensor | None = None  # of the distribution, nats; None where it was not asked for
-    losses: Tensor | None = (
-        None  # `smoothed_token_loss` or `TeacherLoss` of the target; None where it was not asked for
-    )
+    losses: Tensor | None = None  # of the `TokenLoss` or `TeacherLoss` that was asked for
 
 
 def log_softmax(logits: Tensor) -> Tensor:
