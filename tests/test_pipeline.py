@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import sys, time
 from alignment.training.run.directory import lock
-held = lock(__import__("pathlib").Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
+with lock(__import__("pathlib").Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
 """
 RECIPE = """\
 name: demo

@@ -6,7 +6,6 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ def run_recipe(
     wanted = {only} if only else set(names)
     from alignment.training.run.directory import lock  # imports torch: not before the cheap checks
 
-    with closing(lock(output)):
+    with lock(output):
         _check_directories(stages, output, wanted)
         for number, stage in enumerate(stages, start=1):
             if stage.name in wanted:

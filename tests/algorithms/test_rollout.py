@@ -61,6 +61,8 @@ def collected(checkpoints):
         share_prompts=False,
         shared_value=False,
         ahead=None,
+        servers=None,
+        cuda_graphs=False,
         process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), sum=lambda total: total),
     )
     state.ask = partial(PPOState.ask, state)

@@ -20,7 +20,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 REPLICAS_AND_ZERO_3 = [
     pytest.param("ddp", marks=pytest.mark.distributed),
-    pytest.param("zero3", marks=[pytest.mark.distributed, needs_deepspeed]),
+    pytest.param("zero3", marks=[pytest.mark.distributed_slow, needs_deepspeed]),
 ]
 
 

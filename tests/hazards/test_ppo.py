@@ -255,8 +255,9 @@ def ranks_of(built, size, **settings):
     for rank in range(size):
         group = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), largest=lambda count: count)
         view = SimpleNamespace(
-            process_group=group, policy=state.policy, rollout_weights="gathered", stop_ids=state.stop_ids
-        )
+            process_group=group, policy=state.policy, rollout_weights="gathered", stop_ids=state.stop_ids, servers=None,
+            cuda_graphs=False,
+        )  # fmt: skip
         found.append(draw_samples(view, config, prompts, 3))
     return found
 

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -86,7 +86,7 @@ class Run:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
             try:
-                self._resources.callback(lock(self.output).close)
+                self._resources.enter_context(lock(self.output))
                 remove_leftovers(self.output / "model")
                 self.identity = identity_of(config, parents, files)
                 self.finished = refuse_other_run(self.output, stage, self.identity) and not again
@@ -240,8 +240,9 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     return lines, problems
 
 
-def lock(directory: Path) -> TextIO:
-    """Lock the directory for this process; the system releases the lock when the process ends in any way."""
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """While open, this process has the directory locked; the system releases the lock when the process ends in any way."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
@@ -261,7 +262,11 @@ def lock(directory: Path) -> TextIO:
     file.truncate(0)
     file.write(f"{os.getpid()} on {os.uname().nodename}")
     file.flush()
-    return file
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+        file.close()
 
 
 @contextmanager
