@@ -1,5 +1,6 @@
 """For all tests: real data where there is any, a tiny world, tiny checkpoints, and one short run of each stage."""
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("real_data"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Each garbage collection of each test would look at thousands of collected tests otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
