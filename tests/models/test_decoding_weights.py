@@ -72,6 +72,13 @@ def test_a_step_gives_the_same_logits_and_every_module_is_back_afterwards(family
     torch.testing.assert_close(one_step(model), expected, rtol=0, atol=0)
 
 
+def test_joined_layers_give_the_bits_of_separate_ones_on_a_cpu():
+    model = decoder(intermediate_size=120)
+    expected = one_step(model)
+    with decoding_weights(model):
+        assert torch.equal(one_step(model), expected)
+
+
 def test_large_weights_are_copied_where_they_are_rounded_or_merged_anyway(monkeypatch):
     monkeypatch.setattr(joining, "SMALL", 0)
     model = decoder()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.layers.norms import computed_in
+from alignment.models.layers.norms import computed_in, on_gpu
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
@@ -80,6 +80,7 @@ class FeedForward(nn.Module):
         if self.gate is None:
             return self.down(self.dropout(self.activation(self.up(x))))
         gate, up = (self.gate(x), self.up(x)) if self.joined is None else F.linear(x, *self.joined).chunk(2, dim=-1)
+        gate = gate if on_gpu(gate) else gate.contiguous()  # a CPU's activations of a view have other last bits
         return self.down(self.dropout(self.activation(gate) * up))
 
 
