@@ -18,13 +18,8 @@ def check(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("fsdp2", marks=pytest.mark.distributed),
-        pytest.param("zero3", marks=[pytest.mark.distributed_slow, needs_deepspeed]),
-    ],
-)
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("way", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_sharded_ppo_with_unequal_shares_equals_one_process(way):
     """7 prompts, small micro-batches, responses that end at different steps: ranks have unequal work in each phase."""
     assert check("--ways", way, "--stages", "ppo", "--adapters", "full").count("ppo     full") == 1
