@@ -227,7 +227,7 @@ def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], p
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), start_worker, (function,)) as pool:
         try:
             for each in inputs:
-                flying.append(pool.submit(call_worker, each))
+                flying.append(pool.submit(_call, each))
                 if len(flying) > AHEAD * processes:
                     yield flying.popleft().result()
             while flying:
@@ -246,15 +246,14 @@ _function: Callable[[Any], Any] | None = None  # of a worker: inherited by fork 
 
 
 def start_worker(function: Callable[[Any], Any]) -> None:
-    """Make a fork of this process ready to call a function on what `call_worker` is given."""
+    """Make this process, a fork of another, ready to call a function of its parent."""
     global _function
     _function = function
     gc.freeze()  # what the parent had made is not looked at again, so its pages stay shared
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork, and every core has a process
 
 
-def call_worker(argument: object) -> object:
-    """The function of an argument, in the fork."""
+def _call(argument: object) -> object:
     assert _function is not None
     return _function(argument)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from alignment.models.layers.attention import Attention, CrossAttention, Joined
 from alignment.models.layers.feedforward import FeedForward
+from alignment.models.layers.norms import computing_type
 from alignment.models.transformer import Transformer
 
 SMALL = 64 * 2**20  # bytes of weights whose copy costs nothing beside the cache
@@ -45,7 +46,7 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
         changed.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
-    dtype, groups = _computing_type(trunk.embed.weight), list[tuple[nn.Module, str, list[Any]]]()
+    dtype, groups = computing_type(trunk.embed.weight), list[tuple[nn.Module, str, list[Any]]]()
     for module in trunk.modules():
         together = _read_together(module)
         groups += [(module, "joined", together)] if together else []
@@ -112,8 +113,3 @@ def _merges(layer: nn.Module) -> bool:
         return plain and _merges(lora.base_layer)
     whole = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.numel() > 0
     return whole and not layer._forward_hooks and not layer._forward_pre_hooks
-
-
-def _computing_type(weight: Tensor) -> torch.dtype:
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -52,10 +52,15 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def computed_in(x: Tensor) -> Tensor:
-    """x in the type of the autocast around the call: cast once for all layers that read it."""
+def computing_type(x: Tensor) -> torch.dtype:
+    """The type of the autocast around the call, or that of x without one."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def computed_in(x: Tensor) -> Tensor:
+    """x in its `computing_type`: cast once for all layers that read it."""
+    return x.to(computing_type(x))
 
 
 class RMSNorm(nn.Module):
@@ -84,7 +89,7 @@ class RMSNorm(nn.Module):
         return (weight * normed).to(x.dtype)
 
     def _fused(self, x: Tensor) -> Tensor:
-        """The same by torch's one kernel, which computes in fp32 and rounds once."""
+        """The same by torch's fused kernel, which computes in fp32 and rounds its result."""
         if self.order == "round_first" and x.dtype != torch.float32:
             return self.weight * F.rms_norm(x, self.weight.shape, None, self.eps).to(x.dtype)
         weight = 1 + self.weight.float() if self.order == "unit_offset" else self.weight

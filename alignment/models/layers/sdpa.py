@@ -30,9 +30,8 @@ def attend(
         [B, H, T, K].
     """
     if spec.softcap is None:
-        if (
-            q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]
-        ):  # no fast kernel shares heads in float32
+        # No fast kernel of a GPU shares key heads in float32.
+        if q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=spec.scale,
