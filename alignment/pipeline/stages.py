@@ -90,9 +90,8 @@ def write_page(directory: Path) -> None:
 
 def write_card_of(directory: Path) -> None:
     """Write the card of the model in a training run's directory, where a stage of `STAGES` has written one."""
-    if (directory / "model").is_dir():
-        from alignment.evaluation.report.model_card import write_card
-        from alignment.evaluation.run_log import read_stage_record
+    from alignment.evaluation.report.model_card import write_card
+    from alignment.evaluation.run_log import read_stage_record
 
-        if (stage := read_stage_record(directory).name) in STAGES:
-            write_card(directory, find_stage(stage)[0])
+    if (directory / "model").is_dir() and (stage := read_stage_record(directory).name) in STAGES:
+        write_card(directory, find_stage(stage)[0])

@@ -10,11 +10,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import ModelCardData, metadata_load, try_to_load_from_cache
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from yaml import YAMLError
+from jinja2 import StrictUndefined, Template
 
 from alignment.adapters.files import is_adapter, read_adapter_config
 from alignment.config.schema import config_keys
@@ -28,7 +27,6 @@ from alignment.settings import leaves
 from alignment.training.run.lineage import directory_hash, without_runtime_keys
 
 Config = Mapping[str, Any]
-MARK = "<!-- alignment card {}: a card that was edited is kept; delete the file to get a new one -->"
 NOTED = re.compile(r"(train|evaluation) [\w -]+: (?!prepared into|read from)|model/ holds ")  # notes of a run
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[^\s/,()]+/)*([^\s/,()]+/[^\s/,()]+)")
 CLASSES = {  # ending of the class that opens a model, by peft's task type, and by ours where they differ
@@ -41,14 +39,15 @@ def write_card(run: Path, config_class: type) -> None:
     """Write `model/README.md` of a run of the stage with this config; one that a user wrote or edited stays as it is."""
     path, text = run / "model" / CARD, card_text(run, config_class)
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
-    body = before.rpartition("\n<!--")[0]
-    if before in ("", _marked(body)):
+    if before in ("", _marked(before.rpartition("\n<!--")[0])):
         write_text(path, _marked(text))
 
 
 def _marked(text: str) -> str:
     """A card with the line that tells an edited one."""
-    return f"{text}\n{MARK.format(hash_of(text)[:16])}\n"
+    return (
+        f"{text}\n<!-- card {hash_of(text)[:16]}: one that was edited is kept; delete the file to get a new one -->\n"
+    )
 
 
 def card_text(run: Path, config_class: type) -> str:
@@ -67,29 +66,24 @@ def card_text(run: Path, config_class: type) -> str:
         tags=["alignment", lineage["stage"], *([adapter] if adapter else [])],
         datasets=datasets or None,
     )
-    loader = FileSystemLoader(TEMPLATES)
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["shortened"] = shortened
-    return (
-        environment.get_template("card.md.jinja")
-        .render(
-            metadata=metadata.to_yaml(),
-            title=run.resolve().name,
-            adapter=adapter if library == "peft" else None,
-            lineage=lineage,
-            start=starts[0] if starts else None,
-            library=library,
-            auto=auto,
-            files=_files(lineage["data"], config),
-            datasets=datasets,
-            licenses=licenses,
-            notes=[note for note in lineage.get("notes", []) if NOTED.match(note)],
-            settings=_changed_settings(config_class, config),
-            metrics=list(_headlines(run)),
-            win_rates=list(_win_rates(run)),
-            parents=dict.fromkeys((name, digest) for name, digest, _ in ancestors),
-        )
-        .strip()
+    template = (TEMPLATES / "card.md.jinja").read_text(encoding="utf-8")
+    return Template(template, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).render(
+        metadata=metadata.to_yaml(),
+        title=run.resolve().name,
+        adapter=adapter if library == "peft" else None,
+        lineage=lineage,
+        start=starts[0] if starts else None,
+        library=library,
+        auto=auto,
+        values={".".join(map(str, key)): leaf for key, leaf in leaves(config)},
+        datasets=datasets,
+        licenses=licenses,
+        notes=[note for note in lineage.get("notes", []) if NOTED.match(note)],
+        settings=_changed_settings(config_class, config),
+        metrics=list(_headlines(run)),
+        win_rates=list(_win_rates(run)),
+        parents=dict.fromkeys((name, digest) for name, digest, _ in ancestors),
+        shortened=shortened,
     )
 
 
@@ -113,10 +107,9 @@ def _ancestors(run: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple
 
 def _metadata(name: str, kind: str = "model") -> Config:
     """The metadata of the card of a directory, or in the Hub's cache on this machine; {} where there is none."""
-    directory = Path(name).expanduser()
-    path = directory / CARD if directory.is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
-    with suppress(OSError, ValueError, YAMLError):  # others wrote it
-        return metadata_load(path) or {} if isinstance(path, (str, Path)) else {}
+    path = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
+    with suppress(Exception):  # others wrote it, or nobody
+        return metadata_load(cast(Path, path)) or {}
     return {}
 
 
@@ -126,41 +119,32 @@ def _loader(model: Path) -> tuple[str, str]:
         return "peft", f"AutoPeftModelFor{CLASSES[read_adapter_config(model)['task_type']]}"
     if not (model / "config.json").is_file():
         return "alignment", "load_reward_model"  # an ensemble of adapters
-    architecture = (read_json_object(model / "config.json").get("architectures") or [""])[0]
-    task = architecture.replace("LMHeadModel", "ForCausalLM").partition("For")[2]
-    return "transformers", f"AutoModelFor{task.replace('ConditionalGeneration', 'Seq2SeqLM')}" if task else "AutoModel"
-
-
-def _files(data: Config, config: Config) -> list[tuple[str, str, str]]:
-    """Setting, name and hash of each file that the run read."""
-    values = {".".join(map(str, key)): str(leaf) for key, leaf in leaves(config)}
-    named = {key: found if isinstance(found, Mapping) else {values.get(key, key): found} for key, found in data.items()}
-    return [(key, name, digest) for key, found in named.items() for name, digest in found.items()]
+    task = (read_json_object(model / "config.json").get("architectures") or [""])[0].partition("For")[2] or "CausalLM"
+    return "transformers", f"AutoModelFor{task.replace('ConditionalGeneration', 'Seq2SeqLM')}"
 
 
 def _hub_datasets(config: Config) -> set[str]:
     """Names of the Hub data sets whose rows were read."""
     rows = {"train", "evaluation"}
-    read = (
+    named = (
         leaf for key, leaf in leaves(config) if rows.intersection(key) and key[-1] in {*rows, "source", *range(999)}
     )
-    texts = (leaf for leaf in read if isinstance(leaf, str) and not os.path.exists(leaf))
-    return {found[0] for text in texts if (found := hub_source(text, ""))}
+    found = (hub_source(leaf, "") for leaf in named if isinstance(leaf, str) and not os.path.exists(leaf))
+    return {source[0] for source in found if source}
 
 
 def _changed_settings(config_class: type, config: Config) -> dict[str, str]:
     """Values that differ from their defaults, by dotted key."""
-    names = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(config_class)}
-    defaults = {name: str(json.loads(default)) for name, default in names.items()}
+    keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(config_class)}
     settings = flatten_settings(without_runtime_keys(config))
-    return {key: value for key, value in settings if value != defaults.get(key)}
+    return {key: value for key, value in settings if value != str(json.loads(keys.get(key, "null")))}
 
 
 def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
     """The last value of each main metric, at the weights that the model has, and its update."""
     rows = read_log_rows(run / "metrics.jsonl")
-    end = rows[-1].get("best_step", rows[-1]["step"])
-    latest = {name: (value, row["step"]) for row in rows if row["step"] <= end for name, value in row.items()}
+    kept = (row for row in rows if row["step"] <= rows[-1].get("best_step", row["step"]))
+    latest = {name: (value, row["step"]) for row in kept for name, value in row.items()}
     names = dict.fromkeys(prefix + name for name in (*MAIN, *OVEROPTIMIZATION) for prefix in (HELD_OUT, ""))
     yield from ((name, format_cell(latest[name][0]), latest[name][1]) for name in names if name in latest)
 
@@ -170,7 +154,7 @@ def _win_rates(run: Path) -> Iterator[Config]:
     results = [path for path in sorted(run.parent.glob("*/results.json")) if path.with_name("sampling.json").is_file()]
     own = directory_hash(run / "model") if results else ""
     for path in results:
-        sampled, found = read_json_object(path.with_name("sampling.json")), read_json_object(path)
-        for name, digest in sampled["models"].items():
+        found = read_json_object(path)
+        for name, digest in read_json_object(path.with_name("sampling.json"))["models"].items():
             if digest == own and (rate := found["models"].get(name, {}).get("win_rate")):
                 yield {**found, "share": format_share(rate)}
