@@ -27,7 +27,8 @@ def settings_of(run: Path, **changes) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | changes))
     if "policy" in changes:
-        lineage = json.loads((run / "lineage.json").read_text()) | {"parents": {changes["policy"]: "0123"}}
+        digest = "0" * (64 if Path(changes["policy"]).is_dir() else 40)
+        lineage = json.loads((run / "lineage.json").read_text()) | {"parents": {changes["policy"]: digest}}
         (run / "lineage.json").write_text(json.dumps(lineage))
 
 

@@ -51,9 +51,12 @@ def push_model(
             api.update_repo_settings(repository, private=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
-        title = f"Upload of {directory.resolve().name}"
         api.upload_folder(
-            repo_id=repository, folder_path=model, revision=revision, allow_patterns=MODEL_FILES, commit_message=title
+            repo_id=repository,
+            folder_path=model,
+            revision=revision,
+            allow_patterns=MODEL_FILES,
+            commit_message=f"Upload of {directory.resolve().name}",
         )
     except Exception as error:  # the libraries below raise a dozen unrelated types
         why = WAYS.get(getattr(getattr(error, "response", None), "status_code", 0)) or " ".join(str(error).split())

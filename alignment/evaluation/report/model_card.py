@@ -4,6 +4,7 @@ Paths are cut to their last two parts, since a card is published. Nothing is ask
 """
 
 import json
+import math
 import os
 import re
 import textwrap
@@ -29,6 +30,7 @@ from alignment.training.run.lineage import directory_hash, without_runtime_keys
 Config = Mapping[str, Any]
 NOTED = re.compile(r"(train|evaluation) [\w -]+: (?!prepared into|read from)|model/ holds ")  # notes of a run
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[^\s/,()]+/)*([^\s/,()]+/[^\s/,()]+)")
+SHA256 = 64  # digits: of a directory; what the Hub has is known by its commit, or not
 CLASSES = {  # ending of the class that opens a model, by peft's task type, and by ours where they differ
     "CAUSAL_LM": "CausalLM", "SEQ_2_SEQ_LM": "Seq2SeqLM", "SEQ_CLS": "SequenceClassification",
     "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
@@ -54,13 +56,13 @@ def card_text(run: Path, config_class: type) -> str:
     """The card of a run's model, without its mark."""
     lineage, config = read_json_object(run / "lineage.json"), read_yaml(run / "config.yaml").values or {}
     ancestors, datasets = list(_ancestors(run)), sorted(_hub_datasets(config))
-    starts = [name for name, _, is_start in ancestors if is_start]
-    cards = [_metadata(name) for name in starts] + [_metadata(name, "dataset") for name in datasets]
-    licenses = sorted({str(card["license"]) for card in cards if card.get("license")})
+    starts = {name: digest for name, digest, is_start in ancestors if is_start}
+    kinds = dict.fromkeys(starts, "model") | dict.fromkeys(datasets, "dataset")
+    licenses = sorted({str(found) for name, kind in kinds.items() if (found := _metadata(name, kind).get("license"))})
     library, auto = _loader(run / "model")
     adapter = (config.get("adapter") or {}).get("kind")
     metadata = ModelCardData(
-        base_model=next((name for name in starts[-1:] if not Path(name).expanduser().is_dir()), None),
+        base_model=next((name for name, digest in [*starts.items()][-1:] if len(digest) < SHA256), None),
         library_name=library,
         license=licenses[0] if len(licenses) == 1 else None,
         tags=["alignment", lineage["stage"], *([adapter] if adapter else [])],
@@ -72,7 +74,7 @@ def card_text(run: Path, config_class: type) -> str:
         title=run.resolve().name,
         adapter=adapter if library == "peft" else None,
         lineage=lineage,
-        start=starts[0] if starts else None,
+        start=next(iter(starts), None),
         library=library,
         auto=auto,
         values={".".join(map(str, key)): leaf for key, leaf in leaves(config)},
@@ -105,10 +107,11 @@ def _ancestors(run: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple
                 yield further, hashed, is_start and name == policy
 
 
-def _metadata(name: str, kind: str = "model") -> Config:
+def _metadata(name: str, kind: str) -> Config:
     """The metadata of the card of a directory, or in the Hub's cache on this machine; {} where there is none."""
-    path = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
     with suppress(Exception):  # others wrote it, or nobody
+        directory = Path(name).expanduser()
+        path = directory / CARD if directory.is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
         return metadata_load(cast(Path, path)) or {}
     return {}
 
@@ -143,8 +146,8 @@ def _changed_settings(config_class: type, config: Config) -> dict[str, str]:
 def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
     """The last value of each main metric, at the weights that the model has, and its update."""
     rows = read_log_rows(run / "metrics.jsonl")
-    kept = (row for row in rows if row["step"] <= rows[-1].get("best_step", row["step"]))
-    latest = {name: (value, row["step"]) for row in kept for name, value in row.items()}
+    end = rows[-1].get("best_step", math.inf)
+    latest = {name: (value, row["step"]) for row in rows if row["step"] <= end for name, value in row.items()}
     names = dict.fromkeys(prefix + name for name in (*MAIN, *OVEROPTIMIZATION) for prefix in (HELD_OUT, ""))
     yield from ((name, format_cell(latest[name][0]), latest[name][1]) for name in names if name in latest)
 
