@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 SEEDS = (0, 1, 2)
-GRAY = "#7a7a7a"  # as readable on white as on black
+GRAY = "#808080"  # as readable on white as on dark slate
 COLORS = ("#2f7fd6", "#d9722e", "#2a9d6f", "#b35cb3", "#c0392b", "#8a7a2a")
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "alignment", "font.family": "sans-serif", "font.size": 10,
