@@ -51,7 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace blocks of `source` and the places of generated lists."""
-    lists = {"commands": command_list, "papers": paper_table, "stages": stage_list}
+    lists = {
+        "commands": command_list, "evaluation": evaluation, "losses": losses, "papers": paper_table, "stages": stage_list,
+    }  # fmt: skip
     markdown = GENERATED.sub(lambda found: lists[found[1]](), markdown)
     return SOURCE.sub(lambda found: textwrap.indent(source_blocks(found["names"]), found["indent"]), markdown)
 
@@ -146,12 +148,16 @@ class FormulasAsCode(griffe.Extension):
     """Shows the formulas of a docstring, paragraphs that begin with `name = `, as they stand."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Fence each formula, and set the source apart."""
+        """Fence each formula, and put the source, whose lines would be taken for a section, on one line."""
         if obj.docstring is not None:
-            paragraphs = obj.docstring.value.split("\n\n")
-            obj.docstring.value = "\n\n".join(
-                f"```text\n{each}\n```" if re.match(r"[\w\[\], ()'|]{1,50} = ", each) else each for each in paragraphs
-            )
+            obj.docstring.value = "\n\n".join(map(self.shown, obj.docstring.value.split("\n\n")))
+
+    @staticmethod
+    def shown(paragraph: str) -> str:
+        """A paragraph of a docstring as it goes into the page."""
+        if paragraph.startswith("Source: "):
+            return " ".join(paragraph.split())
+        return f"```text\n{paragraph}\n```" if re.match(r"[\w\[\], ()'|]{1,50} = ", paragraph) else paragraph
 
 
 # Configs
@@ -297,6 +303,31 @@ def stage_list() -> str:
     return "\n".join(["| function | gives | keys |", "|---|---|---|", *rows])
 
 
+def losses() -> str:
+    """What `alignment.losses` exports."""
+    return exports("alignment.losses")
+
+
+def evaluation() -> str:
+    """What `alignment.evaluation` exports."""
+    return exports("alignment.evaluation")
+
+
+def exports(package: str) -> str:
+    """The names that a package exports, by the module that defines each, with the module's own description."""
+    modules: dict[str, list[str]] = {}
+    for name in importlib.import_module(package).__all__:
+        value = getattr(importlib.import_module(package), name)
+        if inspect.getdoc(value) and hasattr(value, "__module__"):
+            modules.setdefault(value.__module__, []).append(name)
+    parts = []
+    for module, names in modules.items():
+        text = (inspect.getdoc(importlib.import_module(module)) or "").split("\n\n")
+        parts += [f"### {module.rpartition('.')[2].replace('_', ' ').capitalize()}", *map(plain, text)]
+        parts += [f"::: {module}.{name}\n    options: {{heading_level: 4}}" for name in names]
+    return "\n\n".join(parts)
+
+
 # Papers
 
 
@@ -304,8 +335,9 @@ def paper_table() -> str:
     """Each arXiv number in a docstring of the package, oldest first, and the code that cites it."""
     cited: dict[str, dict[str, list[str]]] = {}
     named: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "alignment").rglob("*.py")):
-        for name, text in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "alignment").rglob("*.py"))}
+    for path, whole in texts.items():
+        for name, text in docstrings(ast.parse(whole)) if "arXiv:" in whole else ():
             for found in ARXIV.finditer(text):
                 places = cited.setdefault(found[1], {}).setdefault(path.relative_to(ROOT).as_posix(), [])
                 places += [name] if name not in places else []
@@ -323,14 +355,10 @@ def paper_table() -> str:
     return "\n".join([f"{len(rows)} papers.", "", "| arXiv | authors | code |", "|---|---|---|", *rows])
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Dotted names of the definitions of a module, empty for itself, and their docstrings with single spaces."""
-
-    def below(name: str, node: Any) -> Iterator[tuple[str, str]]:
-        if text := ast.get_docstring(node):
-            yield name, " ".join(text.split())
-        for each in ast.walk(node) if name == "" else node.body:
-            if each is not node and isinstance(each, ast.FunctionDef | ast.ClassDef) and (name or each in tree.body):
-                yield from below(f"{name}.{each.name}".lstrip("."), each)
-
-    yield from below("", tree)
+def docstrings(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted names of a module's definitions, empty for itself, and their docstrings in one line."""
+    if text := ast.get_docstring(node):
+        yield name, " ".join(text.split())
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+            yield from docstrings(each, f"{name}.{each.name}".removeprefix("."))
