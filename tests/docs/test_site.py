@@ -14,7 +14,7 @@ from alignment.pipeline.stages import STAGES
 from tests.docs.pages import DOCS, ROOT, pages, read_blocks
 
 sys.path.insert(0, str(DOCS))
-from hooks import quote  # noqa: E402
+from hooks import quote
 
 WORDS = re.compile(r"\S*\w\S*")  # of a table's row, its bars are none
 
