@@ -107,10 +107,9 @@ class ConfigCommand(TyperCommand):
         if topic in (None, "all"):
             super().format_help(ctx, formatter)
         from alignment.config.schema import describe_keys
-        from alignment.pipeline.stages import find_stage
 
         width = max(60, shutil.get_terminal_size().columns - 1)
-        typer.echo(describe_keys(find_stage(ctx.obj)[0], ctx.obj, width, topic))
+        typer.echo(describe_keys(ctx.obj, width, topic))
 
 
 def print_version(wanted: bool) -> None:
@@ -628,13 +627,13 @@ def schema(
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="As a recipe names it: sft, reward_eval.")],
 ) -> None:
     """Print the JSON schema of a stage's config, for editors."""
-    from alignment.config.schema import schema_of
+    from alignment.config.schema import packaged_schema
     from alignment.errors import suggest
-    from alignment.pipeline.stages import STAGES, find_stage
+    from alignment.pipeline.stages import STAGES
 
     if stage not in STAGES:
         raise UserError(f"{stage}: there is no such stage; {suggest(stage, STAGES)}")
-    print(json.dumps(schema_of(find_stage(stage)[0]), indent=2))
+    print(json.dumps(packaged_schema(stage), indent=2))
 
 
 @app.command()
