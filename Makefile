@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness clean
+.PHONY: setup quickstart test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -64,6 +64,10 @@ two-processes: setup
 # What every stage computes, to the last bit: ARGS='record before.json', later ARGS='compare before.json after.json'.
 witness: setup
 	$(BIN)/python scripts/witness.py $(ARGS)
+
+# The JSON schemas of the configs, for editors and --help; a test holds them equal to the dataclasses.
+schemas: setup
+	$(BIN)/python scripts/schemas.py
 
 clean:
 	rm -rf $(VENV) build dist

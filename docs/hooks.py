@@ -167,7 +167,7 @@ def config_list() -> str:
     """The stages, and what runs each."""
     from alignment.pipeline.stages import STAGES
 
-    rows = [f"| [{stage}]({stage}.md) | {runner(stage)} | {summary(config_class(stage))} |" for stage in STAGES]
+    rows = [f"| [{stage}]({stage}.md) | {runner(stage)} | {summary(stage)} |" for stage in STAGES]
     return "\n".join([
         "# Configs", "", "Each stage has a config: a YAML file, or the arguments of a Python function. These pages are made from "
         "the dataclasses.", "", "| stage | run by | settings |", "|---|---|---|", *rows, "",
@@ -179,13 +179,13 @@ def config_list() -> str:
 def config_page(stage: str) -> str:
     """The keys of a stage's config: the required ones, those that matter first, and all of them."""
     from alignment.config.load import packaged_names
-    from alignment.config.schema import FIRST, config_keys
+    from alignment.config.schema import FIRST, config_keys, packaged_schema
 
-    keys = config_keys(config_class(stage))
+    keys = config_keys(packaged_schema(stage))
     required = [key for key in keys if key.default is None and key.name.isidentifier()]
     first = [key for key in keys if key.name in {*FIRST[""], *FIRST.get(stage, ())} and key not in required]
     packaged = [f"`{name}`" for name in packaged_names("configs") if name.startswith(f"{stage}/")]
-    parts = [f"# {stage}", summary(config_class(stage)), f"Run by {runner(stage)}."]
+    parts = [f"# {stage}", summary(stage), f"Run by {runner(stage)}."]
     parts += [f"Packaged configs: {', '.join(packaged)}."] if packaged else []
     parts += ["## Required", *map(key_entry, required)] if required else []
     parts += ["## What matters first", *map(key_entry, first)] if first else []
@@ -198,16 +198,11 @@ def config_page(stage: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def config_class(stage: str) -> type:
-    """The dataclass of a stage's config."""
-    from alignment.pipeline.stages import find_stage
+def summary(stage: str) -> str:
+    """The first paragraph of the docstring of a stage's config, in one line."""
+    from alignment.config.schema import packaged_schema
 
-    return find_stage(stage)[0]
-
-
-def summary(cls: type) -> str:
-    """The first paragraph of a class's docstring, in one line."""
-    return plain(" ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split()))
+    return plain(" ".join(packaged_schema(stage)["description"].split()))
 
 
 def runner(stage: str) -> str:

@@ -15,7 +15,6 @@ import yaml
 
 from alignment import cli
 from alignment.config.load import build, has_key, load_config
-from alignment.config.schema import describe_keys
 from alignment.config.yaml_source import SourcedYaml, parse_yaml
 from alignment.errors import UserError
 from alignment.pipeline.recipe import Recipe, read_recipe
@@ -160,15 +159,14 @@ def check_command(command: list[str]) -> None:
 def check_alignment(arguments: list[str]) -> None:
     """Parse the arguments as the command line does, and load the config that they name, without running anything."""
     command: Any = typer.main.get_command(cli.app)
-    rest, topic = [word for word in arguments if word != "--debug"], None
+    rest = [word for word in arguments if word != "--debug"]
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         if rest[0] not in command.commands:
             raise WrongBlock(f"there is no command `alignment {' '.join(arguments)}`")
         command = command.commands[rest.pop(0)]
     if "--help" in rest:
-        topic = next(iter(rest[rest.index("--help") + 1 :]), None)
-        if stage := command.context_settings.get("obj"):
-            describe_keys(find_stage(stage)[0], stage, 100, topic)
+        if cli.main(arguments):
+            raise WrongBlock(f"`alignment {' '.join(arguments)}` is refused")
         return
     if hasattr(command, "commands"):
         known = {option for parameter in command.params for option in parameter.opts}

@@ -79,7 +79,7 @@ def test_a_planted_fault_is_found(folder, language, text, problem):
         ("bash", "alignment sft sft.yaml --gpu 8", "No such option"),
         ("bash", "torchrun --nproc_per_node 8 -m alignment sft sft.yaml optim.lr=1", "here it is called"),
         ("bash", "alignment dpo sft.yaml beta=-1", "beta"),
-        ("bash", "alignment sft --help optimizer", "no such key"),
+        ("bash", "alignment sft --help optimizer", "is refused"),
         ("bash", "alignment plan sft/lama", "no such file"),
         ("bash", "alignment run quickstart ppo.kl_coeff=1", "no key 'kl_coeff'"),
         ("bash", "make quick", "no target"),
