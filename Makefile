@@ -26,7 +26,7 @@ test-gpu: setup
 
 # The pages of docs/ as a site, in build/site; a warning, such as a link that leads nowhere, is an error.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
