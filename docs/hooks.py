@@ -29,6 +29,10 @@ MATH = re.compile(
     r'<span class="arithmatex">\\\((?P<inline>.*?)\\\)</span>|<div class="arithmatex">\\\[(?P<block>.*?)\\\]</div>',
     re.DOTALL,
 )
+# A function before an argument without parentheses, which MathML sets without a space; not the base of an index.
+FUNCTION = re.compile(
+    r'(?<!<msub>)(?<!<msup>)(?<!<munder>)<mi>(?:log|exp|ln)</mi>(?!<mo stretchy="false">&#x00028;|</)'
+)
 SOURCE = re.compile(r"^(?P<indent> *)```source\n(?P<names>.*?)^ *```$", re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
@@ -52,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace blocks of `source` and the places of generated lists."""
     lists = {
-        "commands": command_list, "evaluation": evaluation, "losses": losses, "papers": paper_table, "stages": stage_list,
+        "commands": command_list, "evaluation": evaluation, "losses": losses, "papers": paper_list, "stages": stage_list,
     }  # fmt: skip
     markdown = GENERATED.sub(lambda found: lists[found[1]](), markdown)
     return SOURCE.sub(lambda found: textwrap.indent(source_blocks(found["names"]), found["indent"]), markdown)
@@ -65,9 +69,10 @@ def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def math(found: re.Match[str]) -> str:
     """A formula as MathML; one on lines of its own in a box that scrolls."""
-    if found["inline"] is not None:
-        return convert(html.unescape(found["inline"]))
-    return f'<div class="arithmatex">{convert(html.unescape(found["block"].strip()), display="block")}</div>'
+    inline = found["inline"] is not None
+    made = convert(html.unescape(found["inline"] or found["block"]).strip(), display="inline" if inline else "block")
+    spaced = FUNCTION.sub(r'\g<0><mspace width="0.17em"/>', made)
+    return spaced if inline else f'<div class="arithmatex">{spaced}</div>'
 
 
 # Code of the package
@@ -326,7 +331,7 @@ def exports(package: str) -> str:
 # Papers
 
 
-def paper_table() -> str:
+def paper_list() -> str:
     """Each arXiv number in a docstring of the package, oldest first, and the code that cites it."""
     cited: dict[str, dict[str, list[str]]] = {}
     named: dict[str, list[str]] = {}
@@ -338,16 +343,15 @@ def paper_table() -> str:
                 places += [name] if name not in places else []
                 authors = AUTHORS.search(text[: found.start() + len("arXiv:")])
                 named.setdefault(found[1], []).extend([authors[1]] if authors else [])
-    rows = []
+    entries = []
     for number in sorted(cited):
         names = named[number]
-        title = max(names, key=names.count) if names else ""
-        code = "<br>".join(
-            f"`{path}`" + (f": {inner}" if (inner := ", ".join(f"`{name}`" for name in names if name)) else "")
-            for path, names in cited[number].items()
+        title = f" · {plain(max(names, key=names.count))}" if names else ""
+        code = [f"`{path}`" + "".join(f", `{name}`" for name in inner if name) for path, inner in cited[number].items()]
+        entries.append(
+            f"[{number}](https://arxiv.org/abs/{number}){title}\n" + "\n".join(f":   {line}" for line in code)
         )
-        rows.append(f"| [{number}](https://arxiv.org/abs/{number}) | {plain(title)} | {code} |")
-    return "\n".join([f"{len(rows)} papers.", "", "| arXiv | authors | code |", "|---|---|---|", *rows])
+    return "\n\n".join([f"{len(entries)} papers.", *entries])
 
 
 def docstrings(node: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -103,8 +103,8 @@ def test_the_commands_and_the_papers_come_from_the_package(built):
     commands = Loaded(built / "reference/commands.html").text
     assert "evaluate winrate" in commands and "--api-key-env" in (built / "reference/commands.html").read_text()
     papers = (built / "reference/paper_to_code.html").read_text(encoding="utf-8")
-    row = re.search(r"<tr>(?:(?!</tr>).)*2305\.18290.*?</tr>", papers, re.DOTALL)
-    assert row and "Rafailov et al. 2023" in row[0] and "alignment/losses/preference.py" in row[0]
+    entry = papers.partition(">2305.18290</a>")[2].partition("<dt>")[0]
+    assert "Rafailov et al. 2023" in entry and "alignment/losses/preference.py" in entry and "dpo_loss" in entry
 
 
 @pytest.mark.parametrize("page", pages())
