@@ -42,7 +42,7 @@ def test_a_config_is_written_and_run_and_python_goes_on_with_it(folder):
             block("bash", f"# a comment\n{RUN} \\\n  data.max_rows=8   # another\n"),
             block("python", "from pathlib import Path\nmodel = Path('out/model')"),
             block("python", "assert model.is_dir()"),
-            block("bash", "ls out/model | wc -l > count\nalignment doctor --run out"),
+            block("bash", "ls out/model | wc -l > count\nalignment --help > help"),
         ],
         folder,
     )
