@@ -246,15 +246,14 @@ def leaf_commands() -> Iterator[tuple[list[str], Any]]:
 
 def command_list() -> str:
     """Each command with its usage, its options, and the page of its config; those with the same options together."""
-    groups: dict[tuple[str, ...], list[tuple[list[str], Any]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[list[str], Any]]] = {}
     for words, command in leaf_commands():
-        entries = tuple(filter(None, map(parameter_entry, command.params)))
-        groups.setdefault(entries if command.context_settings else (*entries, str(words)), []).append((words, command))
+        own = () if command.context_settings.get("obj") else tuple(words)  # commands of stages go together
+        groups.setdefault((own, *filter(None, map(parameter_entry, command.params))), []).append((words, command))
     parts = []
-    for entries, group in groups.items():
+    for (_, *entries), group in groups.items():
         parts += [f"### {', '.join(' '.join(words) for words, _ in group)}"]
-        parts += ["\n".join(command_line(words, command) for words, command in group)]
-        parts += entries[: len(entries) - (not group[0][1].context_settings)]
+        parts += ["\n".join(command_line(words, command) for words, command in group), *map(str, entries)]
     return "\n\n".join(parts)
 
 
@@ -283,11 +282,9 @@ def value_name(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return parameter.name.upper()
     annotation = parameter.type_descriptor.annotation
-    return (
-        "|".join(get_args(annotation))
-        if get_origin(annotation) is Literal
-        else VALUES[(get_args(annotation) or (annotation,))[0]]
-    )
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return VALUES[(get_args(annotation) or (annotation,))[0]]
 
 
 def stage_list() -> str:
