@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -19,16 +20,45 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 from typer.core import TyperCommand
 
+from alignment import __version__
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
-ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a packaged name such as sft/tiny.")]
+
+def completion_of(kind: str) -> Callable[[typer.Context, str], list[str]]:
+    """The function that completes packaged names of a kind, of configs those of the command's stage, and YAML files."""
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        from alignment.config.load import packaged_names
+
+        folder = ""
+        if kind == "configs" and (stage := context.obj) is not None:
+            folder = f"{stage}/" if stage.replace("_", "-") in TRAINING else "evaluate/"
+        names = [name for name in packaged_names(kind) if name.startswith(folder) and name.startswith(incomplete)]
+        return names + sorted(glob(f"{incomplete}*.yaml"))
+
+    return complete
+
+
+ConfigName = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML file, or a packaged name such as sft/tiny.",
+        autocompletion=completion_of("configs"),
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted keys, YAML values.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes, one per GPU.")]
 Launch = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Accelerate's launch file, or a packaged name such as launch/zero3.",
+        autocompletion=completion_of("launch"),
+    ),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's.")
@@ -51,7 +81,6 @@ Texts = list[str] | None
 Kind = Literal["text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"]
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
@@ -78,14 +107,23 @@ class ConfigCommand(TyperCommand):
         if topic in (None, "all"):
             super().format_help(ctx, formatter)
         from alignment.config.schema import describe_keys
-        from alignment.pipeline.stages import find_stage
 
         width = max(60, shutil.get_terminal_size().columns - 1)
-        typer.echo(describe_keys(find_stage(ctx.obj)[0], ctx.obj, width, topic))
+        typer.echo(describe_keys(ctx.obj, width, topic))
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version of the package and leave."""
+    if wanted:
+        print(f"alignment {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")] = False,
 ) -> None:
     """Options of every verb; `main` accepts them before the verb and after it."""
@@ -93,7 +131,14 @@ def options(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or a packaged name: quickstart.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe folder, or a packaged name: quickstart.",
+            autocompletion=completion_of("recipes"),
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[stage.key=value]...")] = None,
     output: Annotated[str | None, typer.Option(help="Where results go; runs/RECIPE by default.")] = None,
     start: Annotated[
@@ -582,13 +627,13 @@ def schema(
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="As a recipe names it: sft, reward_eval.")],
 ) -> None:
     """Print the JSON schema of a stage's config, for editors."""
-    from alignment.config.schema import schema_of
+    from alignment.config.schema import packaged_schema
     from alignment.errors import suggest
-    from alignment.pipeline.stages import STAGES, find_stage
+    from alignment.pipeline.stages import STAGES
 
     if stage not in STAGES:
         raise UserError(f"{stage}: there is no such stage; {suggest(stage, STAGES)}")
-    print(json.dumps(schema_of(find_stage(stage)[0]), indent=2))
+    print(json.dumps(packaged_schema(stage), indent=2))
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""JSON schema of a config, its keys and the help on them, from its dataclasses and their docstrings."""
+"""JSON schema of a config from its dataclasses and their docstrings, the packaged ones, and the help on their keys.
+
+The help and the command `schema` read the packaged files, which need no torch; `make schemas` writes them.
+"""
 
 import inspect
 import json
@@ -8,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from alignment.config.load import packaged_names
+from alignment.config.load import packaged_folder, packaged_names
 from alignment.errors import UserError, suggest
 
 if TYPE_CHECKING:
@@ -71,6 +74,11 @@ def schema_of(cls: type) -> "JsonSchemaValue":
     return TypeAdapter(cls).json_schema(schema_generator=Described)
 
 
+def packaged_schema(stage: str) -> "JsonSchemaValue":
+    """The JSON schema of a stage's config as packaged, for editors too: configs/schemas/STAGE.json."""
+    return json.loads((packaged_folder("configs") / "schemas" / f"{stage}.json").read_text(encoding="utf-8"))
+
+
 def attribute_texts(cls: type) -> dict[str, str]:
     """The text of each attribute in the Attributes sections of a class and its bases."""
     texts: dict[str, str] = {}
@@ -86,9 +94,8 @@ def attribute_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-def config_keys(cls: type) -> list[ConfigKey]:
-    """All keys of a config class, with the keys of its sections, in the order of the class."""
-    schema = schema_of(cls)
+def config_keys(schema: "JsonSchemaValue") -> list[ConfigKey]:
+    """All keys of a config, with the keys of its sections, in the order of its class."""
     return list(_keys(schema, schema.get("$defs", {})))
 
 
@@ -135,12 +142,12 @@ def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
     return {"array": "list", "object": "mapping"}.get(kind, kind)
 
 
-def describe_keys(cls: type, stage: str, width: int, topic: str | None = None) -> str:
-    """Describe the packaged configs of a stage and keys of its config class, in lines at most `width` wide.
+def describe_keys(stage: str, width: int, topic: str | None = None) -> str:
+    """Describe the packaged configs of a stage and the keys of its config, in lines at most `width` wide.
 
     `topic` None: the required keys and `FIRST`, a line each. `all`: every key. Else the key or section of that name.
     """
-    keys = config_keys(cls)
+    keys = config_keys(packaged_schema(stage))
     if topic not in (None, "all"):
         names = {key: re.sub(r"\{.*?\}|\[\]", "", key.name) for key in keys}  # adapter{lora,dora}.rank is adapter.rank
         chosen = [key for key in keys if f".{topic}." in f".{names[key]}."]

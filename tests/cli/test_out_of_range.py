@@ -8,7 +8,7 @@ import torch
 
 from alignment.cli import main
 from alignment.config.load import build
-from alignment.config.schema import config_keys
+from alignment.config.schema import config_keys, packaged_schema
 from alignment.config.yaml_source import SourcedYaml, override, parse_yaml
 from alignment.errors import UserError, raise_all
 from alignment.pipeline.stages import find_stage
@@ -172,7 +172,11 @@ def limits(cls: type, document: SourcedYaml) -> set[str]:
 def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, monkeypatch):
     monkeypatch.setattr("alignment.config.load.raise_all", partial(raise_all, cap=1000))
     cls, good = find_stage(verb)[0], parse_yaml(GOOD[verb], "run.yaml")
-    keys = [key.name for key in config_keys(cls) if re.search("integer|number", key.type) and "{" not in key.name]
+    keys = [
+        key.name
+        for key in config_keys(packaged_schema(verb))
+        if re.search("integer|number", key.type) and "{" not in key.name
+    ]
     wrong = [f"{key}=-7" for key in keys if "[" not in key]
     alone = set()
     for each in wrong:
