@@ -641,6 +641,21 @@ def schema(
 
 
 @app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
+    from alignment.commands import runs as listing
+
+    found = listing.read_runs(Path(folder))
+    if as_json:
+        print(json.dumps(listing.runs_json(found), indent=2, ensure_ascii=False))
+    else:
+        listing.print_runs(found)
+
+
+@app.command()
 def doctor(
     run: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of a run: what went wrong in it.")] = None,
     as_json: Json = False,
