@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -188,9 +189,16 @@ def add_training_verb(verb: str, help_text: str) -> None:
         gpus: Gpus = None,
         launch: Launch = None,
         again: Annotated[bool, typer.Option("--again", help="Repeat a finished run.")] = False,
+        dry: Annotated[
+            bool, typer.Option("--dry-run", help="Check all, show the plan and the first rows; train nothing.")
+        ] = False,
     ) -> None:
         overrides = [*(overrides or []), *(["training.again=true"] if again else [])]
         with open_stage(stage, config, overrides) as (run, checked):
+            if dry:
+                dry_run = import_module("alignment.commands.dry_run")
+                dry_run.print_plan(stage, config, overrides, gpus=gpus, launch=launch)
+                return dry_run.check_stage(stage, run, checked)
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *overrides, *debug], gpus, launch)
@@ -474,11 +482,7 @@ def plan(
         print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
         print("\n".join(planning.plan_lines(found, mfu)))
-    if found.fits is False:
-        from alignment.planning.plan import SMALLER
-
-        lacking = (found.needed - (found.device.memory or 0)) / 1e9
-        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
+    planning.require_fit(found, config)
 
 
 @data.command("check")
@@ -634,6 +638,21 @@ def schema(
     if stage not in STAGES:
         raise UserError(f"{stage}: there is no such stage; {suggest(stage, STAGES)}")
     print(json.dumps(packaged_schema(stage), indent=2))
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
+    from alignment.commands import runs as listing
+
+    found = listing.read_runs(Path(folder))
+    if as_json:
+        print(json.dumps(listing.runs_json(found), indent=2, ensure_ascii=False))
+    else:
+        listing.print_runs(found)
 
 
 @app.command()

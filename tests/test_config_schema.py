@@ -11,8 +11,12 @@ import pytest
 
 from alignment import cli
 from alignment.config.load import packaged_folder
-from alignment.config.schema import ConfigKey, attribute_texts, config_keys, packaged_schema, schema_of
+from alignment.config.schema import ConfigKey, config_keys, packaged_schema
 from alignment.pipeline.stages import STAGES, find_stage
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from schemas import attribute_texts, schema_of  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,8 @@ def test_every_packaged_schema_is_that_of_a_stage():
 @pytest.mark.parametrize("words", ["sft --help", "ppo --help all", "evaluate winrate --help data", "schema dpo"])
 def test_help_and_schema_load_no_torch(words):
     program = "import sys; from alignment.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
-    root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-c", program, *words.split()]
-    assert "data" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=60).stdout
+    assert "data" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
 
 
 def test_the_schema_refuses_unknown_keys_and_names_required_ones():
