@@ -462,6 +462,20 @@ def export(
 
 
 @app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A training run's directory, or a model's.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="On the Hugging Face Hub: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="The repository is or becomes private.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch; made where it is missing.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the files; send nothing.")] = False,
+) -> None:
+    """Upload a model and its card to the Hugging Face Hub, as `hf auth login` or HF_TOKEN identify you."""
+    from alignment.commands.push import push_model
+
+    print(push_model(directory, repository, private=private, revision=revision, dry_run=dry_run))
+
+
+@app.command()
 def plan(
     config: ConfigName,
     overrides: Overrides = None,

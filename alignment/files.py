@@ -31,6 +31,7 @@ MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
 TOO_LARGE = f"{{path}}: {{size}} bytes; files of its kind may have {MAX_JSON_BYTES}"
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
 FULL = (errno.ENOSPC, errno.EDQUOT)
+CARD = "README.md"  # a model's; it is about the model and no part of it
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
 
@@ -216,8 +217,8 @@ def hash_of(value: object) -> str:
 
 
 def hashes_below(directory: Path, pattern: str = "*") -> dict[str, str]:
-    """SHA-256 of every file below a directory whose name matches, by its path from there."""
-    files = sorted(file for file in directory.rglob(pattern) if file.is_file())
+    """SHA-256 of every file below a directory whose name matches, by its path from there; a model's card is left out."""
+    files = sorted(file for file in directory.rglob(pattern) if file.is_file() and file.name != CARD)
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
 
 

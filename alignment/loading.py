@@ -15,7 +15,7 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, add_new_tokens, read_tokenizer_files
 from alignment.errors import UserError
-from alignment.files import check_directory
+from alignment.files import CARD, check_directory
 from alignment.models.external.load import external_architecture
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
@@ -28,9 +28,11 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
 from alignment.ragged import has_apple_gpu
 
+MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  # what a repository of the Hub may have
+
 
 def find_directory(source: str, revision: str | None = None) -> Path:
-    """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON and tokenizer files only).
+    """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON, tokenizer files and card only).
 
     `revision` is a commit on the Hub; None: the newest.
     """
@@ -43,8 +45,7 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES))
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error

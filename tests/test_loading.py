@@ -62,7 +62,7 @@ def test_only_safe_files_are_fetched_from_the_hub(checkpoints, monkeypatch):
     assert load_model("someone/model").source == "native"
     assert asked["name"] == "someone/model"
     assert {pattern.rpartition(".")[2] for pattern in asked["allow_patterns"]} == {
-        "safetensors", "json", "txt", "model", "jinja",
+        "safetensors", "json", "txt", "model", "jinja", "md",
     }  # fmt: skip
 
 

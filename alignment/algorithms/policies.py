@@ -1,6 +1,7 @@
 """Networks about to be trained: a policy or a value model is loaded, gets its reference, is saved; their memory is noted."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from alignment.adapters.files import is_scalar_adapter, read_base, read_revision
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, save_tokenizer
 from alignment.errors import UserError
-from alignment.files import atomic_directory
+from alignment.files import CARD, atomic_directory
 from alignment.loading import (
     Checkpoint,
     architecture_of,
@@ -372,6 +373,8 @@ def save_output(
         with atomic_directory(directory) as folder:
             write(folder, tensors)
             save_tokenizer(tokenizer, folder)
+            if (card := directory / CARD).is_file():  # a user may have edited it
+                shutil.copyfile(card, folder / CARD)
     else:
         for _ in tensors:  # the other ranks send their parts
             pass

@@ -209,8 +209,11 @@ def response_writer(
             if run.is_main:
                 stops = sorted(stop_token_ids(tokenizer))
                 found = decode_responses(policy.model, prompts, sampling, stops, start_token=start)
-                for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True):
-                    run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended, start))
+                rows = [
+                    {"prompt": prompt, "response": response_text(tokenizer, tokens, ended, start)}
+                    for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True)
+                ]
+                run.log_samples(step, rows)
 
     return write
 

@@ -9,14 +9,21 @@ from alignment import __version__
 from alignment.config.load import packaged_folder
 
 CORE = (
-    "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
+    "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "accelerate", "huggingface-hub", "pydantic",
+    "scipy", "tensorboard",
 )  # fmt: skip
 OPTIONAL = {  # package on PyPI -> use
     "deepspeed": "ZeRO: --launch launch/zero2 and launch/zero3",
     "bitsandbytes": "weights.quantize, and optim.name with 8 bits",
     "starlette": "alignment serve",
     "uvicorn": "alignment serve",
-    "wandb": "training.trackers; mlflow and trackio likewise",
+    "lm-eval": "lm_eval in alignment evaluate benchmarks",
+    "rouge-score": "rouge_l in tasks of alignment evaluate benchmarks",
+    "sacrebleu": "bleu in tasks of alignment evaluate benchmarks",
+    "vllm": "servers of ppo; an environment of their own is enough",
+    "wandb": "training.trackers",
+    "mlflow": "training.trackers",
+    "trackio": "training.trackers",
 }
 
 
@@ -25,25 +32,25 @@ def examine() -> Iterator[str]:
     import torch
     import torch.distributed as dist
 
-    yield f"alignment     {__version__}"
-    yield f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield from (f"{name:13s} {found_version(name) or 'MISSING: install the library again'}" for name in CORE)
+    yield f"alignment       {__version__}"
+    yield f"python          {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield from (f"{name:15s} {found_version(name) or 'MISSING: install the library again'}" for name in CORE)
     yield ""
     free = shutil.disk_usage(".").free / 2**30
-    yield f"cpu           {torch.get_num_threads()} threads, {free:.0f} GB free on this disk"
+    yield f"cpu             {torch.get_num_threads()} threads, {free:.0f} GB free on this disk"
     if not torch.cuda.is_available():
-        yield "cuda          none found; everything runs on the CPU"
+        yield "cuda            none found; everything runs on the CPU"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}        {device.name}, {device.total_memory / 2**30:.0f} GB"
+        yield f"cuda:{index}          {device.name}, {device.total_memory / 2**30:.0f} GB"
     on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    yield f"bf16          {'yes' if on_gpu else 'on the CPU only'}"
+    yield f"bf16            {'yes' if on_gpu else 'on the CPU only'}"
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
-    yield f"processes     {', '.join(backends) or 'one only: torch was built without distributed'}"
-    yield f"attention     {attention_kernel()}"
+    yield f"processes       {', '.join(backends) or 'one only: torch was built without distributed'}"
+    yield f"attention       {attention_kernel()}"
     yield ""
     for name, use in OPTIONAL.items():
-        yield f"{name:13s} {found_version(name) or f'missing: pip install {name}'} ({use})"
+        yield f"{name:15s} {found_version(name) or f'missing: pip install {name}'} ({use})"
     yield ""
     yield "launch files, by name or by path; .sh are scripts to copy"
     for path in sorted((packaged_folder("configs") / "launch").iterdir()):

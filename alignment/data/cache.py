@@ -31,7 +31,7 @@ from alignment.files import atomic_directory, cache_directory, hash_of, hashes_b
 MANIFEST = "manifest.json"
 VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised by what is no entry
-PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may change what a row becomes
+PACKAGES = ("tokenizers", "transformers", "jinja2")  # their versions may change what a row becomes
 # Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
 WITHOUT_EFFECT = frozenset(
     {

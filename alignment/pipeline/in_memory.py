@@ -19,10 +19,10 @@ from alignment.errors import UserError, raise_all
 from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_text
 from alignment.loading import load_model
-from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
+from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch, write_card_of
 from alignment.reward_model import load_reward_model
 from alignment.rewards.functions import with_names
-from alignment.training.distributed import propagate_failures
+from alignment.training.distributed import launched_rank, propagate_failures
 from alignment.training.run.directory import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]
@@ -80,6 +80,8 @@ def run_on_rows(
         values = {**with_names(settings), "output": str(output), "data": {**data, **files}}
         config_class, run = find_stage(stage)
         run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}), missing_data)))
+        if launched_rank() == 0:
+            write_card_of(Path(output))
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
 
 

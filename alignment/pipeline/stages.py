@@ -80,8 +80,18 @@ def with_micro_batch(config: Any) -> Any:
 
 
 def write_page(directory: Path) -> None:
-    """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
+    """Write a training run's `report.html` and the card of its model; nothing for a stage that logged no metrics."""
     if (directory / "metrics.jsonl").is_file():
         from alignment.evaluation.report.page import write_run_report
 
         write_run_report(directory)
+        write_card_of(directory)
+
+
+def write_card_of(directory: Path) -> None:
+    """Write the card of the model in a training run's directory, where a stage of `STAGES` has written one."""
+    from alignment.evaluation.report.model_card import write_card
+    from alignment.evaluation.run_log import read_stage_record
+
+    if (directory / "model").is_dir() and read_stage_record(directory).name in STAGES:
+        write_card(directory)

@@ -208,7 +208,7 @@ def test_the_directory_is_as_documented(tmp_path):
     with Run(output, config, stage="sft", parents=[str(parent)]) as run:
         for step in run.steps(0, 1):
             run.log(step + 1, {"loss": 1.0, "tokens": 40.0, "odd": float("inf")})
-            run.sample(step + 1, prompt="p", response="r")
+            run.log_samples(step + 1, [{"prompt": "p", "response": "r"}])
         run.note("2 rows dropped: empty text")
     assert yaml.safe_load((output / "config.yaml").read_text()) == config
     (line,) = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
@@ -394,8 +394,8 @@ def test_a_log_that_no_run_has_written_is_named_with_its_line_before_a_model_is_
 def test_texts_with_other_line_ends_and_a_letter_cut_in_half_are_no_damage(tmp_path):
     path = tmp_path / "samples.jsonl"
     with Run(tmp_path, {}, stage="toy") as run:
-        run.sample(1, response="one\u2028two\x85three")
-        run.sample(2, response="later")
+        run.log_samples(1, [{"response": "one\u2028two\x85three"}])
+        run.log_samples(2, [{"response": "later"}])
     with open(path, "ab") as file:
         file.write('{"step": 2, "response": "ä'.encode()[:-1])
     truncate_lines(path, 1)

@@ -1,13 +1,17 @@
 """Every tracker that Accelerate knows opens with a run, takes its metrics and is closed; none reaches a network."""
 
+import json
 import sys
+import textwrap
 from unittest.mock import MagicMock
 
 import accelerate.tracking
 import pytest
+import yaml
 
 from alignment.errors import UserError
 from alignment.training import Run, TrainingConfig, fit
+from tests.conftest import read_lines
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine
 
 MODULES = {  # what Accelerate imports of each tracker's package
@@ -40,8 +44,11 @@ def stand_in(monkeypatch):
     return install
 
 
+TEXTS = [{"prompt": "Hi | you", "response": "a\n<b>", "score": 0.5}, {"prompt": "No", "response": "", "score": None}]
+
+
 def train(output, trackers: list[str], **tracking) -> None:
-    """Two updates of a toy model, logged to these trackers; no process has been asked about before."""
+    """Two updates of a toy model with texts, logged to these trackers; no process has been asked about before."""
     accelerate.PartialState._reset_state()
     config = {
         "optim": {"learning_rate": 1e-2},
@@ -51,7 +58,10 @@ def train(output, trackers: list[str], **tracking) -> None:
     training = TrainingConfig(max_steps=2)
     with Run(output, config, stage="toy") as run:
         engine = toy_engine(steps=2, training=training)
-        fit(engine, ToyStream(), collate_by(4), squared_error(engine.model), training=training, run=run)
+        fit(
+            engine, ToyStream(), collate_by(4), squared_error(engine.model), training=training, run=run,
+            observe=lambda step: run.log_samples(step, TEXTS),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -63,7 +73,7 @@ def test_each_tracker_is_opened_gets_the_metrics_and_is_closed(tmp_path, stand_i
     monkeypatch.setattr(kind, "log", lambda self, values, step: logged.append(step) or log(self, values, step=step))
     monkeypatch.setattr(kind, "finish", lambda self: ended.append(1) or finish(self))
     train(tmp_path, [name])
-    assert logged == [1, 2] and ended == [1]
+    assert sorted({*logged}) == [1, 2] and ended == [1]
     assert package.mock_calls
 
 
@@ -89,6 +99,69 @@ def test_wandb_files_the_run_as_the_config_says_or_as_its_variables_do(
     package = stand_in("wandb")
     train(tmp_path / "run", ["wandb"], **tracking)
     package.init.assert_called_once_with(**expected)
+
+
+# Tables of texts. The signatures are those of wandb 0.31, trackio 0.43 and mlflow 3.18.
+
+NAMES, VALUES = ["prompt", "response", "score"], [["Hi | you", "a\n<b>", 0.5], ["No", "", None]]
+
+
+def test_wandb_gets_a_table_of_the_texts_at_their_update(tmp_path, stand_in):
+    package = stand_in("wandb")
+    train(tmp_path, ["wandb"])
+    package.Table.assert_called_once_with(columns=NAMES, data=VALUES, dataframe=None)
+    logged = {
+        call.kwargs["step"]: call.args[0]
+        for call in package.init.return_value.log.call_args_list
+        if "samples" in call.args[0]
+    }
+    assert logged == {2: {"samples": package.Table.return_value}}
+
+
+def test_trackio_gets_a_table_of_the_texts_at_their_update(tmp_path, stand_in):
+    package = stand_in("trackio")
+    train(tmp_path, ["trackio"])
+    package.Table.assert_called_once_with(NAMES, VALUES)
+    package.init.return_value.log.assert_any_call({"samples": package.Table.return_value}, step=2)
+
+
+def test_mlflow_gets_the_texts_appended_to_a_table(tmp_path, stand_in):
+    package = stand_in("mlflow")
+    train(tmp_path, ["mlflow"])
+    columns = dict(zip(NAMES, map(list, zip(*VALUES, strict=True)), strict=True))
+    package.log_table.assert_called_once_with({"step": [2, 2], **columns}, "samples.json")
+
+
+def test_tensorboard_shows_the_texts_as_they_are(tmp_path):
+    train(tmp_path, [])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    [event] = events.Tensors("samples/text_summary")
+    [text] = event.tensor_proto.string_val
+    assert event.step == 2
+    lines = text.decode().splitlines()
+    assert all(line.startswith("    ") for line in lines if line)  # Markdown's block of code
+    assert yaml.safe_load(textwrap.dedent(text.decode())) == TEXTS
+
+
+@pytest.mark.parametrize("broken", ["log", "finish", "Table"])
+def test_a_tracker_that_fails_is_noted_once_and_the_run_goes_on(tmp_path, stand_in, capsys, broken):
+    package = stand_in("wandb")
+    (package if broken == "Table" else package.init.return_value).configure_mock(
+        **{f"{broken}.side_effect": ConnectionError("no route to host")}
+    )
+    train(tmp_path, ["wandb"])
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    lineage = json.loads((tmp_path / "lineage.json").read_text())
+    assert lineage["finished"] == 2
+    assert [note for note in lineage["notes"] if "wandb failed (ConnectionError: no route to host)" in note] == lineage[
+        "notes"
+    ]
+    assert len(lineage["notes"]) == 1 and capsys.readouterr().err.count("wandb failed") == 1
+    if broken == "Table":  # metrics go on
+        assert {call.kwargs["step"] for call in package.init.return_value.log.call_args_list} == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,9 @@ def report(
     if taken := state.metrics.keys() & metrics.keys():
         raise UserError(f"metrics: {taken} are the run's own; rename the functions")
     run.log(step, metrics | text_metrics(rollout, state.metrics, tokenizer, group))
-    columns = sample_columns(rollout, state.logged_samples)
-    texts = zip(*texts_of(rollout, tokenizer, state.logged_samples), strict=True)
-    for row, (prompt, response) in enumerate(texts):
-        run.sample(step, prompt=prompt, response=response, **{name: values[row] for name, values in columns.items()})
+    texts = dict(zip(("prompt", "response"), texts_of(rollout, tokenizer, state.logged_samples), strict=True))
+    table = {**texts, **sample_columns(rollout, state.logged_samples)}
+    run.log_samples(step, [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)])
     if state.alarms is not None:
         for line in new_alarms(state.alarms, step, metrics | {"responses": responses}):
             run.note(line)

@@ -5,7 +5,6 @@ A parser gets a row, its row id, and the names of the columns of its format; the
 
 import re
 from dataclasses import replace
-from typing import cast
 
 from alignment.data.rows.fields import (
     TEXT_ONLY,
@@ -221,12 +220,12 @@ def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
         if isinstance(prompt, str):  # plain text before a message list is what the user said
             prompt = [Message(role="user", content=prompt)]
     else:
-        from trl.data_utils import extract_prompt
-
-        pair = cast("dict[str, Messages]", extract_prompt(dict(pair)))
-        if not pair["prompt"]:
+        both = enumerate(zip(pair["chosen"], pair["rejected"], strict=False))
+        shared = next((number for number, (one, other) in both if one != other), min(map(len, pair.values())) - 1)
+        if shared == 0:
             raise BadRow("rejected", "shares no first message with chosen, so there is no prompt")
-        prompt = prompt_field(pair, "prompt")
+        prompt = prompt_field({"prompt": pair["chosen"][:shared]}, "prompt")
+        pair = {key: messages[shared:] for key, messages in pair.items()}
     return prompt, reply_message(pair, "chosen"), reply_message(pair, "rejected")
 
 

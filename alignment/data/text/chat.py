@@ -38,7 +38,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, enco
 from alignment.errors import UserError
 
 # Notes about rows that are used.
-VARIANT = "dialogue rendered by trl's training template, which keeps earlier turns; generation keeps the model's own"
+VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"

@@ -9,13 +9,13 @@ text is split there and the strings are tokenized as plain text.
 Templates by name, in the formats that the field uses, are our own writing."""
 
 import copy
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -25,8 +25,21 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, enco
 from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
-# Templates in trl's folder that rewrite earlier turns, and have a training variant that keeps them.
-REWRITING = ("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
+# Published templates that rewrite earlier turns, by the SHA-256 of their text, and what is replaced in the variant that keeps
+# them, and all their reasoning; GLM's ends the last reply too, by the token that comes next in a longer dialogue.
+_KEEPS = (("loop.index0 > ns.last_query_index", "true"), ("loop.last or (not loop.last and reasoning_content)", "true"))
+_ENDS = (
+    "{%- if add_generation_prompt -%}",
+    "{%- if messages[-1].role == 'assistant' -%}{{ '<|observation|>' if messages[-1].tool_calls else '<|user|>' }}{%- endif -%}"
+    "{%- if add_generation_prompt -%}",
+)
+VARIANTS = {
+    "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": (_ENDS,),  # GLM-4.5
+    "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": _KEEPS,  # Qwen3
+    "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _KEEPS,  # Qwen3.5, two kinds
+    "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _KEEPS,
+    "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
+}
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -50,7 +63,7 @@ class ChatFormat:
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
     writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
-    training: str = ""  # renders whole dialogues: the template, or a published variant that keeps earlier turns
+    training: str = ""  # renders whole dialogues: the template, or a variant that keeps earlier turns
     controls: tuple[str, ...] = ()  # texts of the control tokens, longest first
 
     def as_read(self, messages: Messages) -> list[dict[str, Any]]:
@@ -96,7 +109,7 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 @lru_cache(maxsize=32)
 def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
     variables = json.loads(special)
-    training = _training_variants().get(template.strip(), template)
+    training = training_variant(template)
     plain = ChatFormat(template, training=training, controls=controls)
     for chat in (plain, replace(plain, as_parts=True)):
         base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
@@ -133,14 +146,11 @@ def _probe_texts(
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer
 
 
-@lru_cache(maxsize=1)
-def _training_variants() -> dict[str, str]:
-    """Text of each template of `REWRITING` -> its training variant; only files are read, not trl."""
-    spec = find_spec("trl")
-    folder = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "chat_templates"
-    read = partial(Path.read_text, encoding="utf-8")
-    named = [name for name in REWRITING if (folder / f"{name}_training.jinja").is_file()]
-    return {read(folder / f"{name}.jinja").strip(): read(folder / f"{name}_training.jinja") for name in named}
+def training_variant(template: str) -> str:
+    """The variant of a template that keeps earlier turns, where `VARIANTS` has one; else the template itself."""
+    for old, new in VARIANTS.get(hashlib.sha256(template.strip().encode()).hexdigest(), ()):
+        template = template.replace(old, new)
+    return template
 
 
 def shared_length(one: str, other: str) -> int:

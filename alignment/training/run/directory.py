@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,6 +77,7 @@ class Run:
         self._lineage: dict[str, Any] = {}
         self._board: Any = None  # TensorBoard's files
         self._trackers: list[Any] = []
+        self._failing: list[str] = []  # names of trackers that have failed
         self._first, self._shown = 0, 0.0  # the first step of this start; when progress was shown
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
@@ -109,10 +111,10 @@ class Run:
             raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
         from torch.utils.tensorboard import SummaryWriter
 
+        self._resources.callback(self._tell, lambda tracker: tracker.finish())
         for name in trackers:
             if name != "tensorboard":
                 self._trackers.append(_open_tracker(name, self.output, stage, config))
-                self._resources.callback(self._trackers[-1].finish)
         self._board = SummaryWriter(self.output / "tensorboard")
         self._resources.callback(self._board.close)
         if again:
@@ -181,8 +183,7 @@ class Run:
         for name, value in finite.items():
             if self._board is not None and name != "step" and value is not None:
                 self._board.add_scalar(name, value, step)
-        for tracker in self._trackers:
-            tracker.log(line, step=step)
+        self._tell(lambda tracker: tracker.log(line, step=step))
         if self.total:
             self._show(step, line)
         if (callback := UPDATE_CALLBACK.get()) is not None:
@@ -201,10 +202,28 @@ class Run:
         text = "  ".join([f"step {step}/{self.total}", *parts, f"{left} left"])
         print(text, end=f"{CLEAR}\r" if is_live else "\n", file=sys.stderr, flush=True)
 
-    def sample(self, step: int, **fields: Any) -> None:
-        """Write a line to samples.jsonl: a text of update `step`."""
-        if self.is_main:
-            self._append("samples.jsonl", {"step": step, **fields})
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write texts of update `step`, of equal columns, to samples.jsonl, and as a table to the trackers that have one."""
+        for row in rows if self.is_main else ():
+            self._append("samples.jsonl", {"step": step, **row})
+        if self.is_main and rows:
+            text = yaml.safe_dump([dict(row) for row in rows], sort_keys=False, allow_unicode=True)
+            self._board.add_text("samples", "    " + text.replace("\n", "\n    "), step)  # shown as it is
+            names, values = list(rows[0]), [list(row.values()) for row in rows]
+            self._tell(lambda tracker: TABLES.get(tracker.name, TABLES[""])(tracker, step, names, values))
+
+    def _tell(self, call: Callable[..., object]) -> None:
+        """Call a function with each tracker; the first failure of one is noted, and none ends the run."""
+        for tracker in self._trackers:
+            try:
+                call(tracker)
+            except Exception as error:
+                if tracker.name not in self._failing:
+                    self._failing.append(tracker.name)
+                    self.note(
+                        f"training.trackers: {tracker.name} failed ({type(error).__name__}: {error}); the run goes on, and "
+                        f"{' and '.join(LOGS)} have everything"
+                    )
 
     def note(self, text: str) -> None:
         """Write a remark to standard error and lineage.json, such as the number of dropped rows."""
@@ -309,6 +328,18 @@ ARGUMENTS = {
     "mlflow": {"project": "experiment_name", "name": "run_name"},
     "aim": {"project": "experiment", "name": "run_name"},
     "dvclive": {},
+}
+# Functions that log a table of texts to a tracker: (tracker, step, names of columns, rows); "": it has no tables.
+TABLES: dict[str, Callable[..., object]] = {
+    "wandb": lambda tracker, step, names, rows: tracker.log_table("samples", names, rows, step=step),
+    "clearml": lambda tracker, step, names, rows: tracker.log_table("samples", names, rows, step=step),
+    "trackio": lambda tracker, step, names, rows: tracker.log(
+        {"samples": import_module("trackio").Table(names, rows)}, step=step
+    ),
+    "mlflow": lambda tracker, step, names, rows: import_module("mlflow").log_table(  # which appends
+        {name: [row[i] for row in rows] for i, name in enumerate(names)} | {"step": [step] * len(rows)}, "samples.json"
+    ),
+    "": lambda *_: None,
 }
 # Variables that count where the key is not set; other trackers read theirs themselves.
 VARIABLES = {

@@ -8,7 +8,8 @@ import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.formats import alpaca_prompt
+from alignment.data.rows.fields import BadRow
+from alignment.data.rows.formats import alpaca_prompt, parse_comparison
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import EQUAL_PAIR, Prompt, Text
 from alignment.data.rows.records import Comparison as Pair
@@ -207,6 +208,27 @@ GOOD = {DEMO: {"messages": [HI, HEY]}, PAIRS: {"prompt": "x", "chosen": "a", "re
 def test_bad_rows(jsonl, kind, row, message):
     with pytest.raises(UserError, match=message):
         read_rows(jsonl(GOOD[kind], row), kind)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ([HI, HEY], [HI, YO]),
+        ([HI, HEY, HI, YO], [HI, HEY, HI, HEY]),
+        ([HI, HEY], [HI, HEY]),  # a tie keeps its last message
+        ([HI, HEY, HI, YO], [HI, YO]),
+        ([HI, HEY, HI, YO], [HI, HEY]),
+    ],
+)
+def test_the_shared_beginning_of_two_dialogues_is_the_prompt_as_in_trl(chosen, rejected):
+    wanted = pytest.importorskip("trl").extract_prompt({"chosen": chosen, "rejected": rejected})
+    if any(len(wanted[key]) != 1 for key in ("chosen", "rejected")):
+        with pytest.raises(BadRow, match="one assistant message"):
+            parse_comparison({"chosen": chosen, "rejected": rejected}, "")
+    else:
+        pair = parse_comparison({"chosen": chosen, "rejected": rejected}, "")
+        replies = [wanted["chosen"][0]["content"], wanted["rejected"][0]["content"]]
+        assert (pair.prompt, [pair.chosen, pair.rejected]) == (wanted["prompt"], replies)
 
 
 def test_ties_are_counted(jsonl):

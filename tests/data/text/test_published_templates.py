@@ -1,11 +1,12 @@
 """Every chat template that trl publishes: what counts in a dialogue of three turns, and where a template is refused."""
 
 import pytest
+from jinja2 import TemplateError
 
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
 from alignment.data.text.chat import OTHER_PROMPT, VARIANT
-from alignment.data.text.templates import REWRITING, chat_format
+from alignment.data.text.templates import VARIANTS, chat_format, training_variant
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.errors import UserError
 from tests.data.text.published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
@@ -38,6 +39,7 @@ LEADS = {
     "qwen3_8": "\n</think>\n\n",
     "smolvlm": " ",
 }
+REWRITING = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # earlier turns, but for the variant
 UNENDED = {"gptoss"}  # its earlier turns end in a token at which generation does not stop, which must not be learned
 
 
@@ -65,6 +67,52 @@ def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_renders_
     prefilled = any(note.startswith("generation opens a reply with") for note in counts.noted)
     assert (OTHER_PROMPT in counts.noted or prefilled) is (example.ids[: len(prompt)] != prompt)
     assert (VARIANT in counts.noted) is (name in REWRITING)
+
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "get_weather", "arguments": {"a": 1}}}],
+}
+THOUGHT = {"role": "assistant", "content": "an answer", "reasoning_content": "a thought"}
+RESULT = {"role": "tool", "content": "rain"}
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a question"}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Of a city.", "parameters": {}}}]
+DIALOGUES = [
+    DIALOGUE, [USER, THOUGHT, USER, THOUGHT], [SYSTEM, USER, CALL, RESULT, THOUGHT, USER, DIALOGUE[1]],
+    [USER, CALL], [USER, THOUGHT, SYSTEM, USER, CALL, RESULT, RESULT, DIALOGUE[1]], [SYSTEM, USER],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(REWRITING & {*NAMES}))
+@pytest.mark.parametrize("dialogue", DIALOGUES)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_our_variant_renders_as_trls(name, dialogue, tools):
+    """A dialogue and each beginning of it, with and without the header of a reply."""
+    ours, theirs = training_variant(text_of(name)), text_of(name + SUFFIX)
+    assert ours != text_of(name)
+    tokenizer = tokenizer_of(name)
+
+    def text(template, count, header):
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": header}
+        try:
+            return tokenizer.apply_chat_template(dialogue[:count], chat_template=template, **options)
+        except TemplateError as error:  # a system message after others, and the like
+            return str(error)
+
+    lengths = [count for count in range(1, len(dialogue) + 1) if USER["role"] in {m["role"] for m in dialogue[:count]}]
+    for count in lengths:
+        assert text(ours, count, False) == text(theirs, count, False)
+        assert text(ours, count, True) == text(theirs, count, True)
+
+
+def test_other_templates_are_their_own_variant():
+    assert len(VARIANTS) == len(REWRITING)
+    for name in {*NAMES} - REWRITING:
+        assert training_variant(text_of(name)) == text_of(name)
+    assert (
+        training_variant(text_of("qwen3") + "\n") != text_of("qwen3") + "\n"
+    )  # a last line break is no other template
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,160 @@
+"""README.md of a trained model: its card for the Hugging Face Hub, made of what the run's directory says.
+
+Paths are cut to their last two parts, since a card is published. Nothing is asked of a server.
+"""
+
+import json
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub import ModelCardData, metadata_load, try_to_load_from_cache
+from jinja2 import StrictUndefined, Template
+
+from alignment.adapters.files import is_adapter, read_adapter_config
+from alignment.config.schema import config_keys, packaged_schema
+from alignment.config.yaml_source import read_yaml
+from alignment.data.rows.files import hub_source
+from alignment.evaluation.report.html import TEMPLATES, format_cell, format_share
+from alignment.evaluation.report.page import HELD_OUT, MAIN, OVEROPTIMIZATION, flatten_settings
+from alignment.evaluation.run_log import read_log_rows
+from alignment.files import CARD, hash_of, read_json_object, write_text
+from alignment.settings import leaves
+from alignment.training.run.lineage import directory_hash, without_runtime_keys
+
+Config = Mapping[str, Any]
+NOTED = re.compile(r"(train|evaluation) [\w -]+: (?!prepared into|read from)|model/ holds ")  # notes of a run
+ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[^\s/,()]+/)*([^\s/,()]+/[^\s/,()]+)")
+CLASSES = {  # ending of the class that opens a model, by peft's task type, and by ours where they differ
+    "CAUSAL_LM": "CausalLM", "SEQ_2_SEQ_LM": "Seq2SeqLM", "SEQ_CLS": "SequenceClassification",
+    "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
+}  # fmt: skip
+
+
+def write_card(run: Path) -> None:
+    """Write `model/README.md` of a training run; one that a user wrote or edited stays as it is."""
+    path, text = run / "model" / CARD, card_text(run)
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if before in ("", _marked(before.rpartition("\n<!--")[0])):
+        write_text(path, _marked(text))
+
+
+def _marked(text: str) -> str:
+    """A card with the line that tells an edited one."""
+    return (
+        f"{text}\n<!-- card {hash_of(text)[:16]}: one that was edited is kept; delete the file to get a new one -->\n"
+    )
+
+
+def card_text(run: Path) -> str:
+    """The card of a run's model, without its mark."""
+    lineage, config = read_json_object(run / "lineage.json"), read_yaml(run / "config.yaml").values or {}
+    ancestors, datasets = list(_ancestors(run)), sorted(_hub_datasets(config))
+    starts = [name for name, _, is_start in ancestors if is_start]
+    cards = [_metadata(name) for name in starts] + [_metadata(name, "dataset") for name in datasets]
+    licenses = sorted({str(card["license"]) for card in cards if card.get("license")})
+    library, auto = _loader(run / "model")
+    adapter = (config.get("adapter") or {}).get("kind")
+    metadata = ModelCardData(
+        base_model=next((name for name in starts[-1:] if not Path(name).expanduser().is_dir()), None),
+        library_name=library,
+        license=licenses[0] if len(licenses) == 1 else None,
+        tags=["alignment", lineage["stage"], *([adapter] if adapter else [])],
+        datasets=datasets or None,
+    )
+    template = (TEMPLATES / "card.md.jinja").read_text(encoding="utf-8")
+    return Template(template, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).render(
+        metadata=metadata.to_yaml(),
+        title=run.resolve().name,
+        adapter=adapter if library == "peft" else None,
+        lineage=lineage,
+        start=starts[0] if starts else None,
+        library=library,
+        auto=auto,
+        values={".".join(map(str, key)): leaf for key, leaf in leaves(config)},
+        datasets=datasets,
+        licenses=licenses,
+        notes=[note for note in lineage.get("notes", []) if NOTED.match(note)],
+        settings=_changed_settings(lineage["stage"], config),
+        metrics=list(_headlines(run)),
+        win_rates=list(_win_rates(run)),
+        parents=dict.fromkeys((name, digest) for name, digest, _ in ancestors),
+        shortened=shortened,
+    )
+
+
+def shortened(text: str) -> str:
+    """A text in one line for a table, whose absolute paths are cut to their last two parts."""
+    short = "/".join(Path(text).parts[-2:]) if os.path.isabs(text) else ABSOLUTE.sub(r"\1", text)
+    return textwrap.shorten(short, 300, placeholder=" ...").replace("|", r"\|")
+
+
+def _ancestors(run: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple[str, str, bool]]:
+    """Name and hash of each checkpoint behind a run, and whether the weights come from it; the nearest first."""
+    if run.resolve() in seen or not (run / "lineage.json").is_file() or not (run / "config.yaml").is_file():
+        return  # no run wrote it, or a later run of the same name did
+    policy = (read_yaml(run / "config.yaml").values or {}).get("policy")
+    for name, digest in read_json_object(run / "lineage.json")["parents"].items():
+        yield name, str(digest or ""), name == policy
+        if (path := Path(name).expanduser()).is_dir():
+            for further, hashed, is_start in _ancestors(path.parent, seen | {run.resolve()}):
+                yield further, hashed, is_start and name == policy
+
+
+def _metadata(name: str, kind: str = "model") -> Config:
+    """The metadata of the card of a directory, or in the Hub's cache on this machine; {} where there is none."""
+    path = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
+    with suppress(Exception):  # others wrote it, or nobody
+        return metadata_load(cast(Path, path)) or {}
+    return {}
+
+
+def _loader(model: Path) -> tuple[str, str]:
+    """The library that opens a model and its class there."""
+    if is_adapter(model):
+        return "peft", f"AutoPeftModelFor{CLASSES[read_adapter_config(model)['task_type']]}"
+    if not (model / "config.json").is_file():
+        return "alignment", "load_reward_model"  # an ensemble of adapters
+    task = (read_json_object(model / "config.json").get("architectures") or [""])[0].partition("For")[2] or "CausalLM"
+    return "transformers", f"AutoModelFor{task.replace('ConditionalGeneration', 'Seq2SeqLM')}"
+
+
+def _hub_datasets(config: Config) -> set[str]:
+    """Names of the Hub data sets whose rows were read."""
+    rows = {"train", "evaluation"}
+    named = (
+        leaf for key, leaf in leaves(config) if rows.intersection(key) and key[-1] in {*rows, "source", *range(999)}
+    )
+    found = (hub_source(leaf, "") for leaf in named if isinstance(leaf, str) and not os.path.exists(leaf))
+    return {source[0] for source in found if source}
+
+
+def _changed_settings(stage: str, config: Config) -> dict[str, str]:
+    """Values that differ from their defaults, by dotted key."""
+    keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(packaged_schema(stage))}
+    settings = flatten_settings(without_runtime_keys(config))
+    return {key: value for key, value in settings if value != str(json.loads(keys.get(key, "null")))}
+
+
+def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
+    """The last value of each main metric, at the weights that the model has, and its update."""
+    rows = read_log_rows(run / "metrics.jsonl")
+    kept = (row for row in rows if row["step"] <= rows[-1].get("best_step", row["step"]))
+    latest = {name: (value, row["step"]) for row in kept for name, value in row.items()}
+    names = dict.fromkeys(prefix + name for name in (*MAIN, *OVEROPTIMIZATION) for prefix in (HELD_OUT, ""))
+    yield from ((name, format_cell(latest[name][0]), latest[name][1]) for name in names if name in latest)
+
+
+def _win_rates(run: Path) -> Iterator[Config]:
+    """The win rates of the model in evaluations that lie beside the run; models are told apart by their content."""
+    results = [path for path in sorted(run.parent.glob("*/results.json")) if path.with_name("sampling.json").is_file()]
+    own = directory_hash(run / "model") if results else ""
+    for path in results:
+        found = read_json_object(path)
+        for name, digest in read_json_object(path.with_name("sampling.json"))["models"].items():
+            if digest == own and (rate := found["models"].get(name, {}).get("win_rate")):
+                yield {**found, "share": format_share(rate)}
