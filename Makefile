@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow test-gpu lint format bench bench-model bench-generation house parity learn two-processes witness clean
+.PHONY: setup quickstart test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -23,6 +23,10 @@ test-slow: setup
 GPU ?= runs/gpu
 test-gpu: setup
 	$(BIN)/python scripts/gpu.py --output $(GPU) $(ARGS)
+
+# The pages of docs/ as a site, in build/site; a warning, such as a link that leads nowhere, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -60,6 +64,10 @@ two-processes: setup
 # What every stage computes, to the last bit: ARGS='record before.json', later ARGS='compare before.json after.json'.
 witness: setup
 	$(BIN)/python scripts/witness.py $(ARGS)
+
+# The JSON schemas of the configs, for editors and --help; a test holds them equal to the dataclasses.
+schemas: setup
+	$(BIN)/python scripts/schemas.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -12,6 +12,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import glob
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -19,16 +21,45 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 from typer.core import TyperCommand
 
+from alignment import __version__
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
-ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a packaged name such as sft/tiny.")]
+
+def completion_of(kind: str) -> Callable[[typer.Context, str], list[str]]:
+    """The function that completes packaged names of a kind, of configs those of the command's stage, and YAML files."""
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        from alignment.config.load import packaged_names
+
+        folder = ""
+        if kind == "configs" and (stage := context.obj) is not None:
+            folder = f"{stage}/" if stage.replace("_", "-") in TRAINING else "evaluate/"
+        names = [name for name in packaged_names(kind) if name.startswith(folder) and name.startswith(incomplete)]
+        return names + sorted(glob(f"{incomplete}*.yaml"))
+
+    return complete
+
+
+ConfigName = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A YAML file, or a packaged name such as sft/tiny.",
+        autocompletion=completion_of("configs"),
+    ),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted keys, YAML values.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes, one per GPU.")]
 Launch = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Accelerate's launch file, or a packaged name such as launch/zero3.",
+        autocompletion=completion_of("launch"),
+    ),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's.")
@@ -51,7 +82,6 @@ Texts = list[str] | None
 Kind = Literal["text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"]
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
@@ -78,14 +108,23 @@ class ConfigCommand(TyperCommand):
         if topic in (None, "all"):
             super().format_help(ctx, formatter)
         from alignment.config.schema import describe_keys
-        from alignment.pipeline.stages import find_stage
 
         width = max(60, shutil.get_terminal_size().columns - 1)
-        typer.echo(describe_keys(find_stage(ctx.obj)[0], ctx.obj, width, topic))
+        typer.echo(describe_keys(ctx.obj, width, topic))
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version of the package and leave."""
+    if wanted:
+        print(f"alignment {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")] = False,
 ) -> None:
     """Options of every verb; `main` accepts them before the verb and after it."""
@@ -93,7 +132,14 @@ def options(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or a packaged name: quickstart.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe folder, or a packaged name: quickstart.",
+            autocompletion=completion_of("recipes"),
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[stage.key=value]...")] = None,
     output: Annotated[str | None, typer.Option(help="Where results go; runs/RECIPE by default.")] = None,
     start: Annotated[
@@ -143,9 +189,16 @@ def add_training_verb(verb: str, help_text: str) -> None:
         gpus: Gpus = None,
         launch: Launch = None,
         again: Annotated[bool, typer.Option("--again", help="Repeat a finished run.")] = False,
+        dry: Annotated[
+            bool, typer.Option("--dry-run", help="Check all, show the plan and the first rows; train nothing.")
+        ] = False,
     ) -> None:
         overrides = [*(overrides or []), *(["training.again=true"] if again else [])]
         with open_stage(stage, config, overrides) as (run, checked):
+            if dry:
+                dry_run = import_module("alignment.commands.dry_run")
+                dry_run.print_plan(stage, config, overrides, gpus=gpus, launch=launch)
+                return dry_run.check_stage(stage, run, checked)
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *overrides, *debug], gpus, launch)
@@ -443,11 +496,7 @@ def plan(
         print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
         print("\n".join(planning.plan_lines(found, mfu)))
-    if found.fits is False:
-        from alignment.planning.plan import SMALLER
-
-        lacking = (found.needed - (found.device.memory or 0)) / 1e9
-        raise UserError(f"{config} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
+    planning.require_fit(found, config)
 
 
 @data.command("check")
@@ -596,13 +645,28 @@ def schema(
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="As a recipe names it: sft, reward_eval.")],
 ) -> None:
     """Print the JSON schema of a stage's config, for editors."""
-    from alignment.config.schema import schema_of
+    from alignment.config.schema import packaged_schema
     from alignment.errors import suggest
-    from alignment.pipeline.stages import STAGES, find_stage
+    from alignment.pipeline.stages import STAGES
 
     if stage not in STAGES:
         raise UserError(f"{stage}: there is no such stage; {suggest(stage, STAGES)}")
-    print(json.dumps(schema_of(find_stage(stage)[0]), indent=2))
+    print(json.dumps(packaged_schema(stage), indent=2))
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder of runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
+    from alignment.commands import runs as listing
+
+    found = listing.read_runs(Path(folder))
+    if as_json:
+        print(json.dumps(listing.runs_json(found), indent=2, ensure_ascii=False))
+    else:
+        listing.print_runs(found)
 
 
 @app.command()

@@ -10,7 +10,7 @@ one over the median step of this machine. Rows are written as they come, to abla
 Nothing is tuned per row: a part that wants another learning rate looks worse here than it is.
 The second table is of attention below quadratic cost; see ablate_efficient.py.
 
-Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1; theirs are encoder-decoders. docs/ablation.md names
+Source: the rows of Narang et al. 2021, arXiv:2102.11972, table 1; theirs are encoder-decoders. docs/evidence/ablation.md names
 the rows that are not here. Parts that the package does not have are in ablate_parts.py.
 """
 

@@ -1,14 +1,22 @@
 """The keys of every stage with type, default and meaning: in the JSON schema, and in the help of the commands."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from alignment import cli
-from alignment.config.schema import ConfigKey, attribute_texts, config_keys, schema_of
+from alignment.config.load import packaged_folder
+from alignment.config.schema import ConfigKey, config_keys, packaged_schema
 from alignment.pipeline.stages import STAGES, find_stage
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from schemas import attribute_texts, schema_of  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Settings(Base):
 
 
 def test_keys_have_types_defaults_and_texts():
-    keys = {key.name: key for key in config_keys(Settings)}
+    keys = {key.name: key for key in config_keys(schema_of(Settings))}
     assert keys["rate"] == ConfigKey("rate", "number", "0.5", "of the base, in two lines.")
     assert keys["high"] == ConfigKey("high", "integer | null", "null", "bounds.")
     assert keys["name"].default is None  # required
@@ -106,7 +114,23 @@ def test_a_text_ends_with_its_section():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_key_of_a_stage_is_described(stage):
-    assert [key.name for key in config_keys(find_stage(stage)[0]) if not key.text] == []
+    assert [key.name for key in config_keys(packaged_schema(stage)) if not key.text] == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_packaged_schema_is_that_of_the_config_class(stage):
+    assert packaged_schema(stage) == json.loads(json.dumps(schema_of(find_stage(stage)[0]))), "run `make schemas`"
+
+
+def test_every_packaged_schema_is_that_of_a_stage():
+    assert {path.stem for path in (packaged_folder("configs") / "schemas").iterdir()} == set(STAGES)
+
+
+@pytest.mark.parametrize("words", ["sft --help", "ppo --help all", "evaluate winrate --help data", "schema dpo"])
+def test_help_and_schema_load_no_torch(words):
+    program = "import sys; from alignment.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, *words.split()]
+    assert "data" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
 
 
 def test_the_schema_refuses_unknown_keys_and_names_required_ones():
@@ -122,7 +146,7 @@ def test_help_shows_the_keys_that_matter_first_then_all_then_one(command, capsys
         assert cli.main([*command, "--help", *topic]) == 0
         return capsys.readouterr().out
 
-    keys = config_keys(find_stage(command[-1].replace("-", "_"))[0])
+    keys = config_keys(packaged_schema(command[-1].replace("-", "_")))
     lines = [line for line in shown().partition("keys that matter first")[2].splitlines() if line.startswith("  ")]
     assert len(lines) <= 20 and "data.train (required)" in "".join(lines)
     everything = shown("all")

@@ -10,9 +10,9 @@ from huggingface_hub import ModelCard
 
 import alignment
 from alignment.evaluation.report import model_card
-from alignment.evaluation.report.model_card import shortened
+from alignment.evaluation.report.model_card import card_text, shortened
 from alignment.files import CARD
-from alignment.pipeline.stages import find_stage, write_card_of
+from alignment.pipeline.stages import write_card_of
 from alignment.training.run.lineage import directory_hash
 from tests.conftest import read_lines
 
@@ -30,10 +30,6 @@ def settings_of(run: Path, **changes) -> None:
         digest = "0" * (64 if Path(changes["policy"]).is_dir() else 40)
         lineage = json.loads((run / "lineage.json").read_text()) | {"parents": {changes["policy"]: digest}}
         (run / "lineage.json").write_text(json.dumps(lineage))
-
-
-def card_text(run: Path) -> str:
-    return model_card.card_text(run, find_stage("dpo")[0])
 
 
 def test_the_card_says_what_the_run_has_recorded(run, stage, world):

@@ -11,7 +11,7 @@ from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
-from alignment.planning.plan import CHARACTERS, Data, Plan, make_plan, read_training_rows
+from alignment.planning.plan import CHARACTERS, SMALLER, Data, Plan, make_plan, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
@@ -129,6 +129,13 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     if device.assumed:
         cards = ", ".join(f"{name} {rates['bf16']:.0f} in bf16" for name, rates in PEAK_TFLOPS.items())
         yield f"the card is taken to be an {device.name}; give --tflops for another one: {cards}"
+
+
+def require_fit(plan: Plan, source: str) -> None:
+    """Refuse a run that does not fit its device."""
+    if plan.fits is False:
+        lacking = (plan.needed - (plan.device.memory or 0)) / GB
+        raise UserError(f"{source} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 # For machines

@@ -40,29 +40,71 @@ EXPECTED = {  # pydantic error type -> what the value must be
     "none_required": "must be null", "string_type": "must be text", "tuple_type": "must be a list",
 }  # fmt: skip
 
-KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, and what differs
-    "base_model": "policy", "beta": "kl_coef", "bf16": "training.precision (fp32 or bf16)", "cliprange": "clip_range",
-    "cliprange_value": "value_clip_range", "dataset_name": "data.train",
-    "eval_steps": "training.evaluate_every_steps", "fp16": "training.precision (fp32 or bf16)",
+KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers, axolotl, LLaMA-Factory or OpenRLHF -> our key, and what differs; `|`: or
+    "actor_learning_rate": "optim.learning_rate", "advantage_estimator": "advantages",
+    "apply_chat_template": "data.as_messages", "base_model": "policy", "beta": "kl_coef",
+    "bf16": "training.precision=bf16", "buffer_size": "data.shuffle_buffer",
+    "center_rewards_coefficient": "center_coef", "chat_template_path": "chat_template", "cliprange": "clip_range",
+    "cliprange_value": "value_clip_range", "completion_only_loss": "loss_on (completion or all)",
+    "critic_learning_rate": "value_optim.learning_rate", "critic_pretrain": "value_model",
+    "cutoff_len": "data.max_length", "dataset": "data.train", "dataset_name": "data.train",
+    "dataset_text_field": "data.columns (our name of a column: the file's)", "datasets": "data.train",
+    "delta": "dual_clip", "eps_clip": "clip_range", "epsilon": "clip_range", "epsilon_high": "clip_range_high",
+    "eval_dataset": "data.evaluation", "eval_steps": "training.evaluate_every_steps",
+    "eval_strategy": "training.evaluate_every_steps",
+    "finetuning_type": "adapter.kind (lora; without an adapter every weight trains)",
+    "fp16": "training.precision (bf16 or fp32; there is no fp16)", "freezing_actor_steps": "value_warmup_steps",
+    "generate_max_len": "max_new_tokens",
     "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
-    "init_kl_coef": "kl_coef", "lam": "gae_lambda", "load_in_4bit": "weights.quantize=nf4",
+    "importance_sampling_level": "ratio (token or sequence)", "init_kl_coef": "kl_coef",
+    "input_key": "data.columns (our name of a column: the file's)",
+    "interleave_probs": "data.mixing=weights (each source of data.train has a weight)",
+    "kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight", "lam": "gae_lambda",
+    "lambd": "gae_lambda", "load_best_model_at_end": "training.keep_best", "load_in_4bit": "weights.quantize=nf4",
     "load_in_8bit": "weights.quantize=int8", "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
-    "lora_r": "adapter.rank", "lora_target_modules": "adapter.layers", "lr": "optim.learning_rate",
-    "lr_scheduler": "optim.schedule", "lr_scheduler_type": "optim.schedule",
-    "max_completion_length": "max_new_tokens",
-    "max_prompt_length": "data.max_length (tokens of prompt and response together)",
+    "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_target": "adapter.layers",
+    "lora_target_linear": "adapter.layers=all-linear", "lora_target_modules": "adapter.layers",
+    "loss_type": "loss|loss_normalization", "lr": "optim.learning_rate", "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule", "mask_history": "data.turns=last",
+    "max_completion_length": "max_new_tokens", "max_epochs": "epochs|training.epochs",
+    "max_prompt_length": "data.max_length (tokens of prompt and response together)", "max_samples": "data.max_rows",
     "max_seq_length": "data.max_length",
-    "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)", "model_name_or_path": "policy",
-    "num_epochs": "training.epochs", "num_generations": "responses_per_prompt", "num_ppo_epochs": "epochs",
-    "num_train_epochs": "training.epochs", "output_dir": "output", "peft_config": "adapter",
+    "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "micro_train_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "model_name_or_path": "policy", "n_samples_per_prompt": "responses_per_prompt",
+    "neftune_noise_alpha": "neftune_alpha", "num_episodes": "training.epochs", "num_epochs": "training.epochs",
+    "num_generations": "responses_per_prompt", "num_iterations": "epochs", "num_ppo_epochs": "epochs",
+    "num_train_epochs": "training.epochs", "optimizer": "optim.name", "output_dir": "output",
+    "peft_config": "adapter",
     "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
-    "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
-    "quantization": "weights.quantize (nf4 or int8)", "quantize": "weights.quantize (nf4 or int8)",
-    "r": "adapter.rank", "ref_model": "reference", "report_to": "training.trackers",
-    "reward_funcs": "rewards (a list of entries, such as function: module:name)", "reward_model_path": "reward_model",
-    "reward_weights": "rewards (each entry has a weight)", "save_steps": "training.save_every_steps",
-    "save_total_limit": "training.keep_last_checkpoints", "sequence_len": "data.max_length",
-    "sft_model_path": "policy", "target_modules": "adapter.layers",
+    "per_device_train_batch_size": "training.batch_size (rows per update over all devices)", "ppo_epochs": "epochs",
+    "ppo_target": "kl_target", "precompute_ref_log_probs": "reference_log_probs=cache", "pref_beta": "beta",
+    "pref_ftx": "sft_coef", "pref_loss": "loss", "prompt_data": "data.train",
+    "prompt_max_len": "data.max_length (tokens of prompt and response together)", "ptx_coef": "pretrain_coef",
+    "quantization": "weights.quantize (nf4 or int8)", "quantization_bit": "weights.quantize (nf4 or int8)",
+    "quantize": "weights.quantize (nf4 or int8)", "r": "adapter.rank", "ref_model": "reference",
+    "report_to": "training.trackers", "reward_funcs": "rewards (a list of entries, such as function: module:name)",
+    "reward_model_path": "reward_model", "reward_pretrain": "reward_model",
+    "reward_weights": "rewards (each entry has a weight)",
+    "rollout_batch_size": "training.batch_size (prompts of an iteration)", "run_name": "training.tracking.name",
+    "save_path": "output", "save_steps": "training.save_every_steps", "save_strategy": "training.save_every_steps",
+    "save_total_limit": "training.keep_last_checkpoints", "saves_per_epoch": "training.save_every_steps",
+    "scale_rewards": "advantages (dr_grpo does not divide by the deviation)", "sequence_len": "data.max_length",
+    "sft_model_path": "policy", "simpo_gamma": "gamma", "target_modules": "adapter.layers",
+    "template": "chat_template", "train_batch_size": "training.batch_size (rows per update over all devices)",
+    "train_on_inputs": "loss_on=all", "train_on_prompt": "loss_on=all", "use_dora": "adapter.kind=dora",
+    "use_kl_loss": "kl_in=loss", "use_rslora": "adapter.rank_stabilized", "use_vllm": "servers.urls",
+    "val_set_size": "data.evaluation_share", "val_size": "data.evaluation_share", "value_clip": "value_clip_range",
+    "vllm_num_engines": "servers.urls", "wandb_project": "training.tracking.project",
+}  # fmt: skip
+NEEDLESS = {  # key of another library -> why there is none here
+    **dict.fromkeys(("packing", "sample_packing", "padding_free"), "rows always lie end to end and see only themselves"),
+    **dict.fromkeys(("flash_attn", "flash_attention", "attn_implementation"), "attention takes the fastest kernel that fits by itself"),
+    **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "the command has --launch, such as launch/zero3 or launch/fsdp2"),
+    "assistant_only_loss": "loss_on=completion, the default, counts responses alone; data.turns chooses the turns",
+    "device_map": "a model lies whole on its device; the command has --launch launch/fsdp2 to spread it",
+    "logging_steps": "every update is logged",
+    "resume_from_checkpoint": "the same command goes on with a stopped run",
 }  # fmt: skip
 
 
@@ -190,10 +232,12 @@ def _expected(cls: type, located: _Located) -> str:
 
 
 def _key_here(cls: type, name: str) -> str:
-    """Our name for a key of another library or another section; empty where it is unknown."""
-    ours = KEYS_OF_OTHER_LIBRARIES.get(name, "")
-    if ours and has_key(cls, tuple(re.split("[ =]", ours)[0].split("."))):
-        return f"here it is called {ours}"
+    """Our name for a key of another library or another section, or why none is needed; empty where it is unknown."""
+    if name in NEEDLESS:
+        return f"there is none here: {NEEDLESS[name]}"
+    for ours in filter(None, KEYS_OF_OTHER_LIBRARIES.get(name, "").split("|")):
+        if has_key(cls, tuple(re.split("[ =]", ours)[0].split("."))):
+            return f"here it is called {ours}"
     below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if has_key(cls, (field.name, name))]
     return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""
 

@@ -1,19 +1,19 @@
-"""JSON schema of a config, its keys and the help on them, from its dataclasses and their docstrings."""
+"""The packaged JSON schemas of the stages' configs, their keys, and the help on them.
 
-import inspect
+scripts/schemas.py writes the schemas from the dataclasses, so that to read them takes no torch.
+"""
+
 import json
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from alignment.config.load import packaged_names
+from alignment.config.load import packaged_folder, packaged_names
 from alignment.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
-    from pydantic_core.core_schema import DataclassSchema
 
 FIRST = {  # stage -> keys that matter first, beside the required ones
     "": (
@@ -30,8 +30,6 @@ FIRST = {  # stage -> keys that matter first, beside the required ones
     "finetune": ("task", "format"),
     "winrate": ("judge", "reward_model", "max_new_tokens", "temperature", "best_of"),
 }  # fmt: skip
-
-NAMES = re.compile(r"    (\w+(?:, \w+)*): (.*)")  # "name: text", or "one, two: text", of an Attributes section
 
 
 class ConfigKey(NamedTuple):
@@ -51,44 +49,13 @@ class ConfigKey(NamedTuple):
     text: str
 
 
-def schema_of(cls: type) -> "JsonSchemaValue":
-    """JSON schema (draft 2020-12) of a config class, each key described by its entry in the docstring."""
-    from pydantic import TypeAdapter
-    from pydantic.json_schema import GenerateJsonSchema
-
-    class Described(GenerateJsonSchema):
-        def dataclass_schema(self, schema: "DataclassSchema") -> "JsonSchemaValue":
-            made, texts = super().dataclass_schema(schema), attribute_texts(schema["cls"])
-            for each in fields(schema["cls"]):
-                value = made["properties"][each.name]
-                value.pop("title", None)
-                value |= {"description": texts[each.name]} if each.name in texts else {}
-                if each.default_factory is not MISSING and not is_dataclass(made_default := each.default_factory()):
-                    value["default"] = made_default
-            summary = inspect.getdoc(schema["cls"]) or ""
-            return made | {"description": summary.split("\n\n")[0], "additionalProperties": False}
-
-    return TypeAdapter(cls).json_schema(schema_generator=Described)
+def packaged_schema(stage: str) -> "JsonSchemaValue":
+    """The JSON schema of a stage's config as packaged, for editors too: configs/schemas/STAGE.json."""
+    return json.loads((packaged_folder("configs") / "schemas" / f"{stage}.json").read_text(encoding="utf-8"))
 
 
-def attribute_texts(cls: type) -> dict[str, str]:
-    """The text of each attribute in the Attributes sections of a class and its bases."""
-    texts: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        _, _, section = (inspect.cleandoc(each.__dict__.get("__doc__") or "")).partition("\nAttributes:\n")
-        names: list[str] = []
-        for line in section.partition("\n\n")[0].splitlines():
-            if found := NAMES.fullmatch(line):
-                names = found[1].split(", ")
-                texts |= dict.fromkeys(names, found[2])
-            else:
-                texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
-    return texts
-
-
-def config_keys(cls: type) -> list[ConfigKey]:
-    """All keys of a config class, with the keys of its sections, in the order of the class."""
-    schema = schema_of(cls)
+def config_keys(schema: "JsonSchemaValue") -> list[ConfigKey]:
+    """All keys of a config, with the keys of its sections, in the order of its class."""
     return list(_keys(schema, schema.get("$defs", {})))
 
 
@@ -135,12 +102,12 @@ def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
     return {"array": "list", "object": "mapping"}.get(kind, kind)
 
 
-def describe_keys(cls: type, stage: str, width: int, topic: str | None = None) -> str:
-    """Describe the packaged configs of a stage and keys of its config class, in lines at most `width` wide.
+def describe_keys(stage: str, width: int, topic: str | None = None) -> str:
+    """Describe the packaged configs of a stage and the keys of its config, in lines at most `width` wide.
 
     `topic` None: the required keys and `FIRST`, a line each. `all`: every key. Else the key or section of that name.
     """
-    keys = config_keys(cls)
+    keys = config_keys(packaged_schema(stage))
     if topic not in (None, "all"):
         names = {key: re.sub(r"\{.*?\}|\[\]", "", key.name) for key in keys}  # adapter{lora,dora}.rank is adapter.rank
         chosen = [key for key in keys if f".{topic}." in f".{names[key]}."]

@@ -93,5 +93,5 @@ def write_card_of(directory: Path) -> None:
     from alignment.evaluation.report.model_card import write_card
     from alignment.evaluation.run_log import read_stage_record
 
-    if (directory / "model").is_dir() and (stage := read_stage_record(directory).name) in STAGES:
-        write_card(directory, find_stage(stage)[0])
+    if (directory / "model").is_dir() and read_stage_record(directory).name in STAGES:
+        write_card(directory)

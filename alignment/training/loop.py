@@ -90,6 +90,7 @@ def fit(
         observe: called with the update's number at every evaluation, such as to write samples.
         remembers: what `update` knows of the updates before, for checkpoints.
     """
+    run.show_first_rows(stream.rows_at)
     to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)

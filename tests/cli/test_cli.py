@@ -125,6 +125,44 @@ def test_help_lists_the_verbs(capsys):
     assert all(verb in shown for verb in verbs.split())
 
 
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "alignment 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "some", "none"),
+    [
+        ("alignment online-", {"online-dpo"}, {"sft"}),
+        ("alignment sft ", {"sft/tiny", "mine.yaml"}, {"dpo/tiny", "launch/ddp"}),
+        ("alignment online-dpo ", {"online_dpo/tiny"}, {"dpo/tiny"}),
+        ("alignment evaluate judge ", {"evaluate/judge_tiny"}, {"sft/tiny"}),
+        ("alignment plan ", {"sft/tiny", "dpo/tiny"}, {"launch/ddp"}),
+        ("alignment dpo dpo/tiny_k", {"dpo/tiny_kto"}, {"dpo/tiny", "mine.yaml"}),
+        ("alignment dpo dpo/tiny --launch ", {"launch/zero3"}, {"dpo/tiny"}),
+        ("alignment run q", {"quickstart"}, {"hh"}),
+    ],
+)
+def test_the_shell_completes_commands_and_packaged_names(installed, monkeypatch, capsys, words, some, none):
+    """As bash asks, after `alignment --install-completion`."""
+    shutil.copytree(ROOT / "recipes" / "quickstart", installed.parent / "recipes" / "quickstart")
+    Path("mine.yaml").touch()
+    monkeypatch.setenv("_ALIGNMENT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    offered = set(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and some <= offered and not none & offered
+
+
+def test_the_script_for_completion_names_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("typer.completion._get_shell_name", lambda: "bash")
+    with pytest.raises(SystemExit):
+        cli.main(["--show-completion"])
+    assert "_ALIGNMENT_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
 def test_a_finished_run_is_repeated_on_request_alone(stage):
     assert cli.main(["sft", str(stage.file)]) == cli.main(["sft", str(stage.file), "rate=0.2", "--again"]) == 0
     assert [(config.rate, config.training.again) for config in stage.configs] == [(0.1, False), (0.2, True)]

@@ -8,7 +8,7 @@ import torch
 
 from alignment.cli import main
 from alignment.config.load import build
-from alignment.config.schema import config_keys
+from alignment.config.schema import config_keys, packaged_schema
 from alignment.config.yaml_source import SourcedYaml, override, parse_yaml
 from alignment.errors import UserError, raise_all
 from alignment.pipeline.stages import find_stage
@@ -132,6 +132,18 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
         ("ppo", "num_generations=8", "responses_per_prompt"),
         ("ppo", "beta=0.04", "kl_coef"),
         ("ppo", "max_completion_length=64", "max_new_tokens"),
+        ("ppo", "loss_type=dr_grpo", "loss_normalization"),
+        ("dpo", "loss_type=ipo", "loss"),
+        ("ppo", "max_epochs=2", "epochs"),
+        ("sft", "max_epochs=2", "training.epochs"),
+        ("sft", "load_in_8bit=true", "weights.quantize=int8"),
+        ("sft", "fp16=true", "training.precision (bf16 or fp32; there is no fp16)"),
+        ("sft", "cutoff_len=512", "data.max_length"),
+        ("sft", "sequence_len=512", "data.max_length"),
+        ("sft", "template=llama3", "chat_template"),
+        ("sft", "finetuning_type=lora", "adapter.kind (lora; without an adapter every weight trains)"),
+        ("sft", "num_train_epochs=2", "training.epochs"),
+        ("ppo", "use_vllm=true", "servers.urls"),
     ],
 )
 def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, verb, setting, advice):
@@ -139,11 +151,16 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
     assert refusal(verb, setting).splitlines()[0] == said
 
 
+@pytest.mark.parametrize("setting", ["packing=true", "flash_attn=fa2", "deepspeed=zero3.json", "logging_steps=1"])
+def test_keys_that_are_not_needed_here_are_told_why(refusal, setting):
+    assert f"{setting.partition('=')[0]}: unknown key; there is none here: " in refusal("sft", setting)
+
+
 def test_every_key_that_another_program_s_name_leads_to_exists():
     from alignment.config.load import KEYS_OF_OTHER_LIBRARIES, has_key
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
-    for ours in KEYS_OF_OTHER_LIBRARIES.values():
+    for ours in "|".join(KEYS_OF_OTHER_LIBRARIES.values()).split("|"):
         key = tuple(re.split("[ =]", ours)[0].split("."))
         assert any(has_key(cls, key) for cls in classes), ours
 
@@ -172,7 +189,11 @@ def limits(cls: type, document: SourcedYaml) -> set[str]:
 def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, monkeypatch):
     monkeypatch.setattr("alignment.config.load.raise_all", partial(raise_all, cap=1000))
     cls, good = find_stage(verb)[0], parse_yaml(GOOD[verb], "run.yaml")
-    keys = [key.name for key in config_keys(cls) if re.search("integer|number", key.type) and "{" not in key.name]
+    keys = [
+        key.name
+        for key in config_keys(packaged_schema(verb))
+        if re.search("integer|number", key.type) and "{" not in key.name
+    ]
     wrong = [f"{key}=-7" for key in keys if "[" not in key]
     alone = set()
     for each in wrong:

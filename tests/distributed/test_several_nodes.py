@@ -158,7 +158,7 @@ def test_scripts_parse_and_name_variables_and_flags_that_are_known(script):
 
 
 def test_the_page_on_servers_names_keys_that_there_are():
-    page = (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/run/nodes.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`servers\.(\w+)`", page))
     assert named == {field.name for field in fields(ServersConfig)}
     for name in re.findall(r"configs/launch/\w+\.\w+", page):

@@ -11,7 +11,7 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.metrics import new_alarms
 from alignment.algorithms.ppo.state import Alarms
 from alignment.cli import main
-from alignment.config.schema import config_keys
+from alignment.config.schema import config_keys, packaged_schema
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.evaluation.diagnosis import (
@@ -24,7 +24,6 @@ from alignment.evaluation.diagnosis import (
     settings_to_try,
 )
 from alignment.evaluation.run_log import RunLog, Series, columns, read_run_log
-from alignment.pipeline.stages import find_stage
 from alignment.training import OptimConfig
 
 N = 40
@@ -216,7 +215,7 @@ def test_a_policy_whose_rewards_differ_around_the_same_mean_has_moved():
 
 def test_every_key_that_is_ever_proposed_is_one_of_a_stage():
     stages = ("sft", "reward", "dpo", "ppo", "online_dpo", "distill")
-    known = {key.name for name in stages for key in config_keys(find_stage(name)[0])}
+    known = {key.name for name in stages for key in config_keys(packaged_schema(name))}
     assert {one.key for symptom in SYMPTOMS for one in symptom.advice} | {one.key for one in OVERFLOW_ADVICE} <= known
 
 

@@ -39,6 +39,7 @@ def update_on_rollouts(
 
     The run ends early where its KL budget is spent, or where the evaluation on held-out prompts no longer improves.
     """
+    run.show_first_rows(data.prompts.rows_at)
     training, held_out = config.training, state.held_out
     save = partial(save_policy, state.policy, state.start, run.output, max_shard_size=training.max_shard_size)
     result = Result(run, state.policy, training, save, evaluated=held_out is not None)

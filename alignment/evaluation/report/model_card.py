@@ -17,7 +17,7 @@ from huggingface_hub import ModelCardData, metadata_load, try_to_load_from_cache
 from jinja2 import StrictUndefined, Template
 
 from alignment.adapters.files import is_adapter, read_adapter_config
-from alignment.config.schema import config_keys
+from alignment.config.schema import config_keys, packaged_schema
 from alignment.config.yaml_source import read_yaml
 from alignment.data.rows.files import hub_source
 from alignment.evaluation.report.html import TEMPLATES, format_cell, format_share
@@ -37,9 +37,9 @@ CLASSES = {  # ending of the class that opens a model, by peft's task type, and 
 }  # fmt: skip
 
 
-def write_card(run: Path, config_class: type) -> None:
-    """Write `model/README.md` of a run of the stage with this config; one that a user wrote or edited stays as it is."""
-    path, text = run / "model" / CARD, card_text(run, config_class)
+def write_card(run: Path) -> None:
+    """Write `model/README.md` of a training run; one that a user wrote or edited stays as it is."""
+    path, text = run / "model" / CARD, card_text(run)
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if before in ("", _marked(before.rpartition("\n<!--")[0])):
         write_text(path, _marked(text))
@@ -52,7 +52,7 @@ def _marked(text: str) -> str:
     )
 
 
-def card_text(run: Path, config_class: type) -> str:
+def card_text(run: Path) -> str:
     """The card of a run's model, without its mark."""
     lineage, config = read_json_object(run / "lineage.json"), read_yaml(run / "config.yaml").values or {}
     ancestors, datasets = list(_ancestors(run)), sorted(_hub_datasets(config))
@@ -81,7 +81,7 @@ def card_text(run: Path, config_class: type) -> str:
         datasets=datasets,
         licenses=licenses,
         notes=[note for note in lineage.get("notes", []) if NOTED.match(note)],
-        settings=_changed_settings(config_class, config),
+        settings=_changed_settings(lineage["stage"], config),
         metrics=list(_headlines(run)),
         win_rates=list(_win_rates(run)),
         parents=dict.fromkeys((name, digest) for name, digest, _ in ancestors),
@@ -136,9 +136,9 @@ def _hub_datasets(config: Config) -> set[str]:
     return {source[0] for source in found if source}
 
 
-def _changed_settings(config_class: type, config: Config) -> dict[str, str]:
+def _changed_settings(stage: str, config: Config) -> dict[str, str]:
     """Values that differ from their defaults, by dotted key."""
-    keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(config_class)}
+    keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(packaged_schema(stage))}
     settings = flatten_settings(without_runtime_keys(config))
     return {key: value for key, value in settings if value != str(json.loads(keys.get(key, "null")))}
 

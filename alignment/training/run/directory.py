@@ -140,6 +140,12 @@ class Run:
             self._print(f"signal {self.requested[0]} came when the run was finished; its model is written")
             signal.raise_signal(self.requested[0])  # now with the effect that it has outside a run
 
+    def show_first_rows(self, rows_at: Callable[[int], Sequence[object]]) -> None:
+        """End a dry run here, where all is ready for the first update, whose rows it shows."""
+        if (show := DRY_RUN.get()) is not None:
+            show(self, rows_at(0))
+            raise _DryRunEnd
+
     def steps(self, first: int, total: int) -> Iterator[int]:
         """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request: then SystemExit.
 
@@ -401,3 +407,21 @@ def update_callback(callback: OnUpdate | None) -> Iterator[None]:
         yield
     finally:
         UPDATE_CALLBACK.reset(token)
+
+
+class _DryRunEnd(Exception):
+    """The end of a dry run, before its first update."""
+
+
+DRY_RUN: ContextVar[Callable[[Run, Sequence[object]], object] | None] = ContextVar("dry_run", default=None)
+
+
+@contextmanager
+def dry_run(show: Callable[[Run, Sequence[object]], object]) -> Iterator[None]:
+    """Let the run in this block end before its first update; `show` takes it and the rows of that update."""
+    token = DRY_RUN.set(show)
+    try:
+        with suppress(_DryRunEnd):
+            yield
+    finally:
+        DRY_RUN.reset(token)

@@ -1,0 +1,78 @@
+"""`alignment runs`: stage, state, metrics, base and differing settings of the runs below a folder, in 80 columns."""
+
+import fcntl
+import json
+import os
+
+import pytest
+import yaml
+
+from alignment import cli
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three runs of PPO, one finished, one stopped, one that goes on, and one of SFT; an evaluation is none."""
+
+    def write(name: str, stage: str, rows: list[dict], settings: dict, **lineage) -> None:
+        run = tmp_path / name
+        run.mkdir(parents=True)
+        (run / "lineage.json").write_text(json.dumps({"stage": stage, "parents": {}, **lineage}))
+        (run / "config.yaml").write_text(yaml.safe_dump({"output": str(run), **settings}))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(run / "config.yaml", (1_000_000, 1_000_000))
+        os.utime(run / "metrics.jsonl", (1_000_090, 1_000_090))
+
+    rows = [{"step": 1, "loss": 3.0, "score": 0.5}, {"step": 2, "loss": 2.0, "score": None, "kl": 0.25}]
+    base = {"policy": str(tmp_path / "mine/sft/model"), "data": {"train": "prompts.jsonl"}}
+    write("mine/sft", "sft", [{"step": 7, "loss": 1.234, "tokens": 9.0}], {"policy": "some/base"}, finished=7)
+    write("mine/ppo", "ppo", rows, {**base, "kl_coef": 0.1, "pretrain": None}, finished=2)
+    write("mine/stopped", "ppo", rows[:1], {**base, "kl_coef": 0.2, "pretrain": {"train": "text.jsonl"}})
+    write("running", "ppo", [], {**base, "kl_coef": 0.1, "pretrain": None})
+    (tmp_path / "winrate").mkdir()
+    (tmp_path / "winrate" / "lineage.json").write_text('{"stage": "winrate", "parents": {}}')
+    with (tmp_path / "running" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield tmp_path
+
+
+def test_the_table_has_state_steps_metrics_duration_and_base(folder, capsys):
+    assert cli.main(["runs", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    table = "\n".join(lines)
+    for run, words in {
+        "mine/ppo": ["ppo", "finished", " 2 ", "score 0.5", "kl 0.25", "after 0:01:30", " sft"],
+        "mine/sft": ["sft", "finished", " 7 ", "loss 1.23", " base"],
+        "mine/stopped": ["ppo", "stopped", " 1 ", "score 0.5"],
+        "running": ["ppo", "running", " 0 ", "after 0:00:00"],
+    }.items():
+        first = next(number for number, line in enumerate(lines) if line.lstrip().startswith(f"{run} "))
+        assert all(word in "\n".join(lines[first : first + 2]) for word in words), run
+    assert "winrate" not in table
+
+
+def test_settings_that_differ_are_listed_for_each_stage(folder, capsys):
+    assert cli.main(["runs", str(folder)]) == 0
+    assert capsys.readouterr().out.partition("\nppo: settings that differ\n")[2].splitlines() == [
+        "  mine/ppo: kl_coef=0.1",
+        '  mine/stopped: kl_coef=0.2 pretrain={"train": "text.jsonl"}',
+        "  running: kl_coef=0.1",
+    ]
+
+
+def test_json_has_all_metrics_and_the_same_differences(folder, capsys):
+    assert cli.main(["runs", str(folder), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (sft,) = (run for run in shown["runs"] if run["name"] == "mine/sft")
+    assert (sft["metrics"], sft["seconds"], sft["base"]) == ({"loss": 1.234, "tokens": 9.0}, 90, "some/base")
+    stopped = {"kl_coef": 0.2, "pretrain": {"train": "text.jsonl"}}
+    assert shown["differences"]["ppo"]["mine/stopped"] == stopped and "sft" not in shown["differences"]
+
+
+def test_a_folder_without_runs_and_a_broken_log_are_mistakes_of_the_user(folder, tmp_path, capsys):
+    assert cli.main(["runs", str(tmp_path / "winrate")]) == 2
+    assert "no training run lies in it or below it" in capsys.readouterr().err
+    (tmp_path / "mine/ppo/metrics.jsonl").write_text('{"step": \n')
+    assert cli.main(["runs", str(folder)]) == 2
+    assert "metrics.jsonl:1" in capsys.readouterr().err
