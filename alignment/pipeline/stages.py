@@ -90,8 +90,7 @@ def write_page(directory: Path) -> None:
 
 def write_card_of(directory: Path) -> None:
     """Write the card of the model in a training run's directory, where a stage of `STAGES` has written one."""
-    from alignment.evaluation.report.model_card import write_card
     from alignment.evaluation.run_log import read_stage_record
 
     if (directory / "model").is_dir() and read_stage_record(directory).name in STAGES:
-        write_card(directory)
+        importlib.import_module("alignment.evaluation.report.model_card").write_card(directory)

@@ -204,13 +204,24 @@ class Run:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Write texts of update `step`, of equal columns, to samples.jsonl, and as a table to the trackers that have one."""
-        for row in rows if self.is_main else ():
+        if not self.is_main or not rows:
+            return
+        for row in rows:
             self._append("samples.jsonl", {"step": step, **row})
-        if self.is_main and rows:
-            text = yaml.safe_dump([dict(row) for row in rows], sort_keys=False, allow_unicode=True)
-            self._board.add_text("samples", "    " + text.replace("\n", "\n    "), step)  # shown as it is
-            names, values = list(rows[0]), [list(row.values()) for row in rows]
-            self._tell(lambda tracker: TABLES.get(tracker.name, TABLES[""])(tracker, step, names, values))
+        text = yaml.safe_dump([dict(row) for row in rows], sort_keys=False, allow_unicode=True)
+        self._board.add_text("samples", "    " + text.replace("\n", "\n    "), step)  # shown as it is
+        names, values = list(rows[0]), [list(row.values()) for row in rows]
+        by_name = {name: [row[name] for row in rows] for name in names}
+
+        def show(tracker):
+            if tracker.name in ("wandb", "clearml"):
+                tracker.log_table("samples", names, values, step=step)
+            elif tracker.name == "trackio":
+                tracker.log({"samples": import_module("trackio").Table(names, values)}, step=step)
+            elif tracker.name == "mlflow":  # which appends to its file
+                import_module("mlflow").log_table(by_name | {"step": [step] * len(rows)}, "samples.json")
+
+        self._tell(show)
 
     def _tell(self, call: Callable[..., object]) -> None:
         """Call a function with each tracker; the first failure of one is noted, and none ends the run."""
@@ -328,18 +339,6 @@ ARGUMENTS = {
     "mlflow": {"project": "experiment_name", "name": "run_name"},
     "aim": {"project": "experiment", "name": "run_name"},
     "dvclive": {},
-}
-# Functions that log a table of texts to a tracker: (tracker, step, names of columns, rows); "": it has no tables.
-TABLES: dict[str, Callable[..., object]] = {
-    "wandb": lambda tracker, step, names, rows: tracker.log_table("samples", names, rows, step=step),
-    "clearml": lambda tracker, step, names, rows: tracker.log_table("samples", names, rows, step=step),
-    "trackio": lambda tracker, step, names, rows: tracker.log(
-        {"samples": import_module("trackio").Table(names, rows)}, step=step
-    ),
-    "mlflow": lambda tracker, step, names, rows: import_module("mlflow").log_table(  # which appends
-        {name: [row[i] for row in rows] for i, name in enumerate(names)} | {"step": [step] * len(rows)}, "samples.json"
-    ),
-    "": lambda *_: None,
 }
 # Variables that count where the key is not set; other trackers read theirs themselves.
 VARIABLES = {
