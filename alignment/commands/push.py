@@ -68,8 +68,7 @@ def push_model(
 
 def _problems(model: Path) -> Iterator[str]:
     """The reasons why others could not open a directory as a model."""
-    members = read_members(model) if model.is_dir() else None
-    adapters = members or ([model] if is_adapter(model) else [])
+    adapters = [model] if is_adapter(model) else read_members(model) or []
     if not adapters and not (model / CONFIG).is_file():
         yield (
             f"{model}: no model directory, which has {CONFIG} or an adapter (a checkpoint has none); give a training run's "

@@ -30,7 +30,6 @@ from alignment.training.run.lineage import directory_hash, without_runtime_keys
 Config = Mapping[str, Any]
 NOTED = re.compile(r"(train|evaluation) [\w -]+: (?!prepared into|read from)|model/ holds ")  # notes of a run
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[^\s/,()]+/)*([^\s/,()]+/[^\s/,()]+)")
-SHA256 = 64  # digits: of a directory; what the Hub has is known by its commit, or not
 CLASSES = {  # ending of the class that opens a model, by peft's task type, and by ours where they differ
     "CAUSAL_LM": "CausalLM", "SEQ_2_SEQ_LM": "Seq2SeqLM", "SEQ_CLS": "SequenceClassification",
     "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
@@ -62,7 +61,8 @@ def card_text(run: Path) -> str:
     library, auto = _loader(run / "model")
     adapter = (config.get("adapter") or {}).get("kind")
     metadata = ModelCardData(
-        base_model=next((name for name, digest in [*starts.items()][-1:] if len(digest) < SHA256), None),
+        # A directory has a SHA-256, of 64 digits; what the Hub has is known by its commit, or not.
+        base_model=next((name for name, digest in [*starts.items()][-1:] if len(digest) < 64), None),
         library_name=library,
         license=licenses[0] if len(licenses) == 1 else None,
         tags=["alignment", lineage["stage"], *([adapter] if adapter else [])],
@@ -128,19 +128,19 @@ def _loader(model: Path) -> tuple[str, str]:
 
 def _hub_datasets(config: Config) -> set[str]:
     """Names of the Hub data sets whose rows were read."""
-    rows = {"train", "evaluation"}
-    named = (
-        leaf for key, leaf in leaves(config) if rows.intersection(key) and key[-1] in {*rows, "source", *range(999)}
-    )
-    found = (hub_source(leaf, "") for leaf in named if isinstance(leaf, str) and not os.path.exists(leaf))
-    return {source[0] for source in found if source}
+    parts = {"train", "evaluation"}
+    keys = {*parts, "source", *range(999)}  # the last one of a source's name
+    read = [
+        leaf for key, leaf in leaves(config) if parts.intersection(key) and key[-1] in keys and isinstance(leaf, str)
+    ]
+    return {found[0] for source in read if not os.path.exists(source) and (found := hub_source(source, ""))}
 
 
 def _changed_settings(stage: str, config: Config) -> dict[str, str]:
     """Values that differ from their defaults, by dotted key."""
     keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(packaged_schema(stage))}
-    settings = flatten_settings(without_runtime_keys(config))
-    return {key: value for key, value in settings if value != str(json.loads(keys.get(key, "null")))}
+    given = dict(flatten_settings(without_runtime_keys(config)))
+    return {key: value for key, value in given.items() if value != str(json.loads(keys.get(key, "null")))}
 
 
 def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
