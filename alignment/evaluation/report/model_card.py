@@ -128,19 +128,17 @@ def _loader(model: Path) -> tuple[str, str]:
 
 def _hub_datasets(config: Config) -> set[str]:
     """Names of the Hub data sets whose rows were read."""
-    parts = {"train", "evaluation"}
-    keys = {*parts, "source", *range(999)}  # the last one of a source's name
-    read = [
-        leaf for key, leaf in leaves(config) if parts.intersection(key) and key[-1] in keys and isinstance(leaf, str)
-    ]
-    return {found[0] for source in read if not os.path.exists(source) and (found := hub_source(source, ""))}
+    rows = {"train", "evaluation"}  # the keys of sources, which may be a list of names or of sections
+    keyed = ((key, leaf) for key, leaf in leaves(config) if rows & {*key} and key[-1] in {*rows, "source", *range(999)})
+    names = (leaf for _, leaf in keyed if isinstance(leaf, str) and not os.path.exists(leaf))
+    return {found[0] for name in names if (found := hub_source(name, ""))}
 
 
 def _changed_settings(stage: str, config: Config) -> dict[str, str]:
     """Values that differ from their defaults, by dotted key."""
     keys = {re.sub(r"\{.*?\}|\[\]", "", key.name): key.default or "null" for key in config_keys(packaged_schema(stage))}
-    given = dict(flatten_settings(without_runtime_keys(config)))
-    return {key: value for key, value in given.items() if value != str(json.loads(keys.get(key, "null")))}
+    given = flatten_settings(without_runtime_keys(config))
+    return {key: value for key, value in given if value != str(json.loads(keys.get(key, "null")))}
 
 
 def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
