@@ -131,6 +131,7 @@ class StageRecord:
     parents: Sequence[str] = ()
     seconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)  # lineage.json as it stands
 
 
 def read_log_rows(path: Path) -> list[dict[str, Any]]:
@@ -151,7 +152,7 @@ def read_stage_record(directory: Path) -> StageRecord:
     lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
     config = directory / "config.yaml"
     settings = read_yaml(config).values or {} if config.is_file() else {}
-    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings)
+    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings, lineage)
 
 
 def read_run_log(directory: str | Path) -> RunLog:

@@ -71,9 +71,12 @@ def full_data(name: str = "PPO") -> dict:
     return {
         "title": "A title & more",
         "summary": "What happened.",
-        "tables": [
-            [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
-        ],
+        "tables": {
+            "Two policies": [
+                {"Policy": "SFT", "Gold": 2.125, "Against SFT": None},
+                {"Policy": name, "Gold": 3.5, "Against SFT": rate},
+            ]
+        },
         "results": {"baseline": "SFT", "judge": "gold", "models": models},
         "stages": {"ppo": rows, "empty": [], name: path},
         "samples": [
@@ -180,7 +183,8 @@ def test_every_curve_of_a_chart_has_its_swatch_outside_the_drawing():
     assert re.findall(r'<li class="series-(\d)">([^<]+)</li>', legend) == [
         (str(i), name) for i, name in enumerate(labels)
     ]
-    assert "held out" not in drawing
+    assert "rejected, held out from 3 to 3" in re.findall(r"<desc>(.*?)</desc>", drawing)[0]
+    assert "held out" not in drawing.partition("</desc>")[2]
     assert "<li" not in curve_chart("Loss", curves[:1], "update")
 
 

@@ -1,7 +1,9 @@
 """Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ class Section:
     title: str
     lead: str = ""
     charts: Sequence[Chart] = ()
-    tables: Sequence[Sequence[Row]] = ()
+    tables: Sequence[Sequence[Row]] | Mapping[str, Sequence[Row]] = ()  # with captions, or under the section's title
     notes: Sequence[str] = ()  # such as the reason why a figure is missing
     points: Sequence[str] = ()  # sentences, as a list
     folded: Sequence[Chart] = ()  # charts that open with a click
@@ -39,6 +41,12 @@ class Section:
     samples: Sequence[Mapping[str, Any]] = ()
     # headline -> key -> value, that open with a click
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """True where there is nothing under the title and its lead."""
+        tables = self.tables.values() if isinstance(self.tables, Mapping) else self.tables
+        return not (self.points or self.charts or self.samples or any(tables))
 
 
 def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **content: object) -> Path:
@@ -54,9 +62,27 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["cell"] = _breakable_cell
+    environment.filters |= {"cell": _breakable_cell, "against": mark_differences}
     write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)
+
+
+def mark_differences(text: str, other: str) -> Markup:
+    """A text with the words that another one lacks as <ins>, and the words of the other one that it lacks as <del>."""
+    ours, theirs = (re.findall(r"\s*\S+", each) for each in (text, other))
+    matcher = SequenceMatcher(None, [word.strip() for word in theirs], [word.strip() for word in ours], autojunk=False)
+    marked = Markup("")
+    for kind, start, end, first, last in matcher.get_opcodes():
+        if kind in ("delete", "replace"):
+            marked += Markup("<del>{}</del>").format("".join(theirs[start:end]))
+        if first < last:
+            marked += Markup("{}" if kind == "equal" else "<ins>{}</ins>").format("".join(ours[first:last]))
+    return marked
+
+
+def short_path(path: str) -> str:
+    """The last two parts of a path, which tell runs and files of a recipe apart."""
+    return "/".join(Path(path).parts[-2:])
 
 
 def table_of(rows: Mapping[str, Mapping[str, object]], heading: str = "") -> list[Row]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from alignment.evaluation.diagnosis import Diagnosis, diagnose
 from alignment.evaluation.report.charts import (
     SERIES,
     Bar,
@@ -16,8 +17,9 @@ from alignment.evaluation.report.charts import (
     path_chart,
     rate_chart,
 )
-from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
+from alignment.evaluation.report.conclusions import account, end_interval
+from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page, short_path
+from alignment.evaluation.run_log import RunLog, StageRecord, columns, read_log_rows, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
@@ -37,7 +39,7 @@ OVEROPTIMIZATION = {  # metric -> title, note
     "gold_score": ("Gold score", "where it falls while the proxy rises, the policy exploits its reward model"),
 }
 SAMPLES_SHOWN = 8
-CHARTS_SHOWN = 3  # of a stage at least, where there are so many; the others are folded
+CHARTS_SHOWN = 3  # of each of several stages, and of a single one at least; the others are folded
 RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("loss", "perplexity", "accuracy"))
 LEADS = {
     "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
@@ -48,6 +50,10 @@ LEADS = {
     "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
     "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "
     "same scale.",
+    "doctor": "Symptoms that `alignment doctor --run` finds in a run's logs, their likely causes, and settings to try.",
+    "samples": "Words that the first response of a prompt lacks are underlined; words of it that are missing are struck "
+    "through.",
+    "rows": "The runs' own notes: rows that were read, dropped or cut, and warnings.",
     "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are single "
     "updates, the line is their moving average from the ring, where training begins, to the large dot, where it ends.",
 }
@@ -62,11 +68,11 @@ class Panel(NamedTuple):
 
 
 # Metric -> its panel; a panel of several metrics stands at the first one's.
-MAIN = {
-    "loss": Panel("Loss", "nats"),
+MAIN = {  # the one that tells most comes first
     "accuracy": Panel("Accuracy", "share of pairs ranked as labeled; ties count half"),
     "score": Panel("Score", "mean reward-model score per response"),
     "kl": Panel("KL to the reference", "nats per response"),
+    "loss": Panel("Loss", "nats"),
     "chosen_reward": Panel(
         "Implicit rewards", "beta times log-ratio", {"chosen_reward": "chosen", "rejected_reward": "rejected"}
     ),
@@ -98,60 +104,91 @@ def write_report(
     *,
     summary: str = "",
     verdicts: Sequence[str] = (),
-    tables: Sequence[Sequence[Row]] = (),
+    tables: Mapping[str, Sequence[Row]] = {},
     results: Mapping[str, Any] = {},
     stages: Mapping[str, Log] = {},
     samples: Sequence[Mapping[str, Any]] = (),
     lineage: Sequence[StageRecord] = (),
+    findings: Mapping[str, Sequence[Diagnosis]] = {},
+    further: Sequence[Section] = (),
+    together: bool = False,
 ) -> Path:
     """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script.
 
     Empty parts are left out.
 
     Args:
-        verdicts: sentences that say who won.
+        summary: begins with the sentence that says who won.
+        verdicts: more such sentences, as a list.
+        tables: caption -> rows.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
+        findings: stage -> what doctor found.
+        further: sections that stand behind the samples.
+        together: draw each metric of all stages in one chart.
     """
     models = results.get("models", {})
     paths = {name: log for name, log in stages.items() if any("kl" in line for line in log)}
-    names = [*models, *paths, *(name for sample in samples for name in sample["responses"])]
+    runs = stages if together else paths
+    names = [*models, *runs, *(name for one in samples for name, own in one["responses"].items() if "color" not in own)]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
     gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
-    gold_parts = {part: (part, "") for parts in gold.values() for part in parts}
+    gold_parts = {part: (part, "95 % interval" if part == "total" else "") for parts in gold.values() for part in parts}
+    totals = {name: model.get("gold_interval") for name, model in models.items()}
     pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
     moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
     charts = {
         "win-rates": ("Win rates", win_rate_charts(results, colors)),
-        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors)),
+        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors, totals=totals)),
         "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
         "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
     }
     colored = [
         {
             "prompt": sample["prompt"],
-            "responses": {name: {**own, "color": colors[name]} for name, own in sample["responses"].items()},
+            "responses": {name: {"color": colors.get(name), **own} for name, own in sample["responses"].items()},
         }
         for sample in samples
     ]
-    counts = {"win-rates": [_judgment_table(results)]}
+    counts = {"win-rates": _judgment_table(results)}
+    training = [Section("training", "Training", **_joint_charts(stages, colors))] if together else [*_training(stages)]
+    found = [f"{name}: {_finding(each)}" for name, own in findings.items() for each in own]
+    marked = any(len(sample["responses"]) > 1 for sample in samples)
+    notes = [f"{record.name}: {note}" for record in lineage for note in _row_notes(record)]
     sections = [
-        Section("results", "Results", points=verdicts, tables=[table for table in tables if table]),
-        *(Section(name, title, LEADS[name], own, counts.get(name, ())) for name, (title, own) in charts.items() if own),
-        Section("samples", "Samples", samples=colored),
-        *_training(stages),
+        Section("results", "Results", points=verdicts, tables=tables),
+        Section("doctor", "Doctor", LEADS["doctor"], points=found),
+        *(Section(name, title, LEADS[name], own, counts.get(name, {})) for name, (title, own) in charts.items() if own),
+        *training[: len(training) == 1],
+        Section("samples", "Samples", LEADS["samples"] if marked else "", samples=colored),
+        *further,
+        *training[len(training) == 1 :],
+        Section("rows", "Rows", LEADS["rows"], points=notes),
         _lineage(lineage),
     ]
-    shown = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
+    shown = [one for one in sections if not one.empty]
     return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _judgment_table(results: Results) -> list[Row]:
-    return [
+def _finding(found: Diagnosis) -> str:
+    settings = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
+    words = f"{found.symptom} (steps {found.steps[0]} to {found.steps[1]}). {found.evidence}. {found.cause}"
+    return f"{words} Try {settings}." if settings else words
+
+
+def _row_notes(record: StageRecord) -> list[str]:
+    """Notes of a run on its rows and of its alarms; those on memory, weights and the cache are left out."""
+    notes = record.lineage.get("notes", [])
+    return [note for note in notes if not note.startswith(("memory:", "weights:")) and " the cache: " not in note]
+
+
+def _judgment_table(results: Results) -> dict[str, list[Row]]:
+    """All figures of the judgments under a caption that says whose they are."""
+    if not any("win_rate" in model for model in results.get("models", {}).values()):
+        return {}
+    rows = [
         {
             "policy": name,
-            "baseline": results["baseline"],
-            "judge": results["judge"],
             "win rate": model["win_rate"],
             **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
             "orders disagree": model["inconsistent"]
@@ -166,6 +203,7 @@ def _judgment_table(results: Results) -> list[Row]:
         for name, model in results.get("models", {}).items()
         if "win_rate" in model
     ]
+    return {f"Against {results['baseline']}, judge: {results['judge']}": rows}
 
 
 def slope_cell(slope: Mapping[str, float] | None) -> str | None:
@@ -188,18 +226,27 @@ def win_rate_charts(results: Results, colors: Colors) -> list[Chart]:
 
 
 def part_charts(
-    label: str, scores: Models, parts: Mapping[str, tuple[str, str]], colors: Colors, *, one_scale: bool = False
+    label: str,
+    scores: Models,
+    parts: Mapping[str, tuple[str, str]],
+    colors: Colors,
+    *,
+    one_scale: bool = False,
+    totals: Mapping[str, Any] = {},
 ) -> list[Chart]:
     """A chart of the policies for each part of their scores, each on the scale of its part, or all on the same.
 
     Args:
         label: for screen readers, in front of the title.
         parts: key -> title and note.
+        totals: policy -> interval of its part `total`, or None.
     """
     charts = []
     for part, (title, note) in parts.items() if scores else ():
-        bars = [Bar(name, own[part], None, colors[name]) for name, own in scores.items() if part in own]
+        known = {name: totals.get(name) if part == "total" else None for name, own in scores.items() if part in own}
+        bars = [Bar(name, scores[name][part], interval, colors[name]) for name, interval in known.items()]
         scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
+        scaled += [end for interval in known.values() for end in interval or ()]
         charts.append(
             Chart(
                 title.partition(",")[0].capitalize(),
@@ -236,8 +283,46 @@ def _training(stages: Mapping[str, Log]) -> Iterator[Section]:
     for number, (name, log) in enumerate(stages.items(), 1):
         main = stage_charts(name, log, MAIN)
         further = stage_charts(name, log, further_panels(log))
-        moved = max(CHARTS_SHOWN - len(main), 0)
-        yield Section(f"training-{number}", f"Training: {name}", charts=main + further[:moved], folded=further[moved:])
+        shown = CHARTS_SHOWN if len(stages) > 1 else max(CHARTS_SHOWN, len(main))
+        charts = [*main, *further]
+        yield Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
+
+
+def _joint_charts(logs: Mapping[str, Log], colors: Colors) -> dict[str, list[Chart]]:
+    """Charts with a line for each run, dashed where it is held out; those of the main metrics shown, the others folded."""
+    drawn = dict[str, list[Chart]]()
+    rows = [line for log in logs.values() for line in log]
+    for place, panels in (("charts", MAIN), ("folded", further_panels(rows))):
+        metrics = [
+            (key, one, label) for key, one in panels.items() for key, label in (one.metrics or {key: ""}).items()
+        ]
+        for metric, panel, label in metrics:
+            curves = []
+            for name, log in logs.items():
+                for own, title in ((metric, name), (HELD_OUT + metric, f"{name}, held out")):
+                    known = _points(log, "step", own)
+                    curves += [Curve(title, *known, colors[name], dashed=own != metric)] if known[0] else []
+            title = ": ".join(filter(None, [panel.title, label]))
+            chart = [Chart(title, panel.note, curve_chart(f"Runs, {title}", tuple(curves), "update"))] if curves else []
+            drawn[place] = drawn.get(place, []) + chart
+    return drawn
+
+
+def ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
+    """The main metrics of a run at its beginning and end; of several runs the end, with the interval of its scatter."""
+    names = [key for panel, one in MAIN.items() for key in (one.metrics or {panel: ""})]
+    table = []
+    for metric in (prefix + name for name in names for prefix in ("", HELD_OUT)):
+        known = {name: run.series[metric] for name, run in runs.items() if metric in run.series}
+        ends: dict[str, object] = {name: end_interval(own) or own.last for name, own in known.items()}
+        if len(runs) == 1:
+            ends = (
+                {"first": own.first, "last": own.last, "lowest": min(own.values), "highest": max(own.values)}
+                if (own := next(iter(known.values()), None))
+                else {}
+            )
+        table += [{"metric": metric.replace("_", " "), **ends}] if ends else []
+    return table
 
 
 def further_panels(log: Log) -> dict[str, Panel]:
@@ -280,7 +365,7 @@ def _lineage(records: Sequence[StageRecord]) -> Section:
         tables=[[
             {
                 "stage": record.name,
-                "made from": ", ".join(record.parents),
+                "made from": ", ".join(map(short_path, record.parents)),
                 "hash": record.hash[:12],
                 "time": format_duration(record.seconds),
             }
@@ -302,24 +387,40 @@ def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterat
 # The report of one run
 
 
-def write_run_report(directory: Path) -> Path:
-    """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
+def write_run_report(directory: Path, path: Path | None = None) -> Path:
+    """Write the page of a single run: what happened, its metrics, data sources, curves, sampled texts, lineage.
+
+    Args:
+        path: of the page; None: `report.html` in the run's directory.
+    """
     record = read_stage_record(directory)
-    log = read_log_rows(directory / "metrics.jsonl")
+    log, samples = read_log_rows(directory / "metrics.jsonl"), read_log_rows(directory / "samples.jsonl")
+    run = RunLog(record.name, record.settings, *columns(log), samples)
+    findings = diagnose(run)
     return write_report(
-        directory / "report.html",
+        path or directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        tables=[source_table(directory, log)],
+        summary=account(run, record.lineage.get("finished", 0), findings),
+        tables={
+            "Beginning and end, means of the first and the last updates": ends_table({record.name: run}),
+            "Data sources": source_table(directory, log),
+        },
         stages={record.name: log},
-        samples=[
-            {
-                "prompt": row["prompt"],
-                "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
-            }
-            for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
-        ],
+        samples=logged_samples({"": samples}),
         lineage=[record],
+        findings={record.name: findings},
     )
+
+
+def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
+    """Prompts with the responses that runs logged to them: those with the most responses first, of equals the latest."""
+    found = dict[str, dict[str, Any]]()
+    for color, (name, rows) in enumerate(runs.items()):
+        for row in rows:
+            sample = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})
+            label = ", ".join(filter(None, [name, f"update {row['step']}"]))
+            sample["responses"][label] = {"text": row["response"], "score": row.get("score"), "color": color}
+    return sorted(found.values(), key=lambda sample: len(sample["responses"]))[: -SAMPLES_SHOWN - 1 : -1]
 
 
 def source_table(directory: Path, log: Log) -> list[dict[str, object]]:

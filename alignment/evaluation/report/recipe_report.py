@@ -1,15 +1,19 @@
 """The report of a recipe: curves of each stage, results of the evaluation, one table."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
+from alignment.evaluation.diagnosis import diagnose
+from alignment.evaluation.report.charts import Bar, bar_chart, padded_limits
+from alignment.evaluation.report.conclusions import account, winner
+from alignment.evaluation.report.html import Chart, Row, Section, format_cell, format_share, with_interval
 from alignment.evaluation.report.page import PAIR_PARTS, write_report
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
+from alignment.evaluation.report.reward_page import card_section
+from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 from alignment.settings import Settings
 
@@ -33,9 +37,11 @@ class ReportConfig(Settings):
     Attributes:
         output: directory of report.html.
         title: its heading.
-        summary: a sentence or two under it.
+        summary: a sentence or two under it, after the one that says who won.
         stages: name -> directory of each training run, in order.
         evaluation: directory of the results of `evaluate winrate`; None: the page has curves and lineage only.
+        reward_models: name -> directory of the card that `evaluate reward` wrote.
+        benchmarks: directory of the results of `evaluate benchmarks`.
     """
 
     output: str
@@ -43,31 +49,46 @@ class ReportConfig(Settings):
     summary: str = ""
     stages: dict[str, str] = field(default_factory=dict)
     evaluation: str | None = None
+    reward_models: dict[str, str] = field(default_factory=dict)
+    benchmarks: str | None = None
 
 
 def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
-    evaluation = config.evaluation and Path(config.evaluation) / "results.json"
+    evaluation, benchmarks = (
+        folder and Path(folder) / "results.json" for folder in (config.evaluation, config.benchmarks)
+    )
+    cards = {name: Path(folder) / "card.json" for name, folder in config.reward_models.items()}
+    wanted = {"winrate": [evaluation], "benchmarks": [benchmarks], "reward": cards.values()}
     raise_all(
-        [f"{evaluation}: not there; run `alignment evaluate winrate` first"]
-        if evaluation and not evaluation.is_file()
-        else []
+        f"{file}: not there; run `alignment evaluate {command}` first"
+        for command, files in wanted.items()
+        for file in files
+        if file and not file.is_file()
     )
     results = read_json_object(evaluation) if evaluation else {}
+    runs = {name: read_run_log(folder) for name, folder in config.stages.items() if metrics[name]}
+    findings = {name: diagnose(log) for name, log in runs.items()}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
     table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
+    finished = {record.name: record.lineage.get("finished", 0) for record in lineage}
+    ends = [account(runs[name], finished[name], findings[name]) for name in runs]
+    answer = winner(results) or " ".join(ends[-1:])
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
+    sections = [card_section(name, read_json_object(file)) for name, file in cards.items()]
     path = write_report(
         Path(config.output) / "report.html",
         config.title,
-        summary=config.summary,
+        summary=f"{answer} {config.summary}".strip(),
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
-        tables=[table, budgets],
+        tables={"Policies": table, "Training": budgets},
         results=results,
         stages=metrics,
         samples=results.get("samples", []),
         lineage=lineage,
+        findings=findings,
+        further=[*sections, *benchmark_sections(read_json_object(benchmarks) if benchmarks else {})],
     )
     print_results(results)
     print_table(budgets)
@@ -129,6 +150,24 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
             words += f" The judge's two orders contradict each other on {count} of them."
         sentences.append(words)
     return sentences
+
+
+def benchmark_sections(results: Mapping[str, Any]) -> Iterator[Section]:
+    """The section of `evaluate benchmarks`: each task's figures of each model, before and after training."""
+    charts, tables = list[Chart](), dict[str, list[Row]]()
+    for task, entry in results.get("tasks", {}).items():
+        figure, against = entry["figure"], entry["against"]
+        figures = {name: own[figure] for name, own in entry["models"].items()}
+        bars = [Bar(name, own["value"], (own["low"], own["high"])) for name, own in figures.items()]
+        limits = padded_limits([end for bar in bars for end in bar.interval or ()])
+        title, unit = f"Benchmark: {task}", f"{figure.replace('_', ' ')}, 95 % interval"
+        charts.append(Chart(title, unit, bar_chart(title, bars, limits=limits)))
+        tables[f"{task}: {entry['rows']} rows"] = [
+            {"model": name, **{key.replace("_", " "): value for key, value in own.items()},
+             f"change from {against}, {figure.replace('_', ' ')}": entry["differences"].get(name, {}).get(figure)}
+            for name, own in entry["models"].items()
+        ]  # fmt: skip
+    yield Section("benchmarks", "Benchmarks", "The same tasks on each model.", charts, tables)
 
 
 def print_results(results: Mapping[str, Any]) -> None:
