@@ -86,6 +86,7 @@ class RunLog:
     series: Mapping[str, Series]
     broken: Mapping[str, Sequence[int]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+    finished: int = 0  # updates of a run that has finished
 
     def series_of(self, name: str) -> Series | None:
         """A metric with lines enough to judge its course; None where it has fewer."""
@@ -164,4 +165,5 @@ def read_run_log(directory: str | Path) -> RunLog:
         raise UserError(f"{directory / 'metrics.jsonl'}: no update is logged, so there is nothing to judge yet")
     if wrong := [number for number, row in enumerate(rows, 1) if type(row.get("step")) is not int]:
         raise UserError(f"{directory / 'metrics.jsonl'}:{wrong[0]}: the line has no step; delete it")
-    return RunLog(record.name, record.settings or {}, *columns(rows), read_log_rows(directory / "samples.jsonl"))
+    samples = read_log_rows(directory / "samples.jsonl")
+    return RunLog(record.name, record.settings or {}, *columns(rows), samples, record.lineage.get("finished", 0))

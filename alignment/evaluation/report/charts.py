@@ -189,8 +189,10 @@ def label_list(curves: Sequence[Curve]) -> Markup:
 
 def _courses(curves: Sequence[Curve]) -> str:
     """Beginning, end and range of each line, in words."""
-    form = "{} from {:.3g} to {:.3g}, between {:.3g} and {:.3g}"
-    return "; ".join(form.format(one.label, one.y[0], one.y[-1], min(one.y), max(one.y)).strip() for one in curves)
+    return "; ".join(
+        f"{one.label} from {one.y[0]:.3g} to {one.y[-1]:.3g}, between {min(one.y):.3g} and {max(one.y):.3g}".strip()
+        for one in curves
+    )
 
 
 def padded_limits(values: Sequence[float]) -> tuple[float, float]:

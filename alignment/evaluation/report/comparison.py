@@ -1,26 +1,20 @@
 """A page on several runs (`alignment report RUN RUN`): training runs, evaluations of win rates, or both, side by side."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.diagnosis import diagnose
 from alignment.evaluation.report.conclusions import account, better_run, joined, winner
 from alignment.evaluation.report.html import Row, short_path
-from alignment.evaluation.report.page import (
-    ends_table,
-    flatten_settings,
-    logged_samples,
-    write_report,
-    write_run_report,
-)
+from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
 from alignment.evaluation.report.recipe_report import summary_rows, verdicts
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 
-OWN = ("output", "training.resume", "training.trackers", "training.tracking.")  # settings of which no result depends
+OWN = {"output", "resume", "trackers", "tracking"}  # settings that change no result
+Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -29,117 +23,107 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     Args:
         folders: directories of training runs, or of results of `evaluate winrate` with the same baseline and judge.
     """
-    evaluations = {folder: results for folder in folders if (results := read_evaluation(folder))}
-    trained = [folder for folder in folders if folder not in evaluations]
-    if len(folders) == 1 and trained:
-        return write_run_report(trained[0], path)
-    names = dict(zip(folders, short_names(folders), strict=True))
-    runs = {names[folder]: read_run_log(folder) for folder in trained}
-    records = [replace(read_stage_record(folder), name=names[folder]) for folder in trained]
-    findings = {name: diagnose(run) for name, run in runs.items()}
-    differing = settings_that_differ(records)
-    judged = join_evaluations({names[folder]: results for folder, results in evaluations.items()})
-    said = list(conclude(judged, {names[folder]: results for folder, results in evaluations.items()}))
+    named = dict(zip(short_names(folders), folders, strict=True))
+    evaluations = {name: results for name, folder in named.items() if (results := read_evaluation(folder))}
+    trained = {name: folder for name, folder in named.items() if name not in evaluations}
+    if len(named) == len(trained) == 1:
+        return write_run_report(folders[0], path)
+    runs = {name: read_run_log(folder) for name, folder in trained.items()}
+    records = [replace(read_stage_record(folder), name=name) for name, folder in trained.items()]
+    differing = differences(records)
+    judged = join_evaluations(evaluations)
+    said = winners(judged, evaluations)
     if len(runs) > 1:
         said.append(better_run(runs, [str(row["setting"]) for row in differing]))
-    finished = {record.name: record.lineage.get("finished", 0) for record in records}
     return write_report(
         path,
-        f"{joined(list(names.values()))} compared" if len(folders) > 1 else folders[0].name,
-        summary=" ".join(said),
-        verdicts=[
-            *verdicts(judged),
-            *(f"{name}: {account(run, finished[name], findings[name])}" for name, run in runs.items()),
-        ],
-        tables={
-            "Policies": summary_rows(judged),
-            "Settings that differ": differing,
-            "Metrics at the end, with the 95 % interval of the scatter of updates": ends_table(runs),
-        },
+        joined(list(named)) + " compared" * (len(named) > 1),
+        summary=" ".join(said).strip(),
+        verdicts=[*verdicts(judged), *(f"{name}: {account(run)}" for name, run in runs.items())],
+        tables={"Policies": summary_rows(judged), "Settings that differ": differing},
         results=judged,
-        stages={names[folder]: read_log_rows(folder / "metrics.jsonl") for folder in trained},
+        stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
+        runs=runs,
         samples=[
             *judged.get("samples", []),
-            *logged_samples({names[folder]: read_log_rows(folder / "samples.jsonl") for folder in trained}),
+            *logged_samples({name: run.samples for name, run in runs.items()}),
         ],
         lineage=records,
-        findings=findings,
         together=True,
     )
 
 
-def read_evaluation(folder: Path) -> dict[str, Any]:
-    """results.json of `evaluate winrate`; empty where the folder is a training run's."""
+def read_evaluation(folder: Path) -> Results:
+    """results.json of `evaluate winrate`; empty where the folder has none."""
     found = read_json_object(folder / "results.json") if (folder / "results.json").is_file() else {}
     return found if {"baseline", "judge", "models"} <= found.keys() else {}
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The ends of paths, as long as it takes to tell them apart."""
+    """The part of each path that tells it apart from the others, from the end; or its end, where one part does not."""
     paths = [folder.resolve().parts for folder in folders]
     if len(set(paths)) < len(paths):
         raise UserError(f"{joined([str(folder) for folder in folders])}: a run is named twice; name each once")
-    return next(
-        names
-        for length in range(1, max(map(len, paths)) + 1)
-        if len(set(names := ["/".join(parts[-length:]) for parts in paths])) == len(paths)
+    options = (
+        ["/".join(path[-depth:][:parts]) for path in paths]
+        for depth in range(1, max(map(len, paths)) + 1)
+        for parts in (1, depth)
     )
+    return next(names for names in options if len(set(names)) == len(names))
 
 
-def settings_that_differ(records: Sequence[StageRecord]) -> list[Row]:
-    """A row for each setting that is not the same in all runs; files and models are the same where their hashes are."""
-    settings = {record.name: dict(_settings(record)) for record in records}
+def differences(records: Sequence[StageRecord]) -> list[Row]:
+    """A row for each setting that is not the same in all runs, run -> value; a section that a run lacks is a single row."""
+    settings = {record.name: _settings(record) for record in records}
     keys = dict.fromkeys(key for own in settings.values() for key in own)
-    table = [{"setting": key, **{name: own.get(key) for name, own in settings.items()}} for key in keys]
-    return [row for row in table if len(set(list(row.values())[1:])) > 1]
+    lacking = tuple(f"{key}." for key in keys if any(other.startswith(f"{key}.") for other in keys))
+    rows = [{"setting": key} | {name: own.get(key, "...") for name, own in settings.items()} for key in keys]
+    return [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
 
 
-def _settings(record: StageRecord) -> Iterator[tuple[str, str]]:
+def _settings(record: StageRecord) -> dict[str, str]:
+    """Settings as dotted keys and text, with hashes of files and models: equal ones are equal wherever they lie."""
     hashes = {**record.lineage.get("parents", {}), **record.lineage.get("data", {})}  # by path, by key
-    yield "stage", record.lineage["stage"]
-    for key, value in flatten_settings(record.settings):
-        known = hashes.get(key) or hashes.get(value)
-        if not key.startswith(OWN):
-            yield key, f"{short_path(value)} ({known[:8]})" if isinstance(known, str) else value
+    return {
+        key: f"{short_path(value)} ({str(known)[:8]})" if (known := hashes.get(key, hashes.get(value))) else value
+        for key, value in flatten_settings({"stage": record.lineage["stage"], **record.settings})
+        if not OWN & {*key.split(".")}
+    }
 
 
-def join_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
     """Evaluations as one: the policies under their evaluation's name where there are several.
 
     Raises:
         UserError: The baselines or the judges differ, so that no chart can hold all win rates.
     """
-    for key in ("baseline", "judge"):
-        found = {name: results[key] for name, results in evaluations.items()}
-        why = "win rates against them are on different scales; write a report of each"
-        raise_all([f"{key}: {found}: {why}"] if len(set(found.values())) > 1 else [])
-    if not evaluations:
-        return {}
-    label = "{1}, {0}" if len(evaluations) > 1 else "{1}"
-    samples = dict[str, dict[str, Any]]()
+    sides = {key: {name: results[key] for name, results in evaluations.items()} for key in ("baseline", "judge")}
+    why = "win rates of these evaluations are on different scales; write a report of each"
+    raise_all(f"{key}: {found}: {why}" for key, found in sides.items() if len(set(found.values())) > 1)
+    label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
+    models, samples = dict[str, Any](), dict[str, dict[str, Any]]()
     for name, results in evaluations.items():
+        models |= {label.format(policy=policy, name=name): own for policy, own in results["models"].items()}
         for sample in results.get("samples", []):
-            own = {label.format(name, policy): response for policy, response in sample["responses"].items()}
-            samples.setdefault(str(sample["prompt"]), {**sample, "responses": {}})["responses"].update(own)
-    return {
-        **next(iter(evaluations.values())),
-        "models": {
-            label.format(name, policy): model
-            for name, results in evaluations.items()
-            for policy, model in results["models"].items()
-        },
-        "samples": list(samples.values()),
-    }
+            joint = samples.setdefault(str(sample["prompt"]), {**sample, "responses": {}})["responses"]
+            joint |= {label.format(policy=policy, name=name): own for policy, own in sample["responses"].items()}
+    return {**next(iter(evaluations.values()), {}), "models": models, "samples": list(samples.values())}
 
 
-def conclude(judged: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def winners(judged: Results, evaluations: Mapping[str, Results]) -> list[str]:
     """Who won: over all evaluations where policies met the same responses of the baseline, else in each."""
     met = [
-        [(sample["prompt"], sample["responses"][results["baseline"]]["text"]) for sample in results.get("samples", [])]
+        (
+            results.get("judging", {}).get("judge"),
+            [(one["prompt"], one["responses"][results["baseline"]]["text"]) for one in results["samples"]],
+        )
         for results in evaluations.values()
+        if results.get("samples")
     ]
-    if all(met[0] == own for own in met):
-        yield winner(judged)
-        return
-    yield from (f"{name}: {winner(results)}" for name, results in evaluations.items())
-    yield "The baseline's responses differ between the evaluations, so their win rates are not compared with each other."
+    if len(evaluations) < 2 or (len(met) == len(evaluations) and all(own == met[0] for own in met)):
+        return [winner(judged)]
+    each = [f"{name}: {winner(results)}" for name, results in evaluations.items()]
+    return [
+        *each,
+        "Their judges or their baseline's responses differ, so these win rates are not compared with each other.",
+    ]

@@ -13,6 +13,10 @@ from markupsafe import Markup
 from alignment.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+MARKS = {  # of the words of another text, and of those in their place
+    "equal": Markup("{1}"), "delete": Markup("<del>{0}</del>"), "insert": Markup("<ins>{1}</ins>"),
+    "replace": Markup("<del>{0}</del><ins>{1}</ins>"),
+}  # fmt: skip
 Row = Mapping[str, object]  # of a table: column -> value, see `format_cell`
 
 
@@ -42,12 +46,6 @@ class Section:
     # headline -> key -> value, that open with a click
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    @property
-    def empty(self) -> bool:
-        """True where there is nothing under the title and its lead."""
-        tables = self.tables.values() if isinstance(self.tables, Mapping) else self.tables
-        return not (self.points or self.charts or self.samples or any(tables))
-
 
 def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **content: object) -> Path:
     """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error.
@@ -69,15 +67,11 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
 
 def mark_differences(text: str, other: str) -> Markup:
     """A text with the words that another one lacks as <ins>, and the words of the other one that it lacks as <del>."""
-    ours, theirs = (re.findall(r"\s*\S+", each) for each in (text, other))
+    theirs, ours = (re.findall(r"\s*\S+", each) for each in (other, text))
     matcher = SequenceMatcher(None, [word.strip() for word in theirs], [word.strip() for word in ours], autojunk=False)
-    marked = Markup("")
-    for kind, start, end, first, last in matcher.get_opcodes():
-        if kind in ("delete", "replace"):
-            marked += Markup("<del>{}</del>").format("".join(theirs[start:end]))
-        if first < last:
-            marked += Markup("{}" if kind == "equal" else "<ins>{}</ins>").format("".join(ours[first:last]))
-    return marked
+    return Markup("").join(
+        MARKS[kind].format("".join(theirs[i:j]), "".join(ours[k:m])) for kind, i, j, k, m in matcher.get_opcodes()
+    )
 
 
 def short_path(path: str) -> str:

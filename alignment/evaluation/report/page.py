@@ -1,6 +1,7 @@
 """report.html: a run or a recipe in one file that loads nothing else; recipe_report.py gathers what a recipe's holds."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from alignment.evaluation.report.charts import (
 )
 from alignment.evaluation.report.conclusions import account, end_interval
 from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page, short_path
-from alignment.evaluation.run_log import RunLog, StageRecord, columns, read_log_rows, read_stage_record
+from alignment.evaluation.run_log import RunLog, StageRecord, read_log_rows, read_run_log, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
+MACHINE = re.compile("^(memory|weights):| the cache: ")  # notes that are not on rows
 PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of the table, note of the chart
     "chosen_log_prob_change": (
         "chosen, change in nats",
@@ -109,7 +111,7 @@ def write_report(
     stages: Mapping[str, Log] = {},
     samples: Sequence[Mapping[str, Any]] = (),
     lineage: Sequence[StageRecord] = (),
-    findings: Mapping[str, Sequence[Diagnosis]] = {},
+    runs: Mapping[str, RunLog] = {},
     further: Sequence[Section] = (),
     together: bool = False,
 ) -> Path:
@@ -123,23 +125,34 @@ def write_report(
         tables: caption -> rows.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
-        findings: stage -> what doctor found.
+        runs: stage -> its log, for doctor to judge.
         further: sections that stand behind the samples.
-        together: draw each metric of all stages in one chart.
+        together: draw each metric of all stages in one chart, as of runs that are compared.
     """
     models = results.get("models", {})
     paths = {name: log for name, log in stages.items() if any("kl" in line for line in log)}
-    runs = stages if together else paths
-    names = [*models, *runs, *(name for one in samples for name, own in one["responses"].items() if "color" not in own)]
+    names = [
+        *models,
+        *(stages if together else paths),
+        *(name for one in samples for name, own in one["responses"].items() if "color" not in own),
+    ]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
     gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
     gold_parts = {part: (part, "95 % interval" if part == "total" else "") for parts in gold.values() for part in parts}
-    totals = {name: model.get("gold_interval") for name, model in models.items()}
     pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
     moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
     charts = {
         "win-rates": ("Win rates", win_rate_charts(results, colors)),
-        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors, totals=totals)),
+        "gold": (
+            "Gold score",
+            part_charts(
+                "Gold score, part ",
+                gold,
+                gold_parts,
+                colors,
+                totals={name: model.get("gold_interval") for name, model in models.items()},
+            ),
+        ),
         "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
         "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
     }
@@ -151,41 +164,60 @@ def write_report(
         for sample in samples
     ]
     counts = {"win-rates": _judgment_table(results)}
-    training = [Section("training", "Training", **_joint_charts(stages, colors))] if together else [*_training(stages)]
-    found = [f"{name}: {_finding(each)}" for name, own in findings.items() for each in own]
-    marked = any(len(sample["responses"]) > 1 for sample in samples)
-    notes = [f"{record.name}: {note}" for record in lineage for note in _row_notes(record)]
+    joint = {"stages": stages} if together else {name: {name: log} for name, log in stages.items()}
+    training = [
+        _training(number, name, logs, colors, alone=len(joint) == 1)
+        for number, (name, logs) in enumerate(joint.items(), 1)
+    ]
+    found = [f"{name}: {_finding(each)}" for name, run in runs.items() for each in diagnose(run)]
+    notes = [
+        f"{record.name}: {note}"
+        for record in lineage
+        for note in record.lineage.get("notes", [])
+        if not MACHINE.search(note)
+    ]
+    whole = {"Beginning and end": _ends_table(runs)} if len(joint) == 1 else {}
     sections = [
-        Section("results", "Results", points=verdicts, tables=tables),
+        Section(
+            "results",
+            "Results",
+            points=verdicts,
+            tables={name: own for name, own in {**tables, **whole}.items() if own},
+        ),
         Section("doctor", "Doctor", LEADS["doctor"], points=found),
         *(Section(name, title, LEADS[name], own, counts.get(name, {})) for name, (title, own) in charts.items() if own),
         *training[: len(training) == 1],
-        Section("samples", "Samples", LEADS["samples"] if marked else "", samples=colored),
+        Section("samples", "Samples", LEADS["samples"], samples=colored),
         *further,
         *training[len(training) == 1 :],
         Section("rows", "Rows", LEADS["rows"], points=notes),
         _lineage(lineage),
     ]
-    shown = [one for one in sections if not one.empty]
-    return render_page(path, kind="report", title=title, summary=summary, sections=shown)
+    shown_sections = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
+    return render_page(path, kind="report", title=title, summary=summary, sections=shown_sections)
 
 
 def _finding(found: Diagnosis) -> str:
-    settings = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
-    words = f"{found.symptom} (steps {found.steps[0]} to {found.steps[1]}). {found.evidence}. {found.cause}"
-    return f"{words} Try {settings}." if settings else words
+    tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
+    what = "{} (steps {} to {})".format(found.symptom, *found.steps)
+    return f"{what}. {found.evidence}. {found.cause}{f' Try {tries}.' if tries else ''}"
 
 
-def _row_notes(record: StageRecord) -> list[str]:
-    """Notes of a run on its rows and of its alarms; those on memory, weights and the cache are left out."""
-    notes = record.lineage.get("notes", [])
-    return [note for note in notes if not note.startswith(("memory:", "weights:")) and " the cache: " not in note]
+def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
+    """The main metrics of each run: means of its first and its last updates, the latter with the interval of their scatter."""
+    names = [prefix + key for name, own in MAIN.items() for key in own.metrics or [name] for prefix in ("", HELD_OUT)]
+    logged = {name: {run: log.series[name] for run, log in runs.items() if name in log.series} for name in names}
+    return [
+        {"metric": name.replace("_", " ")}
+        | {f"{run}, first": one.first for run, one in own.items()}
+        | {f"{run}, last": end_interval(one) or one.last for run, one in own.items()}
+        for name, own in logged.items()
+        if own
+    ]
 
 
 def _judgment_table(results: Results) -> dict[str, list[Row]]:
     """All figures of the judgments under a caption that says whose they are."""
-    if not any("win_rate" in model for model in results.get("models", {}).values()):
-        return {}
     rows = [
         {
             "policy": name,
@@ -203,7 +235,7 @@ def _judgment_table(results: Results) -> dict[str, list[Row]]:
         for name, model in results.get("models", {}).items()
         if "win_rate" in model
     ]
-    return {f"Against {results['baseline']}, judge: {results['judge']}": rows}
+    return {f"Against {results['baseline']}, judge: {results['judge']}": rows} if rows else {}
 
 
 def slope_cell(slope: Mapping[str, float] | None) -> str | None:
@@ -243,10 +275,13 @@ def part_charts(
     """
     charts = []
     for part, (title, note) in parts.items() if scores else ():
-        known = {name: totals.get(name) if part == "total" else None for name, own in scores.items() if part in own}
-        bars = [Bar(name, scores[name][part], interval, colors[name]) for name, interval in known.items()]
+        bars = [
+            Bar(name, own[part], totals.get(name) if part == "total" else None, colors[name])
+            for name, own in scores.items()
+            if part in own
+        ]
         scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
-        scaled += [end for interval in known.values() for end in interval or ()]
+        scaled += [end for bar in bars for end in bar.interval or ()]
         charts.append(
             Chart(
                 title.partition(",")[0].capitalize(),
@@ -278,51 +313,20 @@ def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, .
 # Training
 
 
-def _training(stages: Mapping[str, Log]) -> Iterator[Section]:
-    """A section for each stage."""
-    for number, (name, log) in enumerate(stages.items(), 1):
-        main = stage_charts(name, log, MAIN)
-        further = stage_charts(name, log, further_panels(log))
-        shown = CHARTS_SHOWN if len(stages) > 1 else max(CHARTS_SHOWN, len(main))
-        charts = [*main, *further]
-        yield Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
+def _training(number: int, name: str, logs: Mapping[str, Log], colors: Colors, *, alone: bool) -> Section:
+    """A section on a stage, or on several runs with a line for each; the charts that tell most are shown, the others folded."""
+    main, rest = MAIN, further_panels([line for log in logs.values() for line in log])
+    if len(logs) > 1:
+        main, rest = _one_metric_each(main), _one_metric_each(rest)
+    first, charts = stage_charts(name, logs, main, colors), stage_charts(name, logs, rest, colors)
+    shown, charts = max(CHARTS_SHOWN, len(first) if alone else 0), [*first, *charts]
+    return Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
 
 
-def _joint_charts(logs: Mapping[str, Log], colors: Colors) -> dict[str, list[Chart]]:
-    """Charts with a line for each run, dashed where it is held out; those of the main metrics shown, the others folded."""
-    drawn = dict[str, list[Chart]]()
-    rows = [line for log in logs.values() for line in log]
-    for place, panels in (("charts", MAIN), ("folded", further_panels(rows))):
-        metrics = [
-            (key, one, label) for key, one in panels.items() for key, label in (one.metrics or {key: ""}).items()
-        ]
-        for metric, panel, label in metrics:
-            curves = []
-            for name, log in logs.items():
-                for own, title in ((metric, name), (HELD_OUT + metric, f"{name}, held out")):
-                    known = _points(log, "step", own)
-                    curves += [Curve(title, *known, colors[name], dashed=own != metric)] if known[0] else []
-            title = ": ".join(filter(None, [panel.title, label]))
-            chart = [Chart(title, panel.note, curve_chart(f"Runs, {title}", tuple(curves), "update"))] if curves else []
-            drawn[place] = drawn.get(place, []) + chart
-    return drawn
-
-
-def ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
-    """The main metrics of a run at its beginning and end; of several runs the end, with the interval of its scatter."""
-    names = [key for panel, one in MAIN.items() for key in (one.metrics or {panel: ""})]
-    table = []
-    for metric in (prefix + name for name in names for prefix in ("", HELD_OUT)):
-        known = {name: run.series[metric] for name, run in runs.items() if metric in run.series}
-        ends: dict[str, object] = {name: end_interval(own) or own.last for name, own in known.items()}
-        if len(runs) == 1:
-            ends = (
-                {"first": own.first, "last": own.last, "lowest": min(own.values), "highest": max(own.values)}
-                if (own := next(iter(known.values()), None))
-                else {}
-            )
-        table += [{"metric": metric.replace("_", " "), **ends}] if ends else []
-    return table
+def _one_metric_each(panels: Mapping[str, Panel]) -> dict[str, Panel]:
+    """Panels of several metrics taken apart, so that a chart's lines are the runs."""
+    metrics = [(key, label, own) for name, own in panels.items() for key, label in (own.metrics or {name: ""}).items()]
+    return {key: Panel(": ".join(filter(None, [own.title, label])), own.note) for key, label, own in metrics}
 
 
 def further_panels(log: Log) -> dict[str, Panel]:
@@ -340,16 +344,29 @@ def further_panels(log: Log) -> dict[str, Panel]:
     return {**{f"{metric}/": panel for metric, panel in by_source.items()}, **FURTHER, **others}
 
 
-def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Chart]:
-    """Charts of the panels for which a stage has measurements, of training and held out."""
-    charts = []
+def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel], colors: Colors) -> list[Chart]:
+    """Charts of the panels for which a stage has measurements, of training and held out.
+
+    Args:
+        logs: of the stage; or of several runs, each with its own color and held-out lines dashed.
+    """
+    charts, several = [], len(logs) > 1
     for key, (title, note, metrics) in panels.items():
-        columns = []
-        for metric, label in (metrics or {key: ""}).items():
-            own, held_out = ("training", "held out") if len(metrics) < 2 else (label, f"{label}, held out")
-            columns += [(metric, own), (HELD_OUT + metric, held_out)]
-        points = [(label, _points(log, "step", name), color) for color, (name, label) in enumerate(columns)]
-        curves = tuple(Curve(label, *known, color) for label, known, color in points if known[0])
+        lines = [
+            (
+                ", ".join(filter(None, [several and name, label, prefix and "held out"])) or "training",
+                name,
+                prefix + metric,
+            )
+            for name in logs
+            for metric, label in (metrics or {key: ""}).items()
+            for prefix in ("", HELD_OUT)
+        ]
+        curves = tuple(
+            Curve(label, *known, colors[name] if several else number, several and metric.startswith(HELD_OUT))
+            for number, (label, name, metric) in enumerate(lines)
+            if (known := _points(logs[name], "step", metric))[0]
+        )
         if curves:
             charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
     return charts
@@ -393,22 +410,17 @@ def write_run_report(directory: Path, path: Path | None = None) -> Path:
     Args:
         path: of the page; None: `report.html` in the run's directory.
     """
-    record = read_stage_record(directory)
-    log, samples = read_log_rows(directory / "metrics.jsonl"), read_log_rows(directory / "samples.jsonl")
-    run = RunLog(record.name, record.settings, *columns(log), samples)
-    findings = diagnose(run)
+    record, run = read_stage_record(directory), read_run_log(directory)
+    log = read_log_rows(directory / "metrics.jsonl")
     return write_report(
         path or directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        summary=account(run, record.lineage.get("finished", 0), findings),
-        tables={
-            "Beginning and end, means of the first and the last updates": ends_table({record.name: run}),
-            "Data sources": source_table(directory, log),
-        },
+        summary=account(run),
+        tables={"Data sources": source_table(directory, log)},
         stages={record.name: log},
-        samples=logged_samples({"": samples}),
+        runs={record.name: run},
+        samples=logged_samples({"": run.samples}),
         lineage=[record],
-        findings={record.name: findings},
     )
 
 
@@ -418,8 +430,11 @@ def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
     for color, (name, rows) in enumerate(runs.items()):
         for row in rows:
             sample = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})
-            label = ", ".join(filter(None, [name, f"update {row['step']}"]))
-            sample["responses"][label] = {"text": row["response"], "score": row.get("score"), "color": color}
+            sample["responses"][f"{name} update {row['step']}".strip()] = {
+                "text": row["response"],
+                "score": row.get("score"),
+                "color": color,
+            }
     return sorted(found.values(), key=lambda sample: len(sample["responses"]))[: -SAMPLES_SHOWN - 1 : -1]
 
 

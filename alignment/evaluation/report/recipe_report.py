@@ -1,16 +1,14 @@
 """The report of a recipe: curves of each stage, results of the evaluation, one table."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.evaluation.diagnosis import diagnose
-from alignment.evaluation.report.charts import Bar, bar_chart, padded_limits
-from alignment.evaluation.report.conclusions import account, winner
-from alignment.evaluation.report.html import Chart, Row, Section, format_cell, format_share, with_interval
+from alignment.evaluation.report.conclusions import account, preference, winner
+from alignment.evaluation.report.html import Row, Section, format_cell, with_interval
 from alignment.evaluation.report.page import PAIR_PARTS, write_report
 from alignment.evaluation.report.reward_page import card_section
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
@@ -56,27 +54,23 @@ class ReportConfig(Settings):
 def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
-    evaluation, benchmarks = (
-        folder and Path(folder) / "results.json" for folder in (config.evaluation, config.benchmarks)
-    )
-    cards = {name: Path(folder) / "card.json" for name, folder in config.reward_models.items()}
-    wanted = {"winrate": [evaluation], "benchmarks": [benchmarks], "reward": cards.values()}
+    folders = {
+        "winrate": [config.evaluation], "benchmarks": [config.benchmarks], "reward": config.reward_models.values()
+    }  # fmt: skip
     raise_all(
-        f"{file}: not there; run `alignment evaluate {command}` first"
-        for command, files in wanted.items()
-        for file in files
-        if file and not file.is_file()
+        f"{Path(folder) / 'results.json'}: not there; run `alignment evaluate {command}` first"
+        for command, named in folders.items()
+        for folder in named
+        if folder and not (Path(folder) / "results.json").is_file()
     )
-    results = read_json_object(evaluation) if evaluation else {}
+    results = read_json_object(Path(config.evaluation) / "results.json") if config.evaluation else {}
     runs = {name: read_run_log(folder) for name, folder in config.stages.items() if metrics[name]}
-    findings = {name: diagnose(log) for name, log in runs.items()}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
     table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
-    finished = {record.name: record.lineage.get("finished", 0) for record in lineage}
-    ends = [account(runs[name], finished[name], findings[name]) for name in runs]
-    answer = winner(results) or " ".join(ends[-1:])
+    answer = winner(results) or " ".join(account(run) for run in [*runs.values()][-1:])
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
-    sections = [card_section(name, read_json_object(file)) for name, file in cards.items()]
+    cards = {name: read_json_object(Path(folder) / "card.json") for name, folder in config.reward_models.items()}
+    benchmarks = [read_json_object(Path(folder) / "results.json") for folder in [config.benchmarks] if folder]
     path = write_report(
         Path(config.output) / "report.html",
         config.title,
@@ -87,8 +81,8 @@ def run(config: ReportConfig) -> Path:
         stages=metrics,
         samples=results.get("samples", []),
         lineage=lineage,
-        findings=findings,
-        further=[*sections, *benchmark_sections(read_json_object(benchmarks) if benchmarks else {})],
+        runs=runs,
+        further=[*map(card_section, cards, cards.values()), *map(benchmark_section, benchmarks)],
     )
     print_results(results)
     print_table(budgets)
@@ -133,41 +127,27 @@ def training_budgets(
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
     """The winner of each comparison, and how far its judge can be believed, in words."""
-    sentences = []
-    for name, model in results.get("models", {}).items():
-        if "win_rate" not in model:
-            continue
-        rate, baseline = model["win_rate"], results["baseline"]
-        figures = f"{format_share(rate)} of {rate['n']}"
-        if rate["low"] > 0.5:
-            words = f"{name}'s responses are preferred to {baseline}'s: {figures}"
-        elif rate["high"] < 0.5:
-            words = f"{baseline}'s responses are preferred to {name}'s, which win {figures}"
-        else:
-            words = f"Between {name} and {baseline} nothing is decided: {name} wins {figures}, and the interval includes 50 %"
-        words += f" (judge: {results.get('judging', {}).get('judge', results['judge'])})."
-        if count := model["inconsistent"]["count"]:
-            words += f" The judge's two orders contradict each other on {count} of them."
-        sentences.append(words)
-    return sentences
+    judge, models = results.get("judging", {}).get("judge", results.get("judge")), results.get("models", {})
+    judged = {name: model for name, model in models.items() if "win_rate" in model}
+    return [
+        f"{preference(name, model['win_rate'], results['baseline'])} (judge: {judge})."
+        + f" The judge's two orders contradict each other on {model['inconsistent']['count']} of them."
+        * bool(model["inconsistent"]["count"])
+        for name, model in judged.items()
+    ]
 
 
-def benchmark_sections(results: Mapping[str, Any]) -> Iterator[Section]:
-    """The section of `evaluate benchmarks`: each task's figures of each model, before and after training."""
-    charts, tables = list[Chart](), dict[str, list[Row]]()
-    for task, entry in results.get("tasks", {}).items():
-        figure, against = entry["figure"], entry["against"]
-        figures = {name: own[figure] for name, own in entry["models"].items()}
-        bars = [Bar(name, own["value"], (own["low"], own["high"])) for name, own in figures.items()]
-        limits = padded_limits([end for bar in bars for end in bar.interval or ()])
-        title, unit = f"Benchmark: {task}", f"{figure.replace('_', ' ')}, 95 % interval"
-        charts.append(Chart(title, unit, bar_chart(title, bars, limits=limits)))
-        tables[f"{task}: {entry['rows']} rows"] = [
-            {"model": name, **{key.replace("_", " "): value for key, value in own.items()},
-             f"change from {against}, {figure.replace('_', ' ')}": entry["differences"].get(name, {}).get(figure)}
+def benchmark_section(results: Mapping[str, Any]) -> Section:
+    """The section of `evaluate benchmarks`: each task's figure of each model, before and after training."""
+    tables = {
+        f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [
+            {"model": name, "value": own[entry["figure"]],
+             f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"])}
             for name, own in entry["models"].items()
-        ]  # fmt: skip
-    yield Section("benchmarks", "Benchmarks", "The same tasks on each model.", charts, tables)
+        ]
+        for task, entry in results["tasks"].items()
+    }  # fmt: skip
+    return Section("benchmarks", "Benchmarks", "The same tasks on each model, with 95 % intervals.", tables=tables)
 
 
 def print_results(results: Mapping[str, Any]) -> None:
