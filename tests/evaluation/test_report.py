@@ -194,12 +194,12 @@ def test_every_curve_of_a_chart_has_its_swatch_outside_the_drawing():
         (
             292,
             108,
-            "PPO is preferred to SFT in 73.0 % of 400 prompts, ties counting half (95 %: 68.4 to 77.1) (judge: gold).",
+            "PPO is preferred to SFT in 73.0 % of 400 prompts, ties counting half (95 %: 68.4 to 77.1); judge: gold.",
         ),
         (
             108,
             292,
-            "SFT is preferred to PPO, which wins 27.0 % of 400 prompts, ties counting half (95 %: 22.9 to 31.6) (judge: gold).",
+            "SFT is preferred to PPO, which wins 27.0 % of 400 prompts, ties counting half (95 %: 22.9 to 31.6); judge: gold.",
         ),
         (
             208,

@@ -9,7 +9,7 @@ from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.conclusions import account, better_run, joined, winner
 from alignment.evaluation.report.html import Row, short_path
 from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
-from alignment.evaluation.report.recipe_report import summary_rows, verdicts
+from alignment.evaluation.report.recipe_report import policy_rows, verdicts
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 
@@ -40,7 +40,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         joined(list(named)) + " compared" * (len(named) > 1),
         summary=" ".join(said).strip(),
         verdicts=[*verdicts(judged), *(f"{name}: {account(run)}" for name, run in runs.items())],
-        tables={"Policies": summary_rows(judged), "Settings that differ": differing},
+        tables={"Policies": policy_rows(judged), "Settings that differ": differing},
         results=judged,
         stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
         runs=runs,
@@ -98,8 +98,11 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
         UserError: The baselines or the judges differ, so that no chart can hold all win rates.
     """
     sides = {key: {name: results[key] for name, results in evaluations.items()} for key in ("baseline", "judge")}
-    why = "win rates of these evaluations are on different scales; write a report of each"
-    raise_all(f"{key}: {found}: {why}" for key, found in sides.items() if len(set(found.values())) > 1)
+    raise_all(
+        f"{key}: {found}: win rates of these evaluations are on different scales; write a report of each"
+        for key, found in sides.items()
+        if len(set(found.values())) > 1
+    )
     label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
     models, samples = dict[str, Any](), dict[str, dict[str, Any]]()
     for name, results in evaluations.items():
@@ -122,8 +125,7 @@ def winners(judged: Results, evaluations: Mapping[str, Results]) -> list[str]:
     ]
     if len(evaluations) < 2 or (len(met) == len(evaluations) and all(own == met[0] for own in met)):
         return [winner(judged)]
-    each = [f"{name}: {winner(results)}" for name, results in evaluations.items()]
     return [
-        *each,
+        *(f"{name}: {winner(results)}" for name, results in evaluations.items()),
         "Their judges or their baseline's responses differ, so these win rates are not compared with each other.",
     ]

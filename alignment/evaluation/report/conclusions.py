@@ -22,8 +22,10 @@ def joined(names: Sequence[str]) -> str:
 
 def preference(policy: str, rate: Mapping[str, float], baseline: str) -> str:
     """Which of two policies is preferred, in words and with the 95 % interval; no difference where that includes one half."""
-    interval = f"(95 %: {100 * rate['low']:.1f} to {100 * rate['high']:.1f})"
-    share = f"{100 * rate['rate']:.1f} % of {rate['n']} prompts, ties counting half {interval}"
+    share = (
+        f"{100 * rate['rate']:.1f} % of {rate['n']} prompts, ties counting half "
+        f"(95 %: {100 * rate['low']:.1f} to {100 * rate['high']:.1f})"
+    )
     if rate["low"] > 0.5:
         return f"{policy} is preferred to {baseline} in {share}"
     if rate["high"] < 0.5:
@@ -47,8 +49,11 @@ def apart(best: str, intervals: Mapping[str, Mapping[str, float]]) -> str:
     """The names whose intervals (low, high) share a value with that of the best one, so that no difference is shown."""
     low, high = intervals[best]["low"], intervals[best]["high"]
     near = [name for name, one in intervals.items() if one["low"] <= high and low <= one["high"] and name != best]
-    shown = f"No difference from {joined(near)} is shown: the intervals overlap."
-    return shown if near else "Its interval overlaps none of the others'."
+    return (
+        f"No difference from {joined(near)} is shown: the intervals overlap."
+        if near
+        else "Its interval overlaps none of the others'."
+    )
 
 
 # Runs
@@ -77,8 +82,9 @@ def account(run: RunLog) -> str:
     last = max((series.steps[-1] for series in run.series.values()), default=0)
     data = short_path(rows) if isinstance(rows, str) else "several sources"
     end = f"finished after {run.finished}" if run.finished else f"has not finished: there are {last}"
-    none = "none of the usual failures" if last >= ENOUGH else f"nothing, with fewer than {ENOUGH} updates to judge by"
-    found = joined([each.symptom for each in diagnose(run)]) or none
+    found = joined([each.symptom for each in diagnose(run)]) or (
+        "none of the usual failures" if last >= ENOUGH else f"nothing, with fewer than {ENOUGH} updates to judge by"
+    )
     return f"{run.stage} trained {short_path(start)} on {data}; it {end} updates. {course(run)}Doctor found {found}."
 
 
@@ -89,8 +95,10 @@ def course(run: RunLog) -> str:
         return ""
     series = run.series[metric]
     verb = "rose" if series.increases() else "fell" if series.decreases() else "went, within its noise,"
-    windows = f"means of the first {min(10, series.width)} and the last {series.width} logged"
-    whole = f"{verb} from {series.first:.3g} to {series.last:.3g} ({windows})"
+    whole = (
+        f"{verb} from {series.first:.3g} to {series.last:.3g} "
+        f"(means of the first {min(10, series.width)} and the last {series.width} logged)"
+    )
     few = f"was {series.values[0]:.3g} first and {series.values[-1]:.3g} last"
     return f"{metric.replace('_', ' ').capitalize()} {whole if run.series_of(metric) else few}. "
 
@@ -109,11 +117,13 @@ def better_run(runs: Mapping[str, RunLog], differing: Sequence[str]) -> str:
     if len(known) < len(runs):
         return f"No difference in {name} is shown: a run has fewer than {ENOUGH} values of it, too few for an interval."
     held_out = metric.startswith("held_out") and all(log.setting("data.evaluation") for log in runs.values())
-    measures = ("reward", "data.evaluation") if held_out else ("reward", "data.evaluation", "data.train")
+    measures = ("reward", "data.evaluation", *([] if held_out else ["data.train"]))
     if unlike := joined([key for key in differing if key.startswith(measures)]):
         return f"The runs differ in how {name} is measured ({unlike}), so it does not say which one is better."
     word, pick = ("lowest", min) if metric.endswith(("loss", "kl")) else ("highest", max)
     best = pick(known, key=lambda run: known[run]["value"])
     value, low, high = map(format_cell, known[best].values())
-    end = f"{best} ends with the {word} {name}, {value} (95 %: {low} to {high}). {apart(best, known)}"
-    return f"{end} Intervals come from the scatter of updates within a run; runs of other seeds may end outside them."
+    return (
+        f"{best} ends with the {word} {name}, {value} (95 %: {low} to {high}). {apart(best, known)} Intervals come from "
+        "the scatter of updates within a run; runs of other seeds may end outside them."
+    )

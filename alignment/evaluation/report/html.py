@@ -66,12 +66,14 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
 
 
 def mark_differences(text: str, other: str) -> Markup:
-    """A text with the words that another one lacks as <ins>, and the words of the other one that it lacks as <del>."""
+    """A text with the words that another one lacks as <ins>, and the words of the other one that it lacks as <del>.
+
+    Texts that share less than half of their words are left as they are: next to everything would be marked.
+    """
     theirs, ours = (re.findall(r"\s*\S+", each) for each in (other, text))
     matcher = SequenceMatcher(None, [word.strip() for word in theirs], [word.strip() for word in ours], autojunk=False)
-    return Markup("").join(
-        MARKS[kind].format("".join(theirs[i:j]), "".join(ours[k:m])) for kind, i, j, k, m in matcher.get_opcodes()
-    )
+    changes = matcher.get_opcodes() if matcher.ratio() >= 0.5 else [("equal", 0, 0, 0, len(ours))]
+    return Markup("").join(MARKS[kind].format("".join(theirs[i:j]), "".join(ours[k:m])) for kind, i, j, k, m in changes)
 
 
 def short_path(path: str) -> str:

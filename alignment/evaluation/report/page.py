@@ -1,8 +1,8 @@
 """report.html: a run or a recipe in one file that loads nothing else; recipe_report.py gathers what a recipe's holds."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
-MACHINE = re.compile("^(memory|weights):| the cache: ")  # notes that are not on rows
 PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of the table, note of the chart
     "chosen_log_prob_change": (
         "chosen, change in nats",
@@ -46,15 +45,15 @@ RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("los
 LEADS = {
     "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
     "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the pair "
-    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Policies are compared with "
-    "the baseline, not with each other.",
+    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Where the "
+    "intervals of two policies overlap, no difference between them is shown.",
     "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its part.",
     "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
     "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "
     "same scale.",
     "doctor": "Symptoms that `alignment doctor --run` finds in a run's logs, their likely causes, and settings to try.",
-    "samples": "Words that the first response of a prompt lacks are underlined; words of it that are missing are struck "
-    "through.",
+    "samples": "Words that the first response of a prompt lacks are underlined, and words of it that are missing are "
+    "struck through, where two responses share half of their words or more.",
     "rows": "The runs' own notes: rows that were read, dropped or cut, and warnings.",
     "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are single "
     "updates, the line is their moving average from the ring, where training begins, to the large dot, where it ends.",
@@ -159,24 +158,22 @@ def write_report(
     colored = [
         {
             "prompt": sample["prompt"],
-            "responses": {name: {"color": colors.get(name), **own} for name, own in sample["responses"].items()},
+            "responses": dict(
+                sorted(
+                    ((name, {"color": colors.get(name), **own}) for name, own in sample["responses"].items()),
+                    key=lambda item: item[0] != results.get("baseline"),  # the others are marked against the first one
+                )
+            ),
         }
         for sample in samples
     ]
     counts = {"win-rates": _judgment_table(results)}
-    joint = {"stages": stages} if together else {name: {name: log} for name, log in stages.items()}
+    joint = {"all runs": stages} if together else {name: {name: log} for name, log in stages.items()}
     training = [
         _training(number, name, logs, colors, alone=len(joint) == 1)
         for number, (name, logs) in enumerate(joint.items(), 1)
     ]
-    found = [f"{name}: {_finding(each)}" for name, run in runs.items() for each in diagnose(run)]
-    notes = [
-        f"{record.name}: {note}"
-        for record in lineage
-        for note in record.lineage.get("notes", [])
-        if not MACHINE.search(note)
-    ]
-    whole = {"Beginning and end": _ends_table(runs)} if len(joint) == 1 else {}
+    whole = {"Beginning and end": _ends_table(runs)} if together or (len(joint) == 1 and not models) else {}
     sections = [
         Section(
             "results",
@@ -184,13 +181,28 @@ def write_report(
             points=verdicts,
             tables={name: own for name, own in {**tables, **whole}.items() if own},
         ),
-        Section("doctor", "Doctor", LEADS["doctor"], points=found),
+        Section(
+            "doctor",
+            "Doctor",
+            LEADS["doctor"],
+            points=[f"{name}: {_finding(each)}" for name, run in runs.items() for each in diagnose(run)],
+        ),
         *(Section(name, title, LEADS[name], own, counts.get(name, {})) for name, (title, own) in charts.items() if own),
         *training[: len(training) == 1],
         Section("samples", "Samples", LEADS["samples"], samples=colored),
         *further,
         *training[len(training) == 1 :],
-        Section("rows", "Rows", LEADS["rows"], points=notes),
+        Section(
+            "rows",
+            "Rows",
+            LEADS["rows"],
+            points=[
+                f"{record.name}: {note}"
+                for record in lineage
+                for note in record.lineage.get("notes", [])
+                if not note.startswith(("memory:", "weights:")) and " the cache: " not in note
+            ],
+        ),
         _lineage(lineage),
     ]
     shown_sections = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
@@ -315,9 +327,10 @@ def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, .
 
 def _training(number: int, name: str, logs: Mapping[str, Log], colors: Colors, *, alone: bool) -> Section:
     """A section on a stage, or on several runs with a line for each; the charts that tell most are shown, the others folded."""
-    main, rest = MAIN, further_panels([line for log in logs.values() for line in log])
-    if len(logs) > 1:
-        main, rest = _one_metric_each(main), _one_metric_each(rest)
+    main, rest = (
+        (panels if len(logs) == 1 else _one_metric_each(panels))
+        for panels in (MAIN, further_panels([*chain(*logs.values())]))
+    )
     first, charts = stage_charts(name, logs, main, colors), stage_charts(name, logs, rest, colors)
     shown, charts = max(CHARTS_SHOWN, len(first) if alone else 0), [*first, *charts]
     return Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
@@ -368,6 +381,9 @@ def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel
             if (known := _points(logs[name], "step", metric))[0]
         )
         if curves:
+            note = (
+                f"{note} {curves[0].label}".strip() if several and len(curves) == 1 else note
+            )  # it has no list of labels
             charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
     return charts
 

@@ -66,7 +66,6 @@ def run(config: ReportConfig) -> Path:
     results = read_json_object(Path(config.evaluation) / "results.json") if config.evaluation else {}
     runs = {name: read_run_log(folder) for name, folder in config.stages.items() if metrics[name]}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
-    table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
     answer = winner(results) or " ".join(account(run) for run in [*runs.values()][-1:])
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
     cards = {name: read_json_object(Path(folder) / "card.json") for name, folder in config.reward_models.items()}
@@ -76,7 +75,7 @@ def run(config: ReportConfig) -> Path:
         config.title,
         summary=f"{answer} {config.summary}".strip(),
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
-        tables={"Policies": table, "Training": budgets},
+        tables={"Policies": policy_rows(results), "Training": budgets},
         results=results,
         stages=metrics,
         samples=results.get("samples", []),
@@ -109,6 +108,11 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def policy_rows(results: Mapping[str, Any]) -> list[Row]:
+    """One row per policy without the columns on its judgments, which a page has in a table of their own."""
+    return [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
+
+
 def training_budgets(
     lineage: Sequence[StageRecord], metrics: Mapping[str, Sequence[Row]], policies: Mapping[str, object]
 ) -> list[dict[str, object]]:
@@ -130,7 +134,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     judge, models = results.get("judging", {}).get("judge", results.get("judge")), results.get("models", {})
     judged = {name: model for name, model in models.items() if "win_rate" in model}
     return [
-        f"{preference(name, model['win_rate'], results['baseline'])} (judge: {judge})."
+        f"{preference(name, model['win_rate'], results['baseline'])}; judge: {judge}."
         + f" The judge's two orders contradict each other on {model['inconsistent']['count']} of them."
         * bool(model["inconsistent"]["count"])
         for name, model in judged.items()

@@ -28,8 +28,13 @@ def write_reward_page(path: Path, card: Card) -> Path:
         *([_best_of_n(card["best_of_n"])] if card["best_of_n"] else []),
         Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]),
     ]
-    title = card["reward_model"]
-    return render_page(path, kind="reward-model card", title=title, summary=card_summary(card), sections=sections)
+    return render_page(
+        path,
+        kind="reward-model card",
+        title=card["reward_model"],
+        summary=card_summary(card),
+        sections=sections,
+    )
 
 
 def card_summary(card: Card) -> str:
