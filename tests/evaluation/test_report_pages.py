@@ -16,10 +16,10 @@ from alignment import cli
 from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.comparison import write_comparison
-from alignment.evaluation.report.conclusions import account, apart, better_run, winner
 from alignment.evaluation.report.html import mark_differences
 from alignment.evaluation.report.recipe_report import ReportConfig
 from alignment.evaluation.report.recipe_report import run as run_recipe_report
+from alignment.evaluation.report.sentences import better_run, describe_run, overlaps, winner
 from alignment.evaluation.reward_card import ScoredGroup, accuracy_figures, length_figures, pairs_of, reliability
 from alignment.evaluation.run_log import RunLog, columns
 
@@ -113,7 +113,7 @@ def test_a_difference_is_claimed_only_where_no_value_lies_in_both_intervals():
         for other_low, other_high in ends:
             rates = {"a": {"low": low, "high": high}, "b": {"low": other_low, "high": other_high}}
             shared = set(range(low, high + 1)) & set(range(other_low, other_high + 1))
-            assert ("overlap." in apart("a", rates)) == bool(shared), rates
+            assert ("overlap." in overlaps("a", rates)) == bool(shared), rates
 
 
 def test_evaluations_are_compared_where_the_baselines_responses_are_the_same(tmp_path):
@@ -145,12 +145,12 @@ def test_evaluations_by_other_judges_are_refused(tmp_path):
 
 def test_a_run_says_what_was_trained_how_it_ended_and_what_doctor_found():
     settings = {"policy": "runs/sft/model", "data": {"train": "rows/prompts.jsonl"}, "optim": {"learning_rate": 0.1}}
-    said = account(log("sft", setting=settings, loss=(3.0, 1.0)))
+    said = describe_run(log("sft", setting=settings, loss=(3.0, 1.0)))
     assert said.startswith("sft trained sft/model on rows/prompts.jsonl; it finished after 50 updates. Loss fell from ")
     assert said.endswith("Doctor found none of the usual failures.")
-    assert "Doctor found loss rises." in account(log("sft", setting=settings, loss=(1.0, 3.0)))
+    assert "Doctor found loss rises." in describe_run(log("sft", setting=settings, loss=(1.0, 3.0)))
     stopped = RunLog("sft", settings, *columns([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]))
-    assert "it has not finished: there are 2 updates. Loss was 3 first and 2 last." in account(stopped)
+    assert "it has not finished: there are 2 updates. Loss was 3 first and 2 last." in describe_run(stopped)
 
 
 @pytest.mark.parametrize(

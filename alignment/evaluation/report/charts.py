@@ -142,11 +142,11 @@ def bar_chart(
         axes.axvline(0, color=MUTED, linewidth=0.9)
     if line_at is not None:
         axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-    words = "; ".join(
-        f"{bar.label} {bar.value:.3g}" + " ({:.3g} to {:.3g})".format(*bar.interval or (0, 0)) * bool(bar.interval)
+    said = (
+        f"{bar.label} {bar.value:.3g}{' ({:.3g} to {:.3g})'.format(*bar.interval) if bar.interval else ''}"
         for bar in bars
     )
-    return inline_svg(figure, label, words)
+    return inline_svg(figure, label, "; ".join(said))
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.conclusions import account, better_run, joined, winner
 from alignment.evaluation.report.html import Row, short_path
 from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
 from alignment.evaluation.report.recipe_report import policy_rows, verdicts
+from alignment.evaluation.report.sentences import Results, better_run, describe_run, joined, winner
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 
 OWN = {"output", "resume", "trackers", "tracking"}  # settings that change no result
-Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -30,16 +29,14 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         return write_run_report(folders[0], path)
     runs = {name: read_run_log(folder) for name, folder in trained.items()}
     records = [replace(read_stage_record(folder), name=name) for name, folder in trained.items()]
-    differing = differences(records)
+    differing = changed_settings(records)
     judged = join_evaluations(evaluations)
-    said = winners(judged, evaluations)
-    if len(runs) > 1:
-        said.append(better_run(runs, [str(row["setting"]) for row in differing]))
+    better = [better_run(runs, [str(row["setting"]) for row in differing])] if len(runs) > 1 else []
     return write_report(
         path,
         joined(list(named)) + " compared" * (len(named) > 1),
-        summary=" ".join(said).strip(),
-        verdicts=[*verdicts(judged), *(f"{name}: {account(run)}" for name, run in runs.items())],
+        summary=" ".join([*winners(judged, evaluations), *better]).strip(),
+        verdicts=[*verdicts(judged), *(f"{name}: {describe_run(run)}" for name, run in runs.items())],
         tables={"Policies": policy_rows(judged), "Settings that differ": differing},
         results=judged,
         stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
@@ -72,7 +69,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return next(names for names in options if len(set(names)) == len(names))
 
 
-def differences(records: Sequence[StageRecord]) -> list[Row]:
+def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
     """A row for each setting that is not the same in all runs, run -> value; a section that a run lacks is a single row."""
     settings = {record.name: _settings(record) for record in records}
     keys = dict.fromkeys(key for own in settings.values() for key in own)
@@ -97,11 +94,11 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
     Raises:
         UserError: The baselines or the judges differ, so that no chart can hold all win rates.
     """
-    sides = {key: {name: results[key] for name, results in evaluations.items()} for key in ("baseline", "judge")}
     raise_all(
-        f"{key}: {found}: win rates of these evaluations are on different scales; write a report of each"
-        for key, found in sides.items()
-        if len(set(found.values())) > 1
+        f"{key}: { {name: results[key] for name, results in evaluations.items()} }: win rates on different scales; "
+        "write a report of each"
+        for key in ("baseline", "judge")
+        if len({results[key] for results in evaluations.values()}) > 1
     )
     label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
     models, samples = dict[str, Any](), dict[str, dict[str, Any]]()

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignment.evaluation.diagnosis import Diagnosis, diagnose
+from alignment.evaluation.diagnosis import diagnose
 from alignment.evaluation.report.charts import (
     SERIES,
     Bar,
@@ -18,12 +18,11 @@ from alignment.evaluation.report.charts import (
     path_chart,
     rate_chart,
 )
-from alignment.evaluation.report.conclusions import account, end_interval
 from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page, short_path
+from alignment.evaluation.report.sentences import Results, describe_run, end_interval
 from alignment.evaluation.run_log import RunLog, StageRecord, read_log_rows, read_run_log, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
@@ -136,83 +135,78 @@ def write_report(
         *(name for one in samples for name, own in one["responses"].items() if "color" not in own),
     ]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
-    gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
-    gold_parts = {part: (part, "95 % interval" if part == "total" else "") for parts in gold.values() for part in parts}
-    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
-    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
-    charts = {
-        "win-rates": ("Win rates", win_rate_charts(results, colors)),
-        "gold": (
-            "Gold score",
-            part_charts(
-                "Gold score, part ",
-                gold,
-                gold_parts,
-                colors,
-                totals={name: model.get("gold_interval") for name, model in models.items()},
-            ),
-        ),
-        "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
-        "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
-    }
-    colored = [
-        {
-            "prompt": sample["prompt"],
-            "responses": dict(
-                sorted(
-                    ((name, {"color": colors.get(name), **own}) for name, own in sample["responses"].items()),
-                    key=lambda item: item[0] != results.get("baseline"),  # the others are marked against the first one
-                )
-            ),
-        }
-        for sample in samples
-    ]
-    counts = {"win-rates": _judgment_table(results)}
     joint = {"all runs": stages} if together else {name: {name: log} for name, log in stages.items()}
     training = [
         _training(number, name, logs, colors, alone=len(joint) == 1)
         for number, (name, logs) in enumerate(joint.items(), 1)
     ]
-    whole = {"Beginning and end": _ends_table(runs)} if together or (len(joint) == 1 and not models) else {}
+    captioned = {**tables, "Beginning and end": _ends_table(runs) if together or (runs and not models) else ()}
     sections = [
-        Section(
-            "results",
-            "Results",
-            points=verdicts,
-            tables={name: own for name, own in {**tables, **whole}.items() if own},
-        ),
-        Section(
-            "doctor",
-            "Doctor",
-            LEADS["doctor"],
-            points=[f"{name}: {_finding(each)}" for name, run in runs.items() for each in diagnose(run)],
-        ),
-        *(Section(name, title, LEADS[name], own, counts.get(name, {})) for name, (title, own) in charts.items() if own),
+        Section("results", "Results", points=verdicts, tables={name: own for name, own in captioned.items() if own}),
+        Section("doctor", "Doctor", LEADS["doctor"], points=[*_findings(runs)]),
+        *_evaluation(results, paths, colors),
         *training[: len(training) == 1],
-        Section("samples", "Samples", LEADS["samples"], samples=colored),
+        _samples(samples, colors, results.get("baseline")),
         *further,
         *training[len(training) == 1 :],
-        Section(
-            "rows",
-            "Rows",
-            LEADS["rows"],
-            points=[
-                f"{record.name}: {note}"
-                for record in lineage
-                for note in record.lineage.get("notes", [])
-                if not note.startswith(("memory:", "weights:")) and " the cache: " not in note
-            ],
-        ),
+        Section("rows", "Rows", LEADS["rows"], points=_row_notes(lineage)),
         _lineage(lineage),
     ]
-    shown_sections = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
-    return render_page(path, kind="report", title=title, summary=summary, sections=shown_sections)
+    shown = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
+    return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _finding(found: Diagnosis) -> str:
-    tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
-    what = "{} (steps {} to {})".format(found.symptom, *found.steps)
-    return f"{what}. {found.evidence}. {found.cause}{f' Try {tries}.' if tries else ''}"
+def _evaluation(results: Results, paths: Mapping[str, Log], colors: Colors) -> list[Section]:
+    """Sections on the figures of an evaluation, and on what training gained for the KL."""
+    models = results.get("models", {})
+    gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
+    gold_parts = {part: (part, "95 % interval" if part == "total" else "") for parts in gold.values() for part in parts}
+    totals = {name: model.get("gold_interval") for name, model in models.items()}
+    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
+    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
+    charts = {
+        "win-rates": ("Win rates", win_rate_charts(results, colors)),
+        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors, totals=totals)),
+        "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
+        "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
+    }
+    return [
+        Section(name, title, LEADS[name], own, _judgment_table(results) if name == "win-rates" else ())
+        for name, (title, own) in charts.items()
+        if own
+    ]
+
+
+def _samples(samples: Sequence[Mapping[str, Any]], colors: Colors, baseline: str | None) -> Section:
+    """Samples in the policies' colors, the baseline first, against which the others are marked."""
+    colored = [
+        {"prompt": sample["prompt"], "responses": {
+            name: {"color": colors.get(name), **sample["responses"][name]}
+            for name in sorted(sample["responses"], key=lambda name: name != baseline)
+        }}
+        for sample in samples
+    ]  # fmt: skip
+    return Section("samples", "Samples", LEADS["samples"], samples=colored)
+
+
+def _row_notes(records: Sequence[StageRecord]) -> list[str]:
+    """Notes of runs on their rows and alarms; those on memory, weights and the cache are left out."""
+    return [
+        f"{record.name}: {note}"
+        for record in records
+        for note in record.lineage.get("notes", [])
+        if not note.startswith(("memory:", "weights:")) and " the cache: " not in note
+    ]
+
+
+def _findings(runs: Mapping[str, RunLog]) -> Iterator[str]:
+    """Symptoms that doctor finds in each run: evidence, cause, and settings to try."""
+    for name, found in ((name, found) for name, run in runs.items() for found in diagnose(run)):
+        tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
+        yield (
+            f"{name}: {found.symptom} (steps {found.steps[0]} to {found.steps[1]}). {found.evidence}. {found.cause}"
+            f"{f' Try {tries}.' if tries else ''}"
+        )
 
 
 def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
@@ -228,26 +222,27 @@ def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
     ]
 
 
-def _judgment_table(results: Results) -> dict[str, list[Row]]:
+def _judgment_table(results: Results) -> Mapping[str, Sequence[Row]]:
     """All figures of the judgments under a caption that says whose they are."""
-    rows = [
-        {
-            "policy": name,
-            "win rate": model["win_rate"],
-            **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
-            "orders disagree": model["inconsistent"]
-            if model["inconsistent"].get("n", 1)
-            else None,  # people see one order
-            "shown first preferred": model["position_bias"],
-            "longer preferred": model.get("longer_preferred"),
-            "twice as long": slope_cell(model.get("length_slope")),
-            "at equal length": model.get("length_controlled"),
-            "not judged": model["failures"],
-        }
-        for name, model in results.get("models", {}).items()
-        if "win_rate" in model
-    ]
-    return {f"Against {results['baseline']}, judge: {results['judge']}": rows} if rows else {}
+    return {
+        f"Against {results['baseline']}, judge: {results['judge']}": [
+            {
+                "policy": name,
+                "win rate": model["win_rate"],
+                **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
+                "orders disagree": model["inconsistent"]
+                if model["inconsistent"].get("n", 1)
+                else None,  # people see one order
+                "shown first preferred": model["position_bias"],
+                "longer preferred": model.get("longer_preferred"),
+                "twice as long": slope_cell(model.get("length_slope")),
+                "at equal length": model.get("length_controlled"),
+                "not judged": model["failures"],
+            }
+            for name, model in results["models"].items()
+            if "win_rate" in model
+        ]
+    }
 
 
 def slope_cell(slope: Mapping[str, float] | None) -> str | None:
@@ -276,7 +271,7 @@ def part_charts(
     colors: Colors,
     *,
     one_scale: bool = False,
-    totals: Mapping[str, Any] = {},
+    totals: Mapping[str, tuple[float, float] | None] = {},
 ) -> list[Chart]:
     """A chart of the policies for each part of their scores, each on the scale of its part, or all on the same.
 
@@ -367,7 +362,7 @@ def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel
     for key, (title, note, metrics) in panels.items():
         lines = [
             (
-                ", ".join(filter(None, [several and name, label, prefix and "held out"])) or "training",
+                ", ".join(filter(None, [name if several else "", label, prefix and "held out"])) or "training",
                 name,
                 prefix + metric,
             )
@@ -431,7 +426,7 @@ def write_run_report(directory: Path, path: Path | None = None) -> Path:
     return write_report(
         path or directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        summary=account(run),
+        summary=describe_run(run),
         tables={"Data sources": source_table(directory, log)},
         stages={record.name: log},
         runs={record.name: run},
@@ -445,8 +440,8 @@ def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
     found = dict[str, dict[str, Any]]()
     for color, (name, rows) in enumerate(runs.items()):
         for row in rows:
-            sample = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})
-            sample["responses"][f"{name} update {row['step']}".strip()] = {
+            responses = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})["responses"]
+            responses[f"{name} update {row['step']}".strip()] = {
                 "text": row["response"],
                 "score": row.get("score"),
                 "color": color,

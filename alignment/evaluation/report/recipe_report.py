@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.conclusions import account, preference, winner
 from alignment.evaluation.report.html import Row, Section, format_cell, with_interval
 from alignment.evaluation.report.page import PAIR_PARTS, write_report
 from alignment.evaluation.report.reward_page import card_section
+from alignment.evaluation.report.sentences import Results, describe_run, preference_sentence, winner
 from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 from alignment.settings import Settings
@@ -66,10 +66,8 @@ def run(config: ReportConfig) -> Path:
     results = read_json_object(Path(config.evaluation) / "results.json") if config.evaluation else {}
     runs = {name: read_run_log(folder) for name, folder in config.stages.items() if metrics[name]}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
-    answer = winner(results) or " ".join(account(run) for run in [*runs.values()][-1:])
+    answer = winner(results) or " ".join(describe_run(run) for run in [*runs.values()][-1:])
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
-    cards = {name: read_json_object(Path(folder) / "card.json") for name, folder in config.reward_models.items()}
-    benchmarks = [read_json_object(Path(folder) / "results.json") for folder in [config.benchmarks] if folder]
     path = write_report(
         Path(config.output) / "report.html",
         config.title,
@@ -81,7 +79,13 @@ def run(config: ReportConfig) -> Path:
         samples=results.get("samples", []),
         lineage=lineage,
         runs=runs,
-        further=[*map(card_section, cards, cards.values()), *map(benchmark_section, benchmarks)],
+        further=[
+            *(
+                card_section(name, read_json_object(Path(own) / "card.json"))
+                for name, own in config.reward_models.items()
+            ),
+            *(benchmark_section(read_json_object(Path(own) / "results.json")) for own in [config.benchmarks] if own),
+        ],
     )
     print_results(results)
     print_table(budgets)
@@ -108,7 +112,7 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def policy_rows(results: Mapping[str, Any]) -> list[Row]:
+def policy_rows(results: Results) -> list[Row]:
     """One row per policy without the columns on its judgments, which a page has in a table of their own."""
     return [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
 
@@ -129,19 +133,19 @@ def training_budgets(
     ]
 
 
-def verdicts(results: Mapping[str, Any]) -> list[str]:
+def verdicts(results: Results) -> list[str]:
     """The winner of each comparison, and how far its judge can be believed, in words."""
     judge, models = results.get("judging", {}).get("judge", results.get("judge")), results.get("models", {})
     judged = {name: model for name, model in models.items() if "win_rate" in model}
     return [
-        f"{preference(name, model['win_rate'], results['baseline'])}; judge: {judge}."
+        f"{preference_sentence(name, model['win_rate'], results['baseline'])}; judge: {judge}."
         + f" The judge's two orders contradict each other on {model['inconsistent']['count']} of them."
         * bool(model["inconsistent"]["count"])
         for name, model in judged.items()
     ]
 
 
-def benchmark_section(results: Mapping[str, Any]) -> Section:
+def benchmark_section(results: Results) -> Section:
     """The section of `evaluate benchmarks`: each task's figure of each model, before and after training."""
     tables = {
         f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [

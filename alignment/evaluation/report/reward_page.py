@@ -53,19 +53,14 @@ def card_summary(card: Card) -> str:
 
 def card_section(name: str, card: Card) -> Section:
     """A section of another page that holds the main parts of a card."""
-    accuracy, reliability, length = (
-        _accuracy(card["accuracy"]),
-        _calibration(card["calibration"]),
-        _length(card["length"]),
-    )
     return Section(
         re.sub(r"\W+", "-", f"reward-model-{name}"),
         f"Reward model: {name}",
         card_summary(card),
-        [*accuracy.charts, *length.charts],
-        {f"Accuracy of {name}": accuracy.tables[0], f"Length, {name}": length.tables[0]},
+        [*_accuracy(card["accuracy"]).charts, *_length(card["length"]).charts],
+        {f"Length, {name}": table_of(card["length"], "source")},
         card["left_out"],
-        folded=reliability.charts,
+        folded=_calibration(card["calibration"]).charts,
     )
 
 
