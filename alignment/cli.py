@@ -692,6 +692,19 @@ def doctor(
         print("\n".join(report_lines(run, log, diagnose(log), width)))
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Directories of training runs or of `evaluate winrate`.")
+    ],
+    output: Annotated[str, typer.Option(metavar="FILE", help="HTML file to write.")] = "report.html",
+) -> None:
+    """Write a page on a run, or on several side by side: the settings that differ, and which one is better."""
+    from alignment.evaluation.report.comparison import write_comparison
+
+    print(write_comparison([Path(run) for run in runs], Path(output)))
+
+
 # The process
 
 

@@ -86,6 +86,7 @@ class RunLog:
     series: Mapping[str, Series]
     broken: Mapping[str, Sequence[int]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+    finished: int = 0  # updates of a run that has finished
 
     def series_of(self, name: str) -> Series | None:
         """A metric with lines enough to judge its course; None where it has fewer."""
@@ -131,6 +132,7 @@ class StageRecord:
     parents: Sequence[str] = ()
     seconds: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)  # lineage.json as it stands
 
 
 def read_log_rows(path: Path) -> list[dict[str, Any]]:
@@ -151,7 +153,7 @@ def read_stage_record(directory: Path) -> StageRecord:
     lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
     config = directory / "config.yaml"
     settings = read_yaml(config).values or {} if config.is_file() else {}
-    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings)
+    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings, lineage)
 
 
 def read_run_log(directory: str | Path) -> RunLog:
@@ -163,4 +165,5 @@ def read_run_log(directory: str | Path) -> RunLog:
         raise UserError(f"{directory / 'metrics.jsonl'}: no update is logged, so there is nothing to judge yet")
     if wrong := [number for number, row in enumerate(rows, 1) if type(row.get("step")) is not int]:
         raise UserError(f"{directory / 'metrics.jsonl'}:{wrong[0]}: the line has no step; delete it")
-    return RunLog(record.name, record.settings or {}, *columns(rows), read_log_rows(directory / "samples.jsonl"))
+    samples = read_log_rows(directory / "samples.jsonl")
+    return RunLog(record.name, record.settings or {}, *columns(rows), samples, record.lineage.get("finished", 0))

@@ -71,9 +71,12 @@ def full_data(name: str = "PPO") -> dict:
     return {
         "title": "A title & more",
         "summary": "What happened.",
-        "tables": [
-            [{"Policy": "SFT", "Gold": 2.125, "Against SFT": None}, {"Policy": name, "Gold": 3.5, "Against SFT": rate}]
-        ],
+        "tables": {
+            "Two policies": [
+                {"Policy": "SFT", "Gold": 2.125, "Against SFT": None},
+                {"Policy": name, "Gold": 3.5, "Against SFT": rate},
+            ]
+        },
         "results": {"baseline": "SFT", "judge": "gold", "models": models},
         "stages": {"ppo": rows, "empty": [], name: path},
         "samples": [
@@ -180,16 +183,29 @@ def test_every_curve_of_a_chart_has_its_swatch_outside_the_drawing():
     assert re.findall(r'<li class="series-(\d)">([^<]+)</li>', legend) == [
         (str(i), name) for i, name in enumerate(labels)
     ]
-    assert "held out" not in drawing
+    assert "rejected, held out from 3 to 3" in re.findall(r"<desc>(.*?)</desc>", drawing)[0]
+    assert "held out" not in drawing.partition("</desc>")[2]
     assert "<li" not in curve_chart("Loss", curves[:1], "update")
 
 
 @pytest.mark.parametrize(
     ("wins", "losses", "words"),
     [
-        (292, 108, "PPO's responses are preferred to SFT's: 73.0 % [68.4, 77.1] of 400 (judge: gold)."),
-        (108, 292, "SFT's responses are preferred to PPO's, which win 27.0 % [22.9, 31.6] of 400 (judge: gold)."),
-        (208, 192, "nothing is decided: PPO wins 52.0 % [47.1, 56.9] of 400, and the interval includes 50 %"),
+        (
+            292,
+            108,
+            "PPO is preferred to SFT in 73.0 % of 400 prompts, ties counting half (95 %: 68.4 to 77.1); judge: gold.",
+        ),
+        (
+            108,
+            292,
+            "SFT is preferred to PPO, which wins 27.0 % of 400 prompts, ties counting half (95 %: 22.9 to 31.6); judge: gold.",
+        ),
+        (
+            208,
+            192,
+            "no difference is shown: PPO wins 52.0 % of 400 prompts, ties counting half (95 %: 47.1 to 56.9), which includes 50 %",
+        ),
     ],
 )
 def test_the_page_says_who_won(wins, losses, words, tmp_path):
@@ -206,7 +222,7 @@ def test_a_judge_that_goes_by_position_is_no_honest_half(tmp_path):
     page = write_report(tmp_path / "report.html", "Verdict", results=results).read_text("utf-8")
     assert "100.0 % [89.3, 100.0]" in Page(page).text.replace("\N{NO-BREAK SPACE}", " ")
     (words,) = verdicts(results)
-    assert "50.0 % [0.0, 100.0]" in words and "nothing is decided" in words
+    assert "(95 %: 0.0 to 100.0)" in words and "no difference is shown" in words
     assert "contradict each other on 32 of them" in words
 
 

@@ -19,13 +19,15 @@ from alignment.evaluation.report.html import Chart
 
 # Placeholder colors for matplotlib; the SVG refers to the page's style sheet instead.
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
-SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x18))
+SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x1A))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
 REPLACED = (  # in matplotlib's SVG
     (r"(?s)^.*?(?=<svg)", ""),
     (r"(?s)<metadata>.*?</metadata>|<style.*?</style>", ""),
     (r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"| version="1.1"', ""),
     (r'<g id="[^"]*"', "<g"),
+    (r' transform="rotate\(-?0 [^"]*"', ""),
+    (r">\s+<", "><"),
     ("xlink:href", "href"),
     (r"font-family: [^;\"]+;? ?", ""),  # the style sheet names the typeface
     (r"font: ((?:\w+ )?[\d.]+px) [^;\"]+", r"font: \1 var(--sans)"),  # as older versions write it
@@ -33,7 +35,7 @@ REPLACED = (  # in matplotlib's SVG
 )
 
 WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
-POINTS_SHOWN = 240  # per curve
+POINTS_SHOWN = 160  # per curve
 LABEL_LETTERS = 18  # of a bar's label on one line
 
 STYLE: Any = {
@@ -42,7 +44,7 @@ STYLE: Any = {
     "font.size": 10, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.labelsize": 9.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "axes.formatter.limits": (-3, 5), "grid.color": GRID, "grid.linewidth": 0.8, "xtick.color": GRID, "ytick.color": GRID,
-    "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.bottom": False, "ytick.left": False,
     "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
 }  # fmt: skip
 # of a bar's value: beside the chart, where neither a line nor a label is
@@ -50,12 +52,13 @@ BESIDE: Any = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoo
 
 
 class Curve(NamedTuple):
-    """One line: label, coordinates, and the number of its color."""
+    """One line: label, coordinates, the number of its color, and dashes where it is the second of this color."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     color: int = 0
+    dashed: bool = False
 
 
 class Bar(NamedTuple):
@@ -76,18 +79,18 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
     axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
     for curve in curves:
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
-        color = SERIES[curve.color % len(SERIES)]
+        form: Any = {"color": SERIES[curve.color % len(SERIES)], "linestyle": (0, (3, 2)) if curve.dashed else "-"}
         # neighbors on a line, as in a schedule: averaging would only bend it
         if len(y) < 40 or np.median(np.abs(np.diff(y, 2))) <= 0.01 * np.ptp(y):
-            axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
+            axes.plot(_thin(x), _thin(y), **form, marker="o" if len(y) < 25 else "", markersize=3)
         else:
-            axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
-            axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
+            axes.plot(_thin(x), _thin(y), **form, linewidth=0.9, alpha=0.35 if len(curves) < 3 else 0.15)
+            axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), **form)
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.margins(x=0.02, y=0.08)
-    return label_list(curves) + inline_svg(figure, label)
+    return label_list(curves) + inline_svg(figure, label, _courses(curves))
 
 
 @mpl.rc_context(STYLE)
@@ -107,7 +110,7 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.margins(0.06)
-    return label_list(curves) + inline_svg(figure, label)
+    return label_list(curves) + inline_svg(figure, label, _courses(curves))
 
 
 @mpl.rc_context(STYLE)
@@ -139,7 +142,11 @@ def bar_chart(
         axes.axvline(0, color=MUTED, linewidth=0.9)
     if line_at is not None:
         axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
-    return inline_svg(figure, label)
+    said = (
+        f"{bar.label} {bar.value:.3g}{' ({:.3g} to {:.3g})'.format(*bar.interval) if bar.interval else ''}"
+        for bar in bars
+    )
+    return inline_svg(figure, label, "; ".join(said))
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
@@ -176,8 +183,19 @@ def _thin(values: np.ndarray) -> np.ndarray:
 
 def label_list(curves: Sequence[Curve]) -> Markup:
     """Colors and labels as a list above the chart, which breaks its lines where the window does."""
-    items = (Markup('<li class="series-{}">{}</li>').format(curve.color % len(SERIES), curve.label) for curve in curves)
+    items = (
+        Markup('<li class="series-{}{}">{}</li>').format(one.color % len(SERIES), " dashed" * one.dashed, one.label)
+        for one in curves
+    )
     return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")
+
+
+def _courses(curves: Sequence[Curve]) -> str:
+    """Beginning, end and range of each line, in words."""
+    return "; ".join(
+        f"{one.label} from {one.y[0]:.3g} to {one.y[-1]:.3g}, between {min(one.y):.3g} and {max(one.y):.3g}".strip()
+        for one in curves
+    )
 
 
 def padded_limits(values: Sequence[float]) -> tuple[float, float]:
@@ -192,13 +210,18 @@ def is_finite_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def inline_svg(figure: Figure, label: str) -> Markup:
-    """The figure as an SVG element for an HTML page: page colors and typeface, no addresses, no names to collide."""
+def inline_svg(figure: Figure, label: str, description: str = "") -> Markup:
+    """The figure as an SVG element for an HTML page: page colors and typeface, no addresses, no names to collide.
+
+    Args:
+        label, description: read in place of the picture.
+    """
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": label}):  # names of clips and markers: apart for every chart, equal every time
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     for pattern, replacement in REPLACED:
         svg = re.sub(pattern, replacement, svg)
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
-    return Markup(svg.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))
+    svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
+    words = Markup("<title>{}</title><desc>{}</desc>").format(label, description)
+    return Markup(svg.replace("<svg", '<svg role="img"', 1).replace(">", f">{words}", 1))

@@ -1,7 +1,9 @@
 """Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from markupsafe import Markup
 from alignment.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+MARKS = {  # of the words of another text, and of those in their place
+    "equal": Markup("{1}"), "delete": Markup("<del>{0}</del>"), "insert": Markup("<ins>{1}</ins>"),
+    "replace": Markup("<del>{0}</del><ins>{1}</ins>"),
+}  # fmt: skip
 Row = Mapping[str, object]  # of a table: column -> value, see `format_cell`
 
 
@@ -31,7 +37,7 @@ class Section:
     title: str
     lead: str = ""
     charts: Sequence[Chart] = ()
-    tables: Sequence[Sequence[Row]] = ()
+    tables: Sequence[Sequence[Row]] | Mapping[str, Sequence[Row]] = ()  # with captions, or under the section's title
     notes: Sequence[str] = ()  # such as the reason why a figure is missing
     points: Sequence[str] = ()  # sentences, as a list
     folded: Sequence[Chart] = ()  # charts that open with a click
@@ -54,9 +60,25 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["cell"] = _breakable_cell
+    environment.filters |= {"cell": _breakable_cell, "against": mark_differences}
     write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)
+
+
+def mark_differences(text: str, other: str) -> Markup:
+    """A text with the words that another one lacks as <ins>, and the words of the other one that it lacks as <del>.
+
+    Texts that share less than half of their words are left as they are: next to everything would be marked.
+    """
+    theirs, ours = (re.findall(r"\s*\S+", each) for each in (other, text))
+    matcher = SequenceMatcher(None, [word.strip() for word in theirs], [word.strip() for word in ours], autojunk=False)
+    changes = matcher.get_opcodes() if matcher.ratio() >= 0.5 else [("equal", 0, 0, 0, len(ours))]
+    return Markup("").join(MARKS[kind].format("".join(theirs[i:j]), "".join(ours[k:m])) for kind, i, j, k, m in changes)
+
+
+def short_path(path: str) -> str:
+    """The last two parts of a path, which tell runs and files of a recipe apart."""
+    return "/".join(Path(path).parts[-2:])
 
 
 def table_of(rows: Mapping[str, Mapping[str, object]], heading: str = "") -> list[Row]:

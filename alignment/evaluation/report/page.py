@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from alignment.evaluation.diagnosis import diagnose
 from alignment.evaluation.report.charts import (
     SERIES,
     Bar,
@@ -16,11 +18,11 @@ from alignment.evaluation.report.charts import (
     path_chart,
     rate_chart,
 )
-from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
+from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page, short_path
+from alignment.evaluation.report.sentences import Results, describe_run, end_interval
+from alignment.evaluation.run_log import RunLog, StageRecord, read_log_rows, read_run_log, read_stage_record
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-Results = Mapping[str, Any]  # of `evaluate winrate`, as in results.json
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
@@ -37,17 +39,21 @@ OVEROPTIMIZATION = {  # metric -> title, note
     "gold_score": ("Gold score", "where it falls while the proxy rises, the policy exploits its reward model"),
 }
 SAMPLES_SHOWN = 8
-CHARTS_SHOWN = 3  # of a stage at least, where there are so many; the others are folded
+CHARTS_SHOWN = 3  # of each of several stages, and of a single one at least; the others are folded
 RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("loss", "perplexity", "accuracy"))
 LEADS = {
     "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
     "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the pair "
-    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Policies are compared with "
-    "the baseline, not with each other.",
+    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Where the "
+    "intervals of two policies overlap, no difference between them is shown.",
     "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its part.",
     "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
     "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "
     "same scale.",
+    "doctor": "Symptoms that `alignment doctor --run` finds in a run's logs, their likely causes, and settings to try.",
+    "samples": "Words that the first response of a prompt lacks are underlined, and words of it that are missing are "
+    "struck through, where two responses share half of their words or more.",
+    "rows": "The runs' own notes: rows that were read, dropped or cut, and warnings.",
     "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are single "
     "updates, the line is their moving average from the ring, where training begins, to the large dot, where it ends.",
 }
@@ -62,11 +68,11 @@ class Panel(NamedTuple):
 
 
 # Metric -> its panel; a panel of several metrics stands at the first one's.
-MAIN = {
-    "loss": Panel("Loss", "nats"),
+MAIN = {  # the one that tells most comes first
     "accuracy": Panel("Accuracy", "share of pairs ranked as labeled; ties count half"),
     "score": Panel("Score", "mean reward-model score per response"),
     "kl": Panel("KL to the reference", "nats per response"),
+    "loss": Panel("Loss", "nats"),
     "chosen_reward": Panel(
         "Implicit rewards", "beta times log-ratio", {"chosen_reward": "chosen", "rejected_reward": "rejected"}
     ),
@@ -98,74 +104,145 @@ def write_report(
     *,
     summary: str = "",
     verdicts: Sequence[str] = (),
-    tables: Sequence[Sequence[Row]] = (),
+    tables: Mapping[str, Sequence[Row]] = {},
     results: Mapping[str, Any] = {},
     stages: Mapping[str, Log] = {},
     samples: Sequence[Mapping[str, Any]] = (),
     lineage: Sequence[StageRecord] = (),
+    runs: Mapping[str, RunLog] = {},
+    further: Sequence[Section] = (),
+    together: bool = False,
 ) -> Path:
     """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script.
 
     Empty parts are left out.
 
     Args:
-        verdicts: sentences that say who won.
+        summary: begins with the sentence that says who won.
+        verdicts: more such sentences, as a list.
+        tables: caption -> rows.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
+        runs: stage -> its log, for doctor to judge.
+        further: sections that stand behind the samples.
+        together: draw each metric of all stages in one chart, as of runs that are compared.
     """
     models = results.get("models", {})
     paths = {name: log for name, log in stages.items() if any("kl" in line for line in log)}
-    names = [*models, *paths, *(name for sample in samples for name in sample["responses"])]
-    colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
-    gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
-    gold_parts = {part: (part, "") for parts in gold.values() for part in parts}
-    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
-    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
-    charts = {
-        "win-rates": ("Win rates", win_rate_charts(results, colors)),
-        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors)),
-        "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
-        "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
-    }
-    colored = [
-        {
-            "prompt": sample["prompt"],
-            "responses": {name: {**own, "color": colors[name]} for name, own in sample["responses"].items()},
-        }
-        for sample in samples
+    names = [
+        *models,
+        *(stages if together else paths),
+        *(name for one in samples for name, own in one["responses"].items() if "color" not in own),
     ]
-    counts = {"win-rates": [_judgment_table(results)]}
+    colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
+    joint = {"all runs": stages} if together else {name: {name: log} for name, log in stages.items()}
+    training = [
+        _training(number, name, logs, colors, alone=len(joint) == 1)
+        for number, (name, logs) in enumerate(joint.items(), 1)
+    ]
+    captioned = {**tables, "Beginning and end": _ends_table(runs) if together or (runs and not models) else ()}
     sections = [
-        Section("results", "Results", points=verdicts, tables=[table for table in tables if table]),
-        *(Section(name, title, LEADS[name], own, counts.get(name, ())) for name, (title, own) in charts.items() if own),
-        Section("samples", "Samples", samples=colored),
-        *_training(stages),
+        Section("results", "Results", points=verdicts, tables={name: own for name, own in captioned.items() if own}),
+        Section("doctor", "Doctor", LEADS["doctor"], points=[*_findings(runs)]),
+        *_evaluation(results, paths, colors),
+        *training[: len(training) == 1],
+        _samples(samples, colors, results.get("baseline")),
+        *further,
+        *training[len(training) == 1 :],
+        Section("rows", "Rows", LEADS["rows"], points=_row_notes(lineage)),
         _lineage(lineage),
     ]
     shown = [one for one in sections if one.points or one.charts or one.samples or any(one.tables)]
     return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _judgment_table(results: Results) -> list[Row]:
+def _evaluation(results: Results, paths: Mapping[str, Log], colors: Colors) -> list[Section]:
+    """Sections on the figures of an evaluation, and on what training gained for the KL."""
+    models = results.get("models", {})
+    gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
+    gold_parts = {part: (part, "95 % interval" if part == "total" else "") for parts in gold.values() for part in parts}
+    totals = {name: model.get("gold_interval") for name, model in models.items()}
+    pairs = {name: model["pairs"] for name, model in models.items() if "pairs" in model}
+    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
+    charts = {
+        "win-rates": ("Win rates", win_rate_charts(results, colors)),
+        "gold": ("Gold score", part_charts("Gold score, part ", gold, gold_parts, colors, totals=totals)),
+        "pairs": ("Held-out pairs", part_charts("Held-out pairs: ", moved, PAIR_PARTS, colors, one_scale=True)),
+        "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
+    }
     return [
-        {
-            "policy": name,
-            "baseline": results["baseline"],
-            "judge": results["judge"],
-            "win rate": model["win_rate"],
-            **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
-            "orders disagree": model["inconsistent"]
-            if model["inconsistent"].get("n", 1)
-            else None,  # people see one order
-            "shown first preferred": model["position_bias"],
-            "longer preferred": model.get("longer_preferred"),
-            "twice as long": slope_cell(model.get("length_slope")),
-            "at equal length": model.get("length_controlled"),
-            "not judged": model["failures"],
-        }
-        for name, model in results.get("models", {}).items()
-        if "win_rate" in model
+        Section(name, title, LEADS[name], own, _judgment_table(results) if name == "win-rates" else ())
+        for name, (title, own) in charts.items()
+        if own
     ]
+
+
+def _samples(samples: Sequence[Mapping[str, Any]], colors: Colors, baseline: str | None) -> Section:
+    """Samples in the policies' colors, the baseline first, against which the others are marked."""
+    colored = [
+        {"prompt": sample["prompt"], "responses": {
+            name: {"color": colors.get(name), **sample["responses"][name]}
+            for name in sorted(sample["responses"], key=lambda name: name != baseline)
+        }}
+        for sample in samples
+    ]  # fmt: skip
+    return Section("samples", "Samples", LEADS["samples"], samples=colored)
+
+
+def _row_notes(records: Sequence[StageRecord]) -> list[str]:
+    """Notes of runs on their rows and alarms; those on memory, weights and the cache are left out."""
+    return [
+        f"{record.name}: {note}"
+        for record in records
+        for note in record.lineage.get("notes", [])
+        if not note.startswith(("memory:", "weights:")) and " the cache: " not in note
+    ]
+
+
+def _findings(runs: Mapping[str, RunLog]) -> Iterator[str]:
+    """Symptoms that doctor finds in each run: evidence, cause, and settings to try."""
+    for name, found in ((name, found) for name, run in runs.items() for found in diagnose(run)):
+        tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
+        yield (
+            f"{name}: {found.symptom} (steps {found.steps[0]} to {found.steps[1]}). {found.evidence}. {found.cause}"
+            f"{f' Try {tries}.' if tries else ''}"
+        )
+
+
+def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
+    """The main metrics of each run: means of its first and its last updates, the latter with the interval of their scatter."""
+    names = [prefix + key for name, own in MAIN.items() for key in own.metrics or [name] for prefix in ("", HELD_OUT)]
+    logged = {name: {run: log.series[name] for run, log in runs.items() if name in log.series} for name in names}
+    return [
+        {"metric": name.replace("_", " ")}
+        | {f"{run}, first": one.first for run, one in own.items()}
+        | {f"{run}, last": end_interval(one) or one.last for run, one in own.items()}
+        for name, own in logged.items()
+        if own
+    ]
+
+
+def _judgment_table(results: Results) -> Mapping[str, Sequence[Row]]:
+    """All figures of the judgments under a caption that says whose they are."""
+    return {
+        f"Against {results['baseline']}, judge: {results['judge']}": [
+            {
+                "policy": name,
+                "win rate": model["win_rate"],
+                **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
+                "orders disagree": model["inconsistent"]
+                if model["inconsistent"].get("n", 1)
+                else None,  # people see one order
+                "shown first preferred": model["position_bias"],
+                "longer preferred": model.get("longer_preferred"),
+                "twice as long": slope_cell(model.get("length_slope")),
+                "at equal length": model.get("length_controlled"),
+                "not judged": model["failures"],
+            }
+            for name, model in results["models"].items()
+            if "win_rate" in model
+        ]
+    }
 
 
 def slope_cell(slope: Mapping[str, float] | None) -> str | None:
@@ -188,18 +265,30 @@ def win_rate_charts(results: Results, colors: Colors) -> list[Chart]:
 
 
 def part_charts(
-    label: str, scores: Models, parts: Mapping[str, tuple[str, str]], colors: Colors, *, one_scale: bool = False
+    label: str,
+    scores: Models,
+    parts: Mapping[str, tuple[str, str]],
+    colors: Colors,
+    *,
+    one_scale: bool = False,
+    totals: Mapping[str, tuple[float, float] | None] = {},
 ) -> list[Chart]:
     """A chart of the policies for each part of their scores, each on the scale of its part, or all on the same.
 
     Args:
         label: for screen readers, in front of the title.
         parts: key -> title and note.
+        totals: policy -> interval of its part `total`, or None.
     """
     charts = []
     for part, (title, note) in parts.items() if scores else ():
-        bars = [Bar(name, own[part], None, colors[name]) for name, own in scores.items() if part in own]
+        bars = [
+            Bar(name, own[part], totals.get(name) if part == "total" else None, colors[name])
+            for name, own in scores.items()
+            if part in own
+        ]
         scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
+        scaled += [end for bar in bars for end in bar.interval or ()]
         charts.append(
             Chart(
                 title.partition(",")[0].capitalize(),
@@ -231,13 +320,21 @@ def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, .
 # Training
 
 
-def _training(stages: Mapping[str, Log]) -> Iterator[Section]:
-    """A section for each stage."""
-    for number, (name, log) in enumerate(stages.items(), 1):
-        main = stage_charts(name, log, MAIN)
-        further = stage_charts(name, log, further_panels(log))
-        moved = max(CHARTS_SHOWN - len(main), 0)
-        yield Section(f"training-{number}", f"Training: {name}", charts=main + further[:moved], folded=further[moved:])
+def _training(number: int, name: str, logs: Mapping[str, Log], colors: Colors, *, alone: bool) -> Section:
+    """A section on a stage, or on several runs with a line for each; the charts that tell most are shown, the others folded."""
+    main, rest = (
+        (panels if len(logs) == 1 else _one_metric_each(panels))
+        for panels in (MAIN, further_panels([*chain(*logs.values())]))
+    )
+    first, charts = stage_charts(name, logs, main, colors), stage_charts(name, logs, rest, colors)
+    shown, charts = max(CHARTS_SHOWN, len(first) if alone else 0), [*first, *charts]
+    return Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
+
+
+def _one_metric_each(panels: Mapping[str, Panel]) -> dict[str, Panel]:
+    """Panels of several metrics taken apart, so that a chart's lines are the runs."""
+    metrics = [(key, label, own) for name, own in panels.items() for key, label in (own.metrics or {name: ""}).items()]
+    return {key: Panel(": ".join(filter(None, [own.title, label])), own.note) for key, label, own in metrics}
 
 
 def further_panels(log: Log) -> dict[str, Panel]:
@@ -255,17 +352,33 @@ def further_panels(log: Log) -> dict[str, Panel]:
     return {**{f"{metric}/": panel for metric, panel in by_source.items()}, **FURTHER, **others}
 
 
-def stage_charts(stage: str, log: Log, panels: Mapping[str, Panel]) -> list[Chart]:
-    """Charts of the panels for which a stage has measurements, of training and held out."""
-    charts = []
+def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel], colors: Colors) -> list[Chart]:
+    """Charts of the panels for which a stage has measurements, of training and held out.
+
+    Args:
+        logs: of the stage; or of several runs, each with its own color and held-out lines dashed.
+    """
+    charts, several = [], len(logs) > 1
     for key, (title, note, metrics) in panels.items():
-        columns = []
-        for metric, label in (metrics or {key: ""}).items():
-            own, held_out = ("training", "held out") if len(metrics) < 2 else (label, f"{label}, held out")
-            columns += [(metric, own), (HELD_OUT + metric, held_out)]
-        points = [(label, _points(log, "step", name), color) for color, (name, label) in enumerate(columns)]
-        curves = tuple(Curve(label, *known, color) for label, known, color in points if known[0])
+        lines = [
+            (
+                ", ".join(filter(None, [name if several else "", label, prefix and "held out"])) or "training",
+                name,
+                prefix + metric,
+            )
+            for name in logs
+            for metric, label in (metrics or {key: ""}).items()
+            for prefix in ("", HELD_OUT)
+        ]
+        curves = tuple(
+            Curve(label, *known, colors[name] if several else number, several and metric.startswith(HELD_OUT))
+            for number, (label, name, metric) in enumerate(lines)
+            if (known := _points(logs[name], "step", metric))[0]
+        )
         if curves:
+            note = (
+                f"{note} {curves[0].label}".strip() if several and len(curves) == 1 else note
+            )  # it has no list of labels
             charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
     return charts
 
@@ -280,7 +393,7 @@ def _lineage(records: Sequence[StageRecord]) -> Section:
         tables=[[
             {
                 "stage": record.name,
-                "made from": ", ".join(record.parents),
+                "made from": ", ".join(map(short_path, record.parents)),
                 "hash": record.hash[:12],
                 "time": format_duration(record.seconds),
             }
@@ -302,24 +415,38 @@ def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterat
 # The report of one run
 
 
-def write_run_report(directory: Path) -> Path:
-    """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
-    record = read_stage_record(directory)
+def write_run_report(directory: Path, path: Path | None = None) -> Path:
+    """Write the page of a single run: what happened, its metrics, data sources, curves, sampled texts, lineage.
+
+    Args:
+        path: of the page; None: `report.html` in the run's directory.
+    """
+    record, run = read_stage_record(directory), read_run_log(directory)
     log = read_log_rows(directory / "metrics.jsonl")
     return write_report(
-        directory / "report.html",
+        path or directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        tables=[source_table(directory, log)],
+        summary=describe_run(run),
+        tables={"Data sources": source_table(directory, log)},
         stages={record.name: log},
-        samples=[
-            {
-                "prompt": row["prompt"],
-                "responses": {f"update {row['step']}": {"text": row["response"], "score": row.get("score")}},
-            }
-            for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]
-        ],
+        runs={record.name: run},
+        samples=logged_samples({"": run.samples}),
         lineage=[record],
     )
+
+
+def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
+    """Prompts with the responses that runs logged to them: those with the most responses first, of equals the latest."""
+    found = dict[str, dict[str, Any]]()
+    for color, (name, rows) in enumerate(runs.items()):
+        for row in rows:
+            responses = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})["responses"]
+            responses[f"{name} update {row['step']}".strip()] = {
+                "text": row["response"],
+                "score": row.get("score"),
+                "color": color,
+            }
+    return sorted(found.values(), key=lambda sample: len(sample["responses"]))[: -SAMPLES_SHOWN - 1 : -1]
 
 
 def source_table(directory: Path, log: Log) -> list[dict[str, object]]:

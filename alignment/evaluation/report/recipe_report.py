@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.html import Row, format_cell, format_share, with_interval
+from alignment.evaluation.report.html import Row, Section, format_cell, with_interval
 from alignment.evaluation.report.page import PAIR_PARTS, write_report
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_stage_record
+from alignment.evaluation.report.reward_page import card_section
+from alignment.evaluation.report.sentences import Results, describe_run, preference_sentence, winner
+from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
 from alignment.files import read_json_object
 from alignment.settings import Settings
 
@@ -33,9 +35,11 @@ class ReportConfig(Settings):
     Attributes:
         output: directory of report.html.
         title: its heading.
-        summary: a sentence or two under it.
+        summary: a sentence or two under it, after the one that says who won.
         stages: name -> directory of each training run, in order.
         evaluation: directory of the results of `evaluate winrate`; None: the page has curves and lineage only.
+        reward_models: name -> directory of the card that `evaluate reward` wrote.
+        benchmarks: directory of the results of `evaluate benchmarks`.
     """
 
     output: str
@@ -43,31 +47,45 @@ class ReportConfig(Settings):
     summary: str = ""
     stages: dict[str, str] = field(default_factory=dict)
     evaluation: str | None = None
+    reward_models: dict[str, str] = field(default_factory=dict)
+    benchmarks: str | None = None
 
 
 def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
-    evaluation = config.evaluation and Path(config.evaluation) / "results.json"
+    folders = {
+        "winrate": [config.evaluation], "benchmarks": [config.benchmarks], "reward": config.reward_models.values()
+    }  # fmt: skip
     raise_all(
-        [f"{evaluation}: not there; run `alignment evaluate winrate` first"]
-        if evaluation and not evaluation.is_file()
-        else []
+        f"{Path(folder) / 'results.json'}: not there; run `alignment evaluate {command}` first"
+        for command, named in folders.items()
+        for folder in named
+        if folder and not (Path(folder) / "results.json").is_file()
     )
-    results = read_json_object(evaluation) if evaluation else {}
+    results = read_json_object(Path(config.evaluation) / "results.json") if config.evaluation else {}
+    runs = {name: read_run_log(folder) for name, folder in config.stages.items() if metrics[name]}
     lineage = [_record(name, Path(folder)) for name, folder in config.stages.items()]
-    table = [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
+    answer = winner(results) or " ".join(describe_run(run) for run in [*runs.values()][-1:])
     budgets = training_budgets(lineage, metrics, results.get("models", {}))
     path = write_report(
         Path(config.output) / "report.html",
         config.title,
-        summary=config.summary,
+        summary=f"{answer} {config.summary}".strip(),
         verdicts=[*verdicts(results), *(f"Warning: {warning}." for warning in results.get("warnings", []))],
-        tables=[table, budgets],
+        tables={"Policies": policy_rows(results), "Training": budgets},
         results=results,
         stages=metrics,
         samples=results.get("samples", []),
         lineage=lineage,
+        runs=runs,
+        further=[
+            *(
+                card_section(name, read_json_object(Path(own) / "card.json"))
+                for name, own in config.reward_models.items()
+            ),
+            *(benchmark_section(read_json_object(Path(own) / "results.json")) for own in [config.benchmarks] if own),
+        ],
     )
     print_results(results)
     print_table(budgets)
@@ -94,6 +112,11 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def policy_rows(results: Results) -> list[Row]:
+    """One row per policy without the columns on its judgments, which a page has in a table of their own."""
+    return [{key: row[key] for key in row if key not in ORDERS.values()} for row in summary_rows(results)]
+
+
 def training_budgets(
     lineage: Sequence[StageRecord], metrics: Mapping[str, Sequence[Row]], policies: Mapping[str, object]
 ) -> list[dict[str, object]]:
@@ -110,25 +133,29 @@ def training_budgets(
     ]
 
 
-def verdicts(results: Mapping[str, Any]) -> list[str]:
+def verdicts(results: Results) -> list[str]:
     """The winner of each comparison, and how far its judge can be believed, in words."""
-    sentences = []
-    for name, model in results.get("models", {}).items():
-        if "win_rate" not in model:
-            continue
-        rate, baseline = model["win_rate"], results["baseline"]
-        figures = f"{format_share(rate)} of {rate['n']}"
-        if rate["low"] > 0.5:
-            words = f"{name}'s responses are preferred to {baseline}'s: {figures}"
-        elif rate["high"] < 0.5:
-            words = f"{baseline}'s responses are preferred to {name}'s, which win {figures}"
-        else:
-            words = f"Between {name} and {baseline} nothing is decided: {name} wins {figures}, and the interval includes 50 %"
-        words += f" (judge: {results.get('judging', {}).get('judge', results['judge'])})."
-        if count := model["inconsistent"]["count"]:
-            words += f" The judge's two orders contradict each other on {count} of them."
-        sentences.append(words)
-    return sentences
+    judge, models = results.get("judging", {}).get("judge", results.get("judge")), results.get("models", {})
+    judged = {name: model for name, model in models.items() if "win_rate" in model}
+    return [
+        f"{preference_sentence(name, model['win_rate'], results['baseline'])}; judge: {judge}."
+        + f" The judge's two orders contradict each other on {model['inconsistent']['count']} of them."
+        * bool(model["inconsistent"]["count"])
+        for name, model in judged.items()
+    ]
+
+
+def benchmark_section(results: Results) -> Section:
+    """The section of `evaluate benchmarks`: each task's figure of each model, before and after training."""
+    tables = {
+        f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [
+            {"model": name, "value": own[entry["figure"]],
+             f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"])}
+            for name, own in entry["models"].items()
+        ]
+        for task, entry in results["tasks"].items()
+    }  # fmt: skip
+    return Section("benchmarks", "Benchmarks", "The same tasks on each model, with 95 % intervals.", tables=tables)
 
 
 def print_results(results: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """card.html: a reward model's card in one file that loads nothing else. The figures are computed in reward_card.py."""
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,6 @@ FORMS = {
 
 def write_reward_page(path: Path, card: Card) -> Path:
     """Write a card as a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
-    rate, model = card["accuracy"]["all"]["accuracy"], card["model"]
-    trained = f", trained with {model['loss']}" if model["loss"] else ""
-    summary = (
-        f"Prefers the chosen response in {format_share(rate)} of {rate['n']} pairs. "
-        f"A{'n' if model['architecture'] == 'encoder' else ''} {model['architecture']} of {model['parameters']:,} "
-        f"parameters, held in {model['dtype']}{trained}."
-    )
     sections = [
         _accuracy(card["accuracy"]),
         _calibration(card["calibration"]),
@@ -34,7 +28,40 @@ def write_reward_page(path: Path, card: Card) -> Path:
         *([_best_of_n(card["best_of_n"])] if card["best_of_n"] else []),
         Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]),
     ]
-    return render_page(path, kind="reward-model card", title=card["reward_model"], summary=summary, sections=sections)
+    return render_page(
+        path,
+        kind="reward-model card",
+        title=card["reward_model"],
+        summary=card_summary(card),
+        sections=sections,
+    )
+
+
+def card_summary(card: Card) -> str:
+    """Accuracy of a reward model beside a coin, and what the model is."""
+    rate, model = card["accuracy"]["all"]["accuracy"], card["model"]
+    trained = f", trained with {model['loss']}" if model["loss"] else ""
+    coin = (
+        "" if rate["low"] > 0.5 else "; no difference from a coin is shown" if rate["high"] > 0.5 else ", below a coin"
+    )
+    return (
+        f"Prefers the chosen response in {format_share(rate)} of {rate['n']} pairs{coin}. "
+        f"A{'n' if model['architecture'] == 'encoder' else ''} {model['architecture']} of {model['parameters']:,} "
+        f"parameters, held in {model['dtype']}{trained}."
+    )
+
+
+def card_section(name: str, card: Card) -> Section:
+    """A section of another page that holds the main parts of a card."""
+    return Section(
+        re.sub(r"\W+", "-", f"reward-model-{name}"),
+        f"Reward model: {name}",
+        card_summary(card),
+        [*_accuracy(card["accuracy"]).charts, *_length(card["length"]).charts],
+        {f"Length, {name}": table_of(card["length"], "source")},
+        card["left_out"],
+        folded=_calibration(card["calibration"]).charts,
+    )
 
 
 def _accuracy(parts: Card) -> Section:

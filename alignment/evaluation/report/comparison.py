@@ -1,0 +1,128 @@
+"""A page on several runs (`alignment report RUN RUN`): training runs, evaluations of win rates, or both, side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.report.html import Row, short_path
+from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
+from alignment.evaluation.report.recipe_report import policy_rows, verdicts
+from alignment.evaluation.report.sentences import Results, better_run, describe_run, joined, winner
+from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
+from alignment.files import read_json_object
+
+OWN = {"output", "resume", "trackers", "tracking"}  # settings that change no result
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write the page of one run, or of several side by side, and return its path.
+
+    Args:
+        folders: directories of training runs, or of results of `evaluate winrate` with the same baseline and judge.
+    """
+    named = dict(zip(short_names(folders), folders, strict=True))
+    evaluations = {name: results for name, folder in named.items() if (results := read_evaluation(folder))}
+    trained = {name: folder for name, folder in named.items() if name not in evaluations}
+    if len(named) == len(trained) == 1:
+        return write_run_report(folders[0], path)
+    runs = {name: read_run_log(folder) for name, folder in trained.items()}
+    records = [replace(read_stage_record(folder), name=name) for name, folder in trained.items()]
+    differing = changed_settings(records)
+    judged = join_evaluations(evaluations)
+    better = [better_run(runs, [str(row["setting"]) for row in differing])] if len(runs) > 1 else []
+    return write_report(
+        path,
+        joined(list(named)) + " compared" * (len(named) > 1),
+        summary=" ".join([*winners(judged, evaluations), *better]).strip(),
+        verdicts=[*verdicts(judged), *(f"{name}: {describe_run(run)}" for name, run in runs.items())],
+        tables={"Policies": policy_rows(judged), "Settings that differ": differing},
+        results=judged,
+        stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
+        runs=runs,
+        samples=[
+            *judged.get("samples", []),
+            *logged_samples({name: run.samples for name, run in runs.items()}),
+        ],
+        lineage=records,
+        together=True,
+    )
+
+
+def read_evaluation(folder: Path) -> Results:
+    """results.json of `evaluate winrate`; empty where the folder has none."""
+    found = read_json_object(folder / "results.json") if (folder / "results.json").is_file() else {}
+    return found if {"baseline", "judge", "models"} <= found.keys() else {}
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The part of each path that tells it apart from the others, from the end; or its end, where one part does not."""
+    paths = [folder.resolve().parts for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise UserError(f"{joined([str(folder) for folder in folders])}: a run is named twice; name each once")
+    options = (
+        ["/".join(path[-depth:][:parts]) for path in paths]
+        for depth in range(1, max(map(len, paths)) + 1)
+        for parts in (1, depth)
+    )
+    return next(names for names in options if len(set(names)) == len(names))
+
+
+def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
+    """A row for each setting that is not the same in all runs, run -> value; a section that a run lacks is a single row."""
+    settings = {record.name: _settings(record) for record in records}
+    keys = dict.fromkeys(key for own in settings.values() for key in own)
+    lacking = tuple(f"{key}." for key in keys if any(other.startswith(f"{key}.") for other in keys))
+    rows = [{"setting": key} | {name: own.get(key, "...") for name, own in settings.items()} for key in keys]
+    return [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
+
+
+def _settings(record: StageRecord) -> dict[str, str]:
+    """Settings as dotted keys and text, with hashes of files and models: equal ones are equal wherever they lie."""
+    hashes = {**record.lineage.get("parents", {}), **record.lineage.get("data", {})}  # by path, by key
+    return {
+        key: f"{short_path(value)} ({str(known)[:8]})" if (known := hashes.get(key, hashes.get(value))) else value
+        for key, value in flatten_settings({"stage": record.lineage["stage"], **record.settings})
+        if not OWN & {*key.split(".")}
+    }
+
+
+def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
+    """Evaluations as one: the policies under their evaluation's name where there are several.
+
+    Raises:
+        UserError: The baselines or the judges differ, so that no chart can hold all win rates.
+    """
+    raise_all(
+        f"{key}: { {name: results[key] for name, results in evaluations.items()} }: win rates on different scales; "
+        "write a report of each"
+        for key in ("baseline", "judge")
+        if len({results[key] for results in evaluations.values()}) > 1
+    )
+    label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
+    models, samples = dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, results in evaluations.items():
+        models |= {label.format(policy=policy, name=name): own for policy, own in results["models"].items()}
+        for sample in results.get("samples", []):
+            joint = samples.setdefault(str(sample["prompt"]), {**sample, "responses": {}})["responses"]
+            joint |= {label.format(policy=policy, name=name): own for policy, own in sample["responses"].items()}
+    return {**next(iter(evaluations.values()), {}), "models": models, "samples": list(samples.values())}
+
+
+def winners(judged: Results, evaluations: Mapping[str, Results]) -> list[str]:
+    """Who won: over all evaluations where policies met the same responses of the baseline, else in each."""
+    met = [
+        (
+            results.get("judging", {}).get("judge"),
+            [(one["prompt"], one["responses"][results["baseline"]]["text"]) for one in results["samples"]],
+        )
+        for results in evaluations.values()
+        if results.get("samples")
+    ]
+    if len(evaluations) < 2 or (len(met) == len(evaluations) and all(own == met[0] for own in met)):
+        return [winner(judged)]
+    return [
+        *(f"{name}: {winner(results)}" for name, results in evaluations.items()),
+        "Their judges or their baseline's responses differ, so these win rates are not compared with each other.",
+    ]
