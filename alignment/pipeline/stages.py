@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 from alignment.errors import UserError
+from alignment.files import read_json_object
 from alignment.settings import Key
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
@@ -82,15 +83,11 @@ def with_micro_batch(config: Any) -> Any:
 def write_page(directory: Path) -> None:
     """Write a training run's `report.html` and the card of its model; nothing for a stage that logged no metrics."""
     if (directory / "metrics.jsonl").is_file():
-        from alignment.evaluation.report.page import write_run_report
-
-        write_run_report(directory)
+        importlib.import_module("alignment.evaluation.report.page").write_run_report(directory)
         write_card_of(directory)
 
 
 def write_card_of(directory: Path) -> None:
     """Write the card of the model in a training run's directory, where a stage of `STAGES` has written one."""
-    from alignment.evaluation.run_log import read_stage_record
-
-    if (directory / "model").is_dir() and read_stage_record(directory).name in STAGES:
+    if (directory / "model").is_dir() and read_json_object(directory / "lineage.json")["stage"] in STAGES:
         importlib.import_module("alignment.evaluation.report.model_card").write_card(directory)
