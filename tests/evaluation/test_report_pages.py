@@ -165,6 +165,12 @@ def test_runs_are_told_apart_by_the_ends_of_their_headline_metric(one, other, wo
     assert all(each in said for each in words) and "other seeds" in said
 
 
+def test_what_doctor_found_in_the_better_run_is_said_with_it():
+    hacked = log("ppo", score=(0, 2), ended_share=(0.9, 0.2), loss=(1, 0))
+    said = better_run({"one": hacked, "other": log("ppo", score=(0, 1), loss=(1, 0))}, [])
+    assert "one ends with the highest score" in said and "But doctor found missing ends in it" in said
+
+
 def test_the_lowest_loss_is_the_better_one():
     said = better_run({"one": log("sft", loss=(3, 1)), "other": log("sft", loss=(3, 2))}, ["optim.learning_rate"])
     assert said.startswith("one ends with the lowest loss")

@@ -129,7 +129,9 @@ def better_run(runs: Mapping[str, RunLog], differing: Sequence[str]) -> str:
     word, pick = ("lowest", min) if metric.endswith(("loss", "kl")) else ("highest", max)
     best = pick(known, key=lambda run: known[run]["value"])
     value, low, high = map(format_cell, known[best].values())
+    found = joined([each.symptom for each in diagnose(runs[best])])
+    doubt = f"But doctor found {found} in it, so read on. " if found else ""
     return (
-        f"{best} ends with the {word} {name}, {value} (95 %: {low} to {high}). {overlaps(best, known)} Intervals come from "
-        "the scatter of updates within a run; runs of other seeds may end outside them."
+        f"{best} ends with the {word} {name}, {value} (95 %: {low} to {high}). {overlaps(best, known)} {doubt}"
+        "Intervals come from the scatter of updates within a run; runs of other seeds may end outside them."
     )
