@@ -91,7 +91,7 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers, axolotl, LLaMA-Factory 
     "save_total_limit": "training.keep_last_checkpoints", "saves_per_epoch": "training.save_every_steps",
     "scale_rewards": "advantages (dr_grpo does not divide by the deviation)", "sequence_len": "data.max_length",
     "sft_model_path": "policy", "simpo_gamma": "gamma", "target_modules": "adapter.layers",
-    "template": "chat_template", "train_batch_size": "training.batch_size (rows per update over all devices)",
+    "template": "chat_template", "train_batch_size": "minibatches|training.batch_size (rows per update)",
     "train_on_inputs": "loss_on=all", "train_on_prompt": "loss_on=all", "use_dora": "adapter.kind=dora",
     "use_kl_loss": "kl_in=loss", "use_rslora": "adapter.rank_stabilized", "use_vllm": "servers.urls",
     "val_set_size": "data.evaluation_share", "val_size": "data.evaluation_share", "value_clip": "value_clip_range",

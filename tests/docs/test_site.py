@@ -130,7 +130,7 @@ def test_a_quotation_is_the_code_without_docstring_decorators_included_with_its_
         and lines[found.last - 1].strip() == found.code.splitlines()[-1].strip()
     )
     assert quote("alignment.pipeline.recipe.Recipe.names").code.startswith("@property\ndef names(")
-    assert quote("alignment.config.schema.NAMES").code.startswith("NAMES = re.compile(")
+    assert quote("alignment.config.load.NEEDLESS").code.startswith("NEEDLESS = {")
     for wrong in ("alignment.losses.dpo_los", "alignment.losses", "alignment.settings.Rule.nothing", "nothing.at.all"):
         with pytest.raises(LookupError, match=wrong):
             quote(wrong)
