@@ -55,16 +55,18 @@ def read_runs(folder: Path) -> list[RunSummary]:
 def read_summary(directory: Path, folder: Path) -> RunSummary:
     """The summary of one run's directory."""
     record, log, config = read_stage_record(directory), directory / "metrics.jsonl", directory / "config.yaml"
-    rows, started = read_log_rows(log), config.stat().st_mtime
-    when = log.stat().st_mtime if rows else started
-    finished = "finished" in json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
+    rows, finished = (
+        read_log_rows(log),
+        "finished" in json.loads((directory / "lineage.json").read_text(encoding="utf-8")),
+    )
+    when = (log if rows else config).stat().st_mtime
     return RunSummary(
         name=str(directory.relative_to(folder)),
         stage=record.name,
         state="running" if is_locked(directory / ".lock") else "finished" if finished else "stopped",
         steps=rows[-1]["step"] if rows else 0,
         metrics={name: series.values[-1] for name, series in columns(rows)[0].items()},
-        seconds=max(0.0, when - started),
+        seconds=max(0.0, when - config.stat().st_mtime),
         when=when,
         base=record.settings.get("policy"),
         settings=record.settings,
@@ -73,13 +75,11 @@ def read_summary(directory: Path, folder: Path) -> RunSummary:
 
 def is_locked(file: Path) -> bool:
     """True while a process of this machine holds the lock of a run's directory."""
-    if not file.is_file():
-        return False
-    with file.open() as opened:
-        try:
+    try:
+        with file.open() as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
