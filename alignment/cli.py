@@ -667,7 +667,8 @@ def runs(
 
     found = listing.read_runs(Path(folder))
     if as_json:
-        print(json.dumps(listing.runs_json(found), indent=2, ensure_ascii=False))
+        shown = {"runs": [vars(run) for run in found], "differences": listing.setting_differences(found)}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
     else:
         listing.print_runs(found)
 

@@ -51,28 +51,27 @@ def write_configs(base: str, files: Sequence[str], gpu_memory: float | None, fol
     kinds, device = {file: kind_of(file) for file in files}, find_device(gpu_memory, None, "bf16", None)
     stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
     if not stages:
-        raise UserError(
-            f"{', '.join(files)}: there are only {', '.join(kinds.values())}; give rows to train on as well"
-        )
+        raise UserError(f"{', '.join(files)}: only {', '.join(kinds.values())}; give rows to train on as well")
     names = [f"{stage}.yaml" for stage in (*stages, "winrate")]
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder}: holds {', '.join(there)}; nothing was changed, choose another folder")
-    start = find_start(base).config
-    positions = int(start.get("max_position_embeddings") or start.get("n_positions") or 2048)
-    new_tokens, data = min(NEW_TOKENS, positions // 4), dict[Kind, tuple[int, Values]]()
-    for kind in [each for each in KINDS if each in kinds.values()]:
-        most = positions - new_tokens if kind == "prompts" else positions
-        data[kind] = data_section(base, kind, [file for file in files if kinds[file] == kind], most)
+    config = find_start(base).config
+    positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 2048)
+    new_tokens = min(NEW_TOKENS, positions // 4)
+    data = {
+        kind: data_section(
+            base, kind, [file for file in files if kinds[file] == kind], positions - new_tokens * (kind == "prompts")
+        )
+        for kind in KINDS
+        if kind in kinds.values()
+    }
     policy = f"{folder}/sft/model" if "sft" in stages else base
     configs: dict[str, Values] = {}
     with TemporaryDirectory() as draft:  # a plan finds there which config writes the model that it starts from
         for stage in stages:
             rows, section = data[NEEDS[stage][0]]
-            changes: Values = {
-                "output": f"{folder}/{stage}",
-                "policy": base if stage == "sft" else policy,
-                "data": section,
-            }
+            start = base if stage == "sft" else policy
+            changes: Values = {"output": f"{folder}/{stage}", "policy": start, "data": section}
             if stage == "ppo":
                 changes |= {"reward_model": f"{folder}/reward/model", "max_new_tokens": new_tokens}
             configs[stage] = fitting_values(stage, changes, rows, device, near=Path(draft))

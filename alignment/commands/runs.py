@@ -4,7 +4,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
@@ -105,11 +105,6 @@ def unequal(values: Sequence[object], key: Key = ()) -> Iterator[tuple[Key, Sequ
             yield from unequal([section.get(name) for section in sections], (*key, name))
     elif any(value != values[0] for value in values):
         yield key, values
-
-
-def runs_json(runs: Sequence[RunSummary]) -> dict[str, object]:
-    """Runs and differing settings as plain values."""
-    return {"runs": [asdict(run) for run in runs], "differences": setting_differences(runs)}
 
 
 def print_runs(runs: Sequence[RunSummary]) -> None:

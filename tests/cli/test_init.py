@@ -91,7 +91,7 @@ def test_kinds_are_recognized(world, tmp_path):
 
 def test_nothing_is_replaced_and_prompts_alone_train_nothing(checkpoints, world, capsys):
     assert init(checkpoints["llama"], world["prompts"]) == 2
-    assert "there are only prompts; give rows to train on" in capsys.readouterr().err
+    assert "only prompts; give rows to train on" in capsys.readouterr().err
     Path("mine").mkdir()
     Path("mine/sft.yaml").write_text("mine: 1\n")
     assert init(checkpoints["llama"], world["demonstrations"]) == 2
