@@ -499,6 +499,23 @@ def plan(
     planning.require_fit(found, config)
 
 
+@app.command()
+def init(
+    base: Annotated[str, typer.Option(prompt="Base model, a directory or Hub name", help="Directory or Hub name.")],
+    gpu_memory: Annotated[
+        float,
+        typer.Option(prompt="Memory of one GPU in GB, 0 for the one here or none", min=0, help="GB of 10^9 bytes."),
+    ],
+    output: Annotated[str, typer.Option(prompt="Folder for configs and runs", help="Folder for configs and runs.")],
+    rows: Annotated[Texts, typer.Option(metavar="FILE", help="Rows of any kind; may be given several times.")] = None,
+) -> None:
+    """Write configs that fit a base, rows and a card, asking for what is not given, and print the commands to run."""
+    from alignment.commands.init import write_configs
+
+    files = rows or typer.prompt("Files of rows, with commas between").split(",")
+    print("\n".join(write_configs(base, [file.strip() for file in files], gpu_memory or None, Path(output))))
+
+
 @data.command("check")
 def data_check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="File, directory, glob or Hub id.")],
@@ -664,7 +681,8 @@ def runs(
 
     found = listing.read_runs(Path(folder))
     if as_json:
-        print(json.dumps(listing.runs_json(found), indent=2, ensure_ascii=False))
+        shown = {"runs": [vars(run) for run in found], "differences": listing.setting_differences(found)}
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
     else:
         listing.print_runs(found)
 

@@ -4,7 +4,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
@@ -55,16 +55,18 @@ def read_runs(folder: Path) -> list[RunSummary]:
 def read_summary(directory: Path, folder: Path) -> RunSummary:
     """The summary of one run's directory."""
     record, log, config = read_stage_record(directory), directory / "metrics.jsonl", directory / "config.yaml"
-    rows, started = read_log_rows(log), config.stat().st_mtime
-    when = log.stat().st_mtime if rows else started
-    finished = "finished" in json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
+    rows, finished = (
+        read_log_rows(log),
+        "finished" in json.loads((directory / "lineage.json").read_text(encoding="utf-8")),
+    )
+    when = (log if rows else config).stat().st_mtime
     return RunSummary(
         name=str(directory.relative_to(folder)),
         stage=record.name,
         state="running" if is_locked(directory / ".lock") else "finished" if finished else "stopped",
         steps=rows[-1]["step"] if rows else 0,
         metrics={name: series.values[-1] for name, series in columns(rows)[0].items()},
-        seconds=max(0.0, when - started),
+        seconds=max(0.0, when - config.stat().st_mtime),
         when=when,
         base=record.settings.get("policy"),
         settings=record.settings,
@@ -73,13 +75,11 @@ def read_summary(directory: Path, folder: Path) -> RunSummary:
 
 def is_locked(file: Path) -> bool:
     """True while a process of this machine holds the lock of a run's directory."""
-    if not file.is_file():
-        return False
-    with file.open() as opened:
-        try:
+    try:
+        with file.open() as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -105,11 +105,6 @@ def unequal(values: Sequence[object], key: Key = ()) -> Iterator[tuple[Key, Sequ
             yield from unequal([section.get(name) for section in sections], (*key, name))
     elif any(value != values[0] for value in values):
         yield key, values
-
-
-def runs_json(runs: Sequence[RunSummary]) -> dict[str, object]:
-    """Runs and differing settings as plain values."""
-    return {"runs": [asdict(run) for run in runs], "differences": setting_differences(runs)}
 
 
 def print_runs(runs: Sequence[RunSummary]) -> None:

@@ -1,0 +1,137 @@
+"""The command `alignment init`: configs for a base, files of rows and a card, from packaged ones that fit.
+
+Of three packaged configs of a stage (every weight, LoRA, LoRA over a base in NF4) the first whose plan fits the card gives
+the values; lengths, batch size and the use of the chat template come from the rows.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from alignment.config.load import build, find_packaged
+from alignment.config.yaml_source import SourcedYaml, read_yaml
+from alignment.data.config import DataConfig
+from alignment.data.prepare import prepare
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Kind
+from alignment.data.table import column_of
+from alignment.errors import UserError
+from alignment.files import write_text
+from alignment.loading import load_tokenizer
+from alignment.pipeline.stages import find_stage
+from alignment.planning.layout import Device, Layout, find_device
+from alignment.planning.plan import make_plan
+from alignment.planning.stages import find_start
+
+KINDS: tuple[Kind, ...] = ("comparisons", "demonstrations", "prompts")  # rows of one kind may pass as a later one
+NEEDS: dict[str, tuple[Kind, ...]] = {  # stage -> kinds of rows that must be given, its own first
+    "sft": ("demonstrations",), "dpo": ("comparisons",), "reward": ("comparisons", "prompts"), "ppo": ("prompts", "comparisons"),
+}  # fmt: skip
+VARIANTS = ("qwen3_8b_8x80gb", "qwen3_0.6b", "qwen3_8b_24gb")  # every weight, LoRA, LoRA over NF4
+NEW_TOKENS = 512  # of a response at most
+LEAST_UPDATES, LEAST_ROWS = 16, 8  # of an epoch, where it has rows enough for batches of so many
+
+Values = dict[str, Any]
+
+
+def write_configs(base: str, files: Sequence[str], gpu_memory: float | None, folder: Path) -> list[str]:
+    """Write the configs that the rows allow into a folder; returns the commands that run them, in order.
+
+    Demonstrations give SFT; comparisons DPO; comparisons and prompts a reward model and PPO as well.
+
+    Args:
+        base: directory or Hub name of the model to start from.
+        files: of rows, whose kinds are recognized.
+        gpu_memory: of one GPU, 10^9 bytes; None: that of the GPU here, else this machine's processor.
+    """
+    kinds, device = {file: kind_of(file) for file in files}, find_device(gpu_memory, None, "bf16", None)
+    stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
+    if not stages:
+        raise UserError(f"{', '.join(files)}: only {', '.join(kinds.values())}; give rows to train on as well")
+    names = [f"{stage}.yaml" for stage in (*stages, "winrate")]
+    if there := [name for name in names if (folder / name).exists()]:
+        raise UserError(f"{folder}: holds {', '.join(there)}; nothing was changed, choose another folder")
+    config = find_start(base).config
+    positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 2048)
+    new_tokens = min(NEW_TOKENS, positions // 4)
+    data = {
+        kind: data_section(
+            base, kind, [file for file in files if kinds[file] == kind], positions - new_tokens * (kind == "prompts")
+        )
+        for kind in KINDS
+        if kind in kinds.values()
+    }
+    policy = f"{folder}/sft/model" if "sft" in stages else base
+    configs: dict[str, Values] = {}
+    with TemporaryDirectory() as draft:  # a plan finds there which config writes the model that it starts from
+        for stage in stages:
+            rows, section = data[NEEDS[stage][0]]
+            start = base if stage == "sft" else policy
+            changes: Values = {"output": f"{folder}/{stage}", "policy": start, "data": section}
+            if stage == "ppo":
+                changes |= {"reward_model": f"{folder}/reward/model", "max_new_tokens": new_tokens}
+            configs[stage] = fitting_values(stage, changes, rows, device, near=Path(draft))
+            write_yaml(Path(draft), stage, configs[stage])
+    trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
+    configs["winrate"] = {  # its prompts are those of the last of KINDS
+        "output": f"{folder}/winrate", "models": {"base": base} | trained, "baseline": "sft" if "sft" in stages else "base",
+        "judge": "verdicts", "verdicts": f"{folder}/verdicts.jsonl", "data": [*data.values()][-1][1], "max_new_tokens": new_tokens,
+    }  # fmt: skip
+    for stage, values in configs.items():
+        write_yaml(folder, stage, values)
+    return [
+        *(f"alignment {stage} {folder}/{stage}.yaml" for stage in stages),
+        f"alignment evaluate winrate {folder}/winrate.yaml",
+    ]
+
+
+def write_yaml(folder: Path, stage: str, values: Values) -> None:
+    """Write the config of a stage."""
+    write_text(folder / f"{stage}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def kind_of(file: str) -> Kind:
+    """The kind of a file's rows, by its columns; UserError where none of `NEEDS` fits."""
+    for kind in KINDS:
+        with suppress(UserError):
+            read_rows(file, kind, max_rows=1, on_bad_row="skip")
+            return kind
+    raise UserError(
+        f"{file}: no rows of {', '.join(KINDS)}; `alignment data check {file} --kind KIND` says what is missing"
+    )
+
+
+def data_section(base: str, kind: Kind, files: Sequence[str], most: int) -> tuple[int, Values]:
+    """The number of rows of some files, and the section `data` for them, whose rows have `most` tokens at most.
+
+    Prompts that are plain text go through the chat template, where the base has one.
+    """
+    tokenizer, [first] = load_tokenizer(base), read_rows(files[0], kind, max_rows=1, on_bad_row="skip")[0]
+    plain = isinstance(getattr(first, "prompt", None), str) and getattr(first, "messages", None) is None
+    section: Values = {"train": list(files)} | ({"as_messages": True} if plain and tokenizer.chat_template else {})
+    examples, _ = prepare(DataConfig(**section, max_length=most, max_cut_share=1), kind, tokenizer)
+    return len(examples), section | {"max_length": int(column_of(examples, "longest").max())}
+
+
+def fitting_values(stage: str, changes: Values, rows: int, device: Device, *, near: Path) -> Values:
+    """The values of the first packaged config, with changes, whose plan fits the device; UserError where none does."""
+    for variant in VARIANTS:
+        packaged = read_yaml(find_packaged(f"{stage}/{variant}", "configs")).values
+        own, gpu = packaged["training"], device.gpu
+        training = {
+            "epochs": own.get("epochs", 1), "batch_size": min(own["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
+            "micro_batch_tokens": own["micro_batch_tokens"], "precision": "bf16" if gpu else "fp32", "gradient_checkpointing": gpu,
+        }  # fmt: skip
+        # Without the text beside PPO, and without the type of a reference on eight cards.
+        kept = {
+            key: value for key, value in packaged.items() if "pretrain" not in key and value != {"dtype": "bfloat16"}
+        }
+        values = {**kept, **changes, "training": training}
+        config = build(find_stage(stage)[0], SourcedYaml(values))
+        if make_plan(config, Layout(), device, near=near).fits is not False:
+            return values
+    raise UserError(f"{stage}: none of {', '.join(VARIANTS)} fits with this base on {device.name}; take a smaller base")

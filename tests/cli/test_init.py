@@ -1,0 +1,105 @@
+"""`alignment init`: kinds of rows are recognized, the configs it writes load and `--dry-run` clean, and nothing is replaced."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from alignment import cli
+from alignment.commands.init import fitting_values, kind_of
+from alignment.config.load import load_config
+from alignment.errors import UserError
+from alignment.pipeline.stages import find_stage
+from alignment.planning.layout import Device
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def init(base: str, *rows: str) -> int:
+    files = [word for file in rows for word in ("--rows", file)]
+    return cli.main(["init", "--base", base, *files, "--gpu-memory", "0", "--output", "mine"])
+
+
+def read(stage: str) -> dict:
+    return yaml.safe_load(Path(f"mine/{stage}.yaml").read_text())
+
+
+def test_the_written_configs_run_one_after_another(checkpoints, world, capsys):
+    """Each command that is printed is first tried with --dry-run, then run, so that the next one finds its model."""
+    base = checkpoints["llama"]
+    assert init(base, world["prompts"], world["comparisons"], world["demonstrations"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert [command.split()[1] for command in commands] == ["sft", "dpo", "reward", "ppo", "evaluate"]
+    assert read("sft")["policy"] == base and read("dpo")["policy"] == read("ppo")["policy"] == "mine/sft/model"
+    assert read("ppo")["reward_model"] == "mine/reward/model" and "pretrain" not in read("ppo")
+    for command in commands[:-1]:
+        words = shlex.split(command)[1:]
+        assert cli.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+        if words[0] in ("sft", "reward"):
+            assert cli.main([*words, "training.max_steps=1"]) == 0
+    assert {path.name for path in Path("mine").iterdir() if path.is_dir()} == {"sft", "reward"}
+    load_config(find_stage("winrate")[0], "mine/winrate.yaml", ["data.as_messages=true"])  # as with a chat template
+    winrate = read("winrate")
+    assert winrate["models"].keys() == {"base", "sft", "dpo", "ppo"} and winrate["data"]["train"] == [world["prompts"]]
+
+
+def test_lengths_and_batches_come_from_the_rows(checkpoints, tmp_path):
+    words = ["one", "two two", "three " * 20]
+    rows = "".join(f'{{"prompt": "Say {word}", "response": "{word}"}}\n' for word in words * 100)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert init(checkpoints["llama"], "rows.jsonl") == 0
+    sft = read("sft")
+    assert 100 < sft["data"]["max_length"] < 320 and sft["training"]["batch_size"] == 300 // 16
+    assert not Path("mine/dpo.yaml").exists()
+
+
+GPT2, QWEN = "openai-community/gpt2", "Qwen/Qwen3-0.6B-Base"  # their facts are packaged
+
+
+def fitting(base: str, memory: int) -> dict:
+    changes = {"policy": base, "output": "out", "data": {"train": "rows.jsonl", "max_length": 512}}
+    return fitting_values("sft", changes, 1000, Device(True, memory * 10**9, "a card", 100.0), near=Path())
+
+
+@pytest.mark.parametrize(
+    ("base", "memory", "adapter", "weights"),
+    [(GPT2, 16, None, None), (GPT2, 3, "lora", None), (QWEN, 4, "lora", {"quantize": "nf4"})],
+)
+def test_the_variant_is_the_first_that_the_plan_says_fits(base, memory, adapter, weights):
+    values = fitting(base, memory)
+    assert values.get("adapter", {}).get("kind") == adapter and values.get("weights") == weights
+    assert values["training"]["precision"] == "bf16" and values["training"]["batch_size"] == 1000 // 16
+
+
+def test_a_card_that_holds_no_variant_is_a_mistake_of_the_user():
+    with pytest.raises(UserError, match=r"sft: none of .* fits with this base on a card"):
+        fitting(GPT2, 1)
+
+
+def test_kinds_are_recognized(world, tmp_path):
+    for kind in ("comparisons", "demonstrations", "prompts"):
+        assert kind_of(world[kind]) == kind
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(UserError, match=r"other.jsonl: no rows of comparisons, demonstrations, prompts"):
+        kind_of("other.jsonl")
+
+
+def test_nothing_is_replaced_and_prompts_alone_train_nothing(checkpoints, world, capsys):
+    assert init(checkpoints["llama"], world["prompts"]) == 2
+    assert "only prompts; give rows to train on" in capsys.readouterr().err
+    Path("mine").mkdir()
+    Path("mine/sft.yaml").write_text("mine: 1\n")
+    assert init(checkpoints["llama"], world["demonstrations"]) == 2
+    assert "holds sft.yaml" in capsys.readouterr().err and read("sft") == {"mine": 1}
+
+
+def test_what_is_not_given_is_asked(checkpoints, world):
+    answers = f"{checkpoints['llama']}\n0\nasked\n{world['demonstrations']}\n"
+    result = CliRunner().invoke(cli.app, ["init"], input=answers)
+    assert result.exit_code == 0, result.output
+    assert "alignment sft asked/sft.yaml" in result.output and Path("asked/sft.yaml").is_file()
