@@ -376,9 +376,8 @@ def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel
             if (known := _points(logs[name], "step", metric))[0]
         )
         if curves:
-            note = (
-                f"{note} {curves[0].label}".strip() if several and len(curves) == 1 else note
-            )  # it has no list of labels
+            # one curve has no list of labels
+            note = f"{note}, {curves[0].label}".strip(", ") if several and len(curves) == 1 else note
             charts.append(Chart(title, note, curve_chart(f"{stage}: {title}", curves, "update")))
     return charts
 

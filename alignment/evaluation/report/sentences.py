@@ -89,7 +89,7 @@ def describe_run(run: RunLog) -> str:
         "none of the usual failures" if last >= ENOUGH else f"nothing, with fewer than {ENOUGH} updates to judge by"
     )
     return (
-        f"{run.stage} trained {short_path(start)} on {short_path(rows) if isinstance(rows, str) else 'several sources'}; "
+        f"{run.stage} trained {short_path(str(start))} on {short_path(rows) if isinstance(rows, str) else 'several sources'}; "
         f"it {end} updates. {metric_change(run)}Doctor found {found}."
     )
 
