@@ -38,7 +38,9 @@ LEAST_UPDATES, LEAST_ROWS = 16, 8  # of an epoch, where it has rows enough for b
 Values = dict[str, Any]
 
 
-def write_configs(base: str, files: Sequence[str], gpu_memory: float | None, folder: Path) -> list[str]:
+def write_configs(
+    base: str, files: Sequence[str], gpu_memory: float | None, folder: Path, columns: dict[str, str] | None = None
+) -> list[str]:
     """Write the configs that the rows allow into a folder; returns the commands that run them, in order.
 
     Demonstrations give SFT; comparisons DPO; comparisons and prompts a reward model and PPO as well.
@@ -47,8 +49,9 @@ def write_configs(base: str, files: Sequence[str], gpu_memory: float | None, fol
         base: directory or Hub name of the model to start from.
         files: of rows, whose kinds are recognized.
         gpu_memory: of one GPU, 10^9 bytes; None: that of the GPU here, else this machine's processor.
+        columns: our name of a column -> the files'.
     """
-    kinds, device = {file: kind_of(file) for file in files}, find_device(gpu_memory, None, "bf16", None)
+    kinds, device = {file: kind_of(file, columns) for file in files}, find_device(gpu_memory, None, "bf16", None)
     stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
     if not stages:
         raise UserError(f"{', '.join(files)}: only {', '.join(kinds.values())}; give rows to train on as well")
@@ -60,7 +63,11 @@ def write_configs(base: str, files: Sequence[str], gpu_memory: float | None, fol
     new_tokens = min(NEW_TOKENS, positions // 4)
     data = {
         kind: data_section(
-            base, kind, [file for file in files if kinds[file] == kind], positions - new_tokens * (kind == "prompts")
+            base,
+            kind,
+            [file for file in files if kinds[file] == kind],
+            positions - new_tokens * (kind == "prompts"),
+            columns,
         )
         for kind in KINDS
         if kind in kinds.values()
@@ -94,25 +101,35 @@ def write_yaml(folder: Path, stage: str, values: Values) -> None:
     write_text(folder / f"{stage}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def kind_of(file: str) -> Kind:
+def kind_of(file: str, columns: dict[str, str] | None = None) -> Kind:
     """The kind of a file's rows, by its columns; UserError where none of `NEEDS` fits."""
     for kind in KINDS:
         with suppress(UserError):
-            read_rows(file, kind, max_rows=1, on_bad_row="skip")
+            read_rows(file, kind, columns=columns, max_rows=1, on_bad_row="skip")
             return kind
     raise UserError(
-        f"{file}: no rows of {', '.join(KINDS)}; `alignment data check {file} --kind KIND` says what is missing"
+        f"{file}: no rows of {', '.join(KINDS)}; `alignment data check {file} --kind KIND` says what is missing; give "
+        "--columns OURS=THEIRS for columns of other names"
     )
 
 
-def data_section(base: str, kind: Kind, files: Sequence[str], most: int) -> tuple[int, Values]:
+def data_section(
+    base: str, kind: Kind, files: Sequence[str], most: int, columns: dict[str, str] | None
+) -> tuple[int, Values]:
     """The number of rows of some files, and the section `data` for them, whose rows have `most` tokens at most.
 
     Prompts that are plain text go through the chat template, where the base has one.
     """
-    tokenizer, [first] = load_tokenizer(base), read_rows(files[0], kind, max_rows=1, on_bad_row="skip")[0]
+    tokenizer, [first] = (
+        load_tokenizer(base),
+        read_rows(files[0], kind, columns=columns, max_rows=1, on_bad_row="skip")[0],
+    )
     plain = isinstance(getattr(first, "prompt", None), str) and getattr(first, "messages", None) is None
-    section: Values = {"train": list(files)} | ({"as_messages": True} if plain and tokenizer.chat_template else {})
+    section: Values = (
+        {"train": list(files)}
+        | ({"columns": columns} if columns else {})
+        | ({"as_messages": True} if plain and tokenizer.chat_template else {})
+    )
     examples, _ = prepare(DataConfig(**section, max_length=most, max_cut_share=1), kind, tokenizer)
     return len(examples), section | {"max_length": int(column_of(examples, "longest").max())}
 

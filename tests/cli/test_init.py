@@ -20,9 +20,10 @@ def in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def init(base: str, *rows: str) -> int:
+def init(base: str, *rows: str, columns: tuple[str, ...] = ()) -> int:
     files = [word for file in rows for word in ("--rows", file)]
-    return cli.main(["init", "--base", base, *files, "--gpu-memory", "0", "--output", "mine"])
+    renamed = [word for pair in columns for word in ("--columns", pair)]
+    return cli.main(["init", "--base", base, *files, *renamed, "--gpu-memory", "0", "--output", "mine"])
 
 
 def read(stage: str) -> dict:
@@ -87,6 +88,15 @@ def test_kinds_are_recognized(world, tmp_path):
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UserError, match=r"other.jsonl: no rows of comparisons, demonstrations, prompts"):
         kind_of("other.jsonl")
+
+
+def test_columns_of_other_names_are_named_and_stand_in_the_config(checkpoints, capsys):
+    Path("rows.csv").write_text("question,answer\n" + "Where is the spa?,On floor two.\n" * 20)
+    assert init(checkpoints["llama"], "rows.csv") == 2
+    assert "--columns OURS=THEIRS" in capsys.readouterr().err
+    assert init(checkpoints["llama"], "rows.csv", columns=("prompt=question", "completion=answer")) == 0
+    assert read("sft")["data"]["columns"] == {"prompt": "question", "completion": "answer"}
+    assert cli.main(["sft", "mine/sft.yaml", "--dry-run"]) == 0
 
 
 def test_nothing_is_replaced_and_prompts_alone_train_nothing(checkpoints, world, capsys):
