@@ -17,9 +17,9 @@ TINY = {  # in place of the cell with the tag `parameters`
                            prompts=64, prompts_eval=10)
     """,
     "2_your_own_reward": """
-        STEPS = {"pretrain": 4, "sft": 2, "rl": 1, "cheat": 2}
+        STEPS = {"pretrain": 4, "sft": 2, "rl": 1, "cheat": 1}
         COUNTS = RowCounts(pretrain=200, pretrain_heldout=2, demonstrations=64, comparisons=2, comparisons_heldout=2,
-                           prompts=200, prompts_eval=10)
+                           prompts=80, prompts_eval=10)
     """,
     "3_judge_two_models": """
         STEPS = {"pretrain": 4, "sft": 2, "dpo": 2, "reward": 2}
