@@ -514,8 +514,8 @@ def init(
     from alignment.commands.init import write_configs
 
     files = rows or typer.prompt("Files of rows, with commas between").split(",")
-    paths, renamed = [file.strip() for file in files], _named(columns)
-    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), renamed)))
+    paths = [file.strip() for file in files]
+    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), _named(columns))))
 
 
 @data.command("check")

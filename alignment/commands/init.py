@@ -39,7 +39,7 @@ Values = dict[str, Any]
 
 
 def write_configs(
-    base: str, files: Sequence[str], gpu_memory: float | None, folder: Path, columns: dict[str, str] | None = None
+    base: str, files: Sequence[str], gpu_memory: float | None, folder: Path, columns: dict[str, str]
 ) -> list[str]:
     """Write the configs that the rows allow into a folder; returns the commands that run them, in order.
 
@@ -86,7 +86,8 @@ def write_configs(
     trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
     configs["winrate"] = {  # its prompts are those of the last of KINDS
         "output": f"{folder}/winrate", "models": {"base": base} | trained, "baseline": "sft" if "sft" in stages else "base",
-        "judge": "verdicts", "verdicts": f"{folder}/verdicts.jsonl", "data": [*data.values()][-1][1], "max_new_tokens": new_tokens,
+        "judge": "verdicts", "verdicts": f"{folder}/verdicts.jsonl", "max_new_tokens": new_tokens,
+        "data": [*data.values()][-1][1] | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
     }  # fmt: skip
     for stage, values in configs.items():
         write_yaml(folder, stage, values)
@@ -101,7 +102,7 @@ def write_yaml(folder: Path, stage: str, values: Values) -> None:
     write_text(folder / f"{stage}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def kind_of(file: str, columns: dict[str, str] | None = None) -> Kind:
+def kind_of(file: str, columns: dict[str, str]) -> Kind:
     """The kind of a file's rows, by its columns; UserError where none of `NEEDS` fits."""
     for kind in KINDS:
         with suppress(UserError):
@@ -113,23 +114,18 @@ def kind_of(file: str, columns: dict[str, str] | None = None) -> Kind:
     )
 
 
-def data_section(
-    base: str, kind: Kind, files: Sequence[str], most: int, columns: dict[str, str] | None
-) -> tuple[int, Values]:
+def data_section(base: str, kind: Kind, files: Sequence[str], most: int, columns: dict[str, str]) -> tuple[int, Values]:
     """The number of rows of some files, and the section `data` for them, whose rows have `most` tokens at most.
 
     Prompts that are plain text go through the chat template, where the base has one.
     """
-    tokenizer, [first] = (
+    tokenizer, ([first], _) = (
         load_tokenizer(base),
-        read_rows(files[0], kind, columns=columns, max_rows=1, on_bad_row="skip")[0],
+        read_rows(files[0], kind, columns=columns, max_rows=1, on_bad_row="skip"),
     )
     plain = isinstance(getattr(first, "prompt", None), str) and getattr(first, "messages", None) is None
-    section: Values = (
-        {"train": list(files)}
-        | ({"columns": columns} if columns else {})
-        | ({"as_messages": True} if plain and tokenizer.chat_template else {})
-    )
+    section: Values = {"train": list(files), **({"columns": columns} if columns else {})}
+    section |= {"as_messages": True} if plain and tokenizer.chat_template else {}
     examples, _ = prepare(DataConfig(**section, max_length=most, max_cut_share=1), kind, tokenizer)
     return len(examples), section | {"max_length": int(column_of(examples, "longest").max())}
 

@@ -84,10 +84,10 @@ def test_a_card_that_holds_no_variant_is_a_mistake_of_the_user():
 
 def test_kinds_are_recognized(world, tmp_path):
     for kind in ("comparisons", "demonstrations", "prompts"):
-        assert kind_of(world[kind]) == kind
+        assert kind_of(world[kind], {}) == kind
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UserError, match=r"other.jsonl: no rows of comparisons, demonstrations, prompts"):
-        kind_of("other.jsonl")
+        kind_of("other.jsonl", {})
 
 
 def test_columns_of_other_names_are_named_and_stand_in_the_config(checkpoints, capsys):
@@ -97,6 +97,8 @@ def test_columns_of_other_names_are_named_and_stand_in_the_config(checkpoints, c
     assert init(checkpoints["llama"], "rows.csv", columns=("prompt=question", "completion=answer")) == 0
     assert read("sft")["data"]["columns"] == {"prompt": "question", "completion": "answer"}
     assert cli.main(["sft", "mine/sft.yaml", "--dry-run"]) == 0
+    load_config(find_stage("winrate")[0], "mine/winrate.yaml", [])
+    assert read("winrate")["data"]["columns"] == {"prompt": "question"}
 
 
 def test_nothing_is_replaced_and_prompts_alone_train_nothing(checkpoints, world, capsys):
