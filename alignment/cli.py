@@ -760,7 +760,7 @@ def explain(error: Any, *, debug: bool) -> int:
     """Print on standard error what went wrong, of several processes once with the rank, and return the exit code."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
         error.show()
-        if (unknown := re.fullmatch(r"No such command '(.+)'\.", str(error))) and (command := command_of(unknown[1])):
+        if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
         return int(error.exit_code)
     text, code = str(error), 2

@@ -45,6 +45,7 @@ def names_set(source: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_on_tiny_settings(notebook, tmp_path):
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     tiny = "\n".join(line.strip() for line in TINY[notebook.metadata.name].splitlines())

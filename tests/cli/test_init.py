@@ -69,7 +69,11 @@ def fitting(base: str, memory: int) -> dict:
 
 @pytest.mark.parametrize(
     ("base", "memory", "adapter", "weights"),
-    [(GPT2, 16, None, None), (GPT2, 3, "lora", None), (QWEN, 4, "lora", {"quantize": "nf4"})],
+    [
+        (GPT2, 16, None, None),
+        (GPT2, 3, "lora", None),
+        pytest.param(QWEN, 4, "lora", {"quantize": "nf4"}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_variant_is_the_first_that_the_plan_says_fits(base, memory, adapter, weights):
     values = fitting(base, memory)
