@@ -82,6 +82,7 @@ def test_no_two_configs_write_into_one_directory():
     assert len(set(outputs)) == len(outputs)
 
 
+@pytest.mark.slow
 def test_tiny_configs_run_one_after_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in TINY:

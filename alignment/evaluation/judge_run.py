@@ -239,7 +239,7 @@ def show_results(path: Path, results: Figures) -> None:
     sentences = judge_sentences(results)
     sections = [section for section in sections if any(section.tables)]
     render_page(path, kind="judge", title=str(results["judge"]), summary=" ".join(sentences), sections=sections)
-    for table in [table for section in sections for table in section.tables]:
+    for table in [table for section in sections for table in section.tables if not isinstance(table, str)]:
         print_table(table)
     print("\n".join(sentences))
 

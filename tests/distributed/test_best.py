@@ -10,7 +10,7 @@ from tests.distributed.processes import FSDP2, run_ranks
 
 WAYS = [
     pytest.param({}, "ddp", marks=pytest.mark.distributed_slow),
-    pytest.param(FSDP2, "fsdp2", marks=pytest.mark.distributed),
+    pytest.param(FSDP2, "fsdp2", marks=pytest.mark.distributed_slow),
 ]
 
 

@@ -19,7 +19,7 @@ needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
 REPLICAS_AND_ZERO_3 = [
-    pytest.param("ddp", marks=pytest.mark.distributed),
+    pytest.param("ddp", marks=pytest.mark.distributed_slow),
     pytest.param("zero3", marks=[pytest.mark.distributed_slow, needs_deepspeed]),
 ]
 

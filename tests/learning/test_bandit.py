@@ -86,7 +86,7 @@ def test_I8_policy_settles_at_the_closed_form_optimum(seed):
     assert abs(probability_after_training(1.0, 1.0, seed=seed) - math.e / (36 + math.e)) <= 0.01
 
 
-SLOW = ("cool", "LoRA on the head")
+SLOW = ("cool", "LoRA on the head", "one behind", "top-p in few slots")
 VARIANTS = {
     "cool": {"temperature": 0.7}, "top-p in few slots": {"top_p": 0.9, "micro_rollout_batch_size": 50},
     "one behind": {"rollouts_behind": 1}, "LoRA on the head": {"adapter": LoRASpec(rank=8, layers=r"^head$")},
@@ -101,6 +101,7 @@ def test_I8_the_optimum_is_the_same_however_the_samples_come(name):
     assert abs(found - math.e / (36 + math.e)) <= 0.012
 
 
+@pytest.mark.slow
 def test_I8_a_prefix_reaches_the_optimum():
     """Proves: where a prefix alone is trained, samples, old and new log-probabilities are read behind it (H27, H31)."""
     torch.manual_seed(4)
