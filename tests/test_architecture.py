@@ -43,7 +43,7 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "loose": 6,
     "small": 2,
     "files": 276,
-    "lines": 56900,
+    "lines": 56890,
     "statements": 28339,
 }
 FILES_LOADED = {"sft": 42, "reward": 46, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
