@@ -9,17 +9,22 @@ The architecture test holds each number at its ceiling.
 
 import argparse
 import ast
+import io
+import tokenize
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from house_calls import Calls, decorators
-from house_code import Class, Function, Package, circles, own_nodes, room_of
+from house_code import Class, Function, Module, Package, circles, own_nodes, room_of
 from house_words import unknown_words
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_POSITIONAL, MOST_LINES, SMALL_FILE = 5, 60, 60
+MOST_COLUMNS = 120
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FORMULAS = {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "kl_div", "log_softmax", "logsigmoid",
@@ -160,15 +165,37 @@ class House(Package):
         """Rings of modules that import each other."""
         return [" -> ".join(ring) for ring in circles(self)]
 
-    def lines(self) -> int:
-        """Lines of the package."""
-        return sum(len(module.lines) for module in self.modules.values())
+    def tokens(self) -> int:
+        """Python tokens of the package; comments, layout and docstrings are none."""
+        return sum(tokens_read(module) for module in self.modules.values())
 
-    def statements(self) -> int:
-        """Statements of the package; docstrings and `...` are none."""
-        nodes = [node for module in self.modules.values() for node in ast.walk(module.tree)]
-        constants = sum(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in nodes)
-        return sum(isinstance(node, ast.stmt) for node in nodes) - constants
+    def packed_assignments(self) -> list[str]:
+        """Assignments of several values at once to as many names."""
+        packed = []
+        for module in self.modules.values():
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                    if isinstance(node.value, ast.Tuple):
+                        packed.append(f"{module.path.relative_to(self.directory)}:{node.lineno}")
+        return packed
+
+    def nested_comprehensions(self) -> list[str]:
+        """Comprehensions that hold another one."""
+        nested = []
+        for module in self.modules.values():
+            for node in ast.walk(module.tree):
+                if isinstance(node, COMPREHENSIONS) and sum(isinstance(part, COMPREHENSIONS) for part in ast.walk(node)) > 1:
+                    nested.append(f"{module.path.relative_to(self.directory)}:{node.lineno}")
+        return nested
+
+    def wide_lines(self) -> list[str]:
+        """Lines above 120 columns."""
+        return [
+            f"{module.path.relative_to(self.directory)}:{line}"
+            for module in self.modules.values()
+            for line, text in enumerate(module.lines, 1)
+            if len(text) > MOST_COLUMNS
+        ]
 
     def relative_clauses(self) -> list[str]:
         """Docstrings that begin with a relative clause without its noun."""
@@ -211,9 +238,22 @@ MEASURES = [
     Measure("loose", "loose files at the top", House.loose_files, "6"),
     Measure("small", "files below 60 lines", House.small_files, "15"),
     Measure("files", "files", lambda house: sorted(house.modules), "260"),
-    Measure("lines", "lines", lambda _: [], "42000", House.lines),
-    Measure("statements", "statements, docstrings and `...` aside", lambda _: [], "21500", House.statements),
+    Measure("tokens", "tokens, comments and docstrings aside", lambda _: [], "385000", House.tokens),
+    Measure("packed", "assignments of several values at once", House.packed_assignments, "150"),
+    Measure("nested", "comprehensions within comprehensions", House.nested_comprehensions, "120"),
+    Measure("wide", "lines above 120 columns", House.wide_lines, "60"),
 ]
+
+
+def tokens_read(module: Module) -> int:
+    """Tokens of a module that a reader reads as code."""
+    documented: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    text = io.StringIO("\n".join(module.lines) + "\n")
+    tokens = [token for token in tokenize.generate_tokens(text.readline) if token.type not in LAYOUT]
+    return sum(token.type != tokenize.STRING or token.start[0] not in documented for token in tokens)
 
 
 def files_of(functions: Iterable[str]) -> list[str]:

@@ -43,8 +43,10 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "loose": 6,
     "small": 2,
     "files": 276,
-    "lines": 56890,
-    "statements": 28339,
+    "tokens": 417944,
+    "packed": 858,
+    "nested": 146,
+    "wide": 1128,
 }
 FILES_LOADED = {"sft": 42, "reward": 46, "dpo.dpo": 47}  # files loaded with the algorithm, without models/; target 50
 
