@@ -137,7 +137,7 @@ def length_effect(
     verdicts: Sequence[Verdict],
     clusters: Sequence[Hashable] | None = None,
     *,
-    contradictory: Sequence[bool] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
@@ -147,20 +147,19 @@ def length_effect(
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
-        contradictory: True of items whose two orders contradict each other, one per item: tosses of a coin, as in `win_rate`.
+        contradictory: True of items whose two orders contradict each other: tosses of a coin, as in `win_rate`; (): none.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
         None where it cannot be known.
     """
-    tossed = [False] * len(verdicts) if contradictory is None else contradictory
-    columns = zip(ours, baseline, verdicts, tossed, strict=True)
+    columns = zip(ours, baseline, verdicts, list(contradictory) or [False] * len(verdicts), strict=True)
     judged = [(len(a), len(b), verdict, toss) for a, b, verdict, toss in columns if verdict is not None]
     names = list(range(len(judged)) if clusters is None else clusters)
     coins = np.array([toss for *_, toss in judged], bool)
     unequal = [i for i, (a, b, *_) in enumerate(judged) if a != b]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict, _ in judged if a != b]
-    longer, slope = None, None
+    longer = slope = None
     if leads:
         shares = [(1 + lead) / 2 for lead in leads]
         rate = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])

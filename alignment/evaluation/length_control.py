@@ -33,7 +33,7 @@ def length_controlled_win_rate(
     difficulty: Sequence[float] | None = None,
     clusters: Sequence[Hashable] | None = None,
     prior: Mapping[str, tuple[float, float]] | None = None,
-    contradictory: Sequence[bool] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> LengthControlledRate:
     """Mean preference for ours that a logistic regression predicts at equal lengths.
 
@@ -54,8 +54,8 @@ def length_controlled_win_rate(
         contradictory: True of rows whose two orders contradict each other, see `fit_outcomes`, [n].
 
     Raises:
-        UserError: columns that do not fit together; collinear ones, such as responses that are all equally long; a
-            separation, such as where ours wins everywhere; too few clusters, or ties alone, of which no error is known.
+        UserError: columns that do not fit together, or collinear ones; a separation, such as where ours wins everywhere;
+            too few clusters, or ties alone, of which no error is known.
 
     Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the other
     sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the prior).
@@ -68,15 +68,8 @@ def length_controlled_win_rate(
         {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths, **optional}
     )
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
-    n, spread = len(outcomes), float(longer.std(ddof=1))
-    relative = np.tanh(longer / max(spread, 1e-12))
-    if np.ptp(relative) < 1e-6:
-        differences = " to ".join(f"{edge:g}" for edge in dict.fromkeys([longer.min(), longer.max()]))
-        raise UserError(
-            f"lengths: ours differ from the baseline's by {differences} in every row: nothing to control for; equal "
-            "lengths are too far from all that was seen"
-        )
-    features = {"length": relative} | {key: columns[key] for key in columns if key == "difficulty"}
+    n = len(outcomes)
+    features = {"length": _relative_lengths(longer)} | {key: columns[key] for key in columns if key == "difficulty"}
     design = np.column_stack([np.ones(n), *features.values()])
     refuse_few_clusters(clusters, design.shape[1], "a rate at equal length")
     refuse_collinear(csr_array(design), list(features))
@@ -96,6 +89,18 @@ def length_controlled_win_rate(
     half = Z_95 * error / (rate * (1 - rate))
     low, high = (float(expit(logit(rate) + side)) for side in (-half, half))
     return LengthControlledRate(rate, low, high, n, error, fit.estimates(clusters)[1])
+
+
+def _relative_lengths(longer: np.ndarray) -> np.ndarray:
+    """tanh(d / sd(d)) of differences of lengths d, [n]; refused where it is the same in all rows."""
+    relative = np.tanh(longer / max(longer.std(ddof=1), 1e-12))
+    if np.ptp(relative) < 1e-6:
+        differences = " to ".join(f"{edge:g}" for edge in dict.fromkeys([longer.min(), longer.max()]))
+        raise UserError(
+            f"lengths: ours differ from the baseline's by {differences} in every row: nothing to control for, and equal "
+            "lengths are too far from all that was seen"
+        )
+    return relative
 
 
 def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:

@@ -78,7 +78,7 @@ def bradley_terry_ratings(
     ties: Ties = "half",
     covariates: Mapping[str, Sequence[float]] | None = None,
     clusters: Sequence[Hashable] | None = None,
-    contradictory: Sequence[bool] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> Ratings:
     """Ratings that make the outcomes most likely: log odds of model_a = beta_a - beta_b + covariates @ effects.
 
@@ -107,8 +107,8 @@ def bradley_terry_ratings(
     if ties != "half" and len(set(outcomes.tolist())) < 3:
         raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
     n, size, effects = len(battles), len(models), dict(covariates or {})
-    optional = {"clusters": clusters, "contradictory": contradictory}
-    _check_rows(n, effects | {name: column for name, column in optional.items() if column is not None})
+    tossed = list(contradictory) or [False] * n
+    _check_rows(n, effects | {"contradictory": tossed} | ({} if clusters is None else {"clusters": clusters}))
     design = csr_array((np.repeat([1.0, -1.0], n), (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
@@ -116,7 +116,7 @@ def bradley_terry_ratings(
     refuse_few_clusters(clusters, len(effects) + size - 1 + (ties != "half"), f"{size} models")
     penalty = np.zeros([size + len(effects)] * 2)
     penalty[:size, :size] = 1 / size  # the ratings' sum is 0, which the outcomes leave open
-    fit = fit_outcomes(design, outcomes, penalty, ties=ties, contradictory=contradictory)
+    fit = fit_outcomes(design, outcomes, penalty, ties=ties, contradictory=tossed)
 
     *strengths, tie = fit.estimates(clusters)
     return _ranked(
@@ -134,7 +134,7 @@ def elo_ratings(
     *,
     k: float = 4.0,
     clusters: Sequence[Hashable] | None = None,
-    contradictory: Sequence[bool] | None = None,
+    contradictory: Sequence[bool] = (),
     bootstraps: int = 200,
     seed: int = 0,
 ) -> Ratings:
@@ -158,7 +158,7 @@ def elo_ratings(
     battles = list(rows)
     models, sides, outcomes = _read_battles(battles)
     numbers = cluster_numbers(range(len(battles)) if clusters is None else clusters)
-    tossed = [False] * len(battles) if contradictory is None else contradictory
+    tossed = list(contradictory) or [False] * len(battles)
     _check_rows(len(battles), {"clusters": numbers.tolist(), "contradictory": tossed})
     refuse_few_clusters(clusters, 1, f"{len(models)} models")
     generator = np.random.default_rng(seed)

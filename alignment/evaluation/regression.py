@@ -98,22 +98,19 @@ def fit_outcomes(
     *,
     center: np.ndarray | float = 0.0,
     ties: Ties = "half",
-    contradictory: Sequence[bool] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> Fit:
     """The most likely coefficients b of eta = design @ b and the tie parameter, found by Newton's method.
 
-    Maximized is log-likelihood - (b - center)^T penalty (b - center) / 2.
+    Maximized is log-likelihood - (b - center)^T penalty (b - center) / 2. No finite maximum is a UserError.
 
     Args:
         design: what differs between the sides of each pair, [n, P].
         outcomes: 1 where the first side won, 0 where it lost, 1/2 a tie; with ties="half" any share of a win, [n].
         penalty: precision of a prior, or what makes the fit unique, [P, P].
         center: mean of the prior, [P].
-        contradictory: True of outcomes of 1/2 that stand for two orders that contradict each other, [n]. They count half in
-            the coefficients, and in the errors all together as one toss of a coin: as many more tell no more.
-
-    Raises:
-        UserError: there is no finite maximum: the columns tell some outcomes without an error.
+        contradictory: True of outcomes of 1/2 that stand for two orders that contradict each other, [n]; (): none. They count
+            half in the coefficients, and in the errors all together as one toss of a coin: more of them tell no more.
     """
     from scipy.linalg import block_diag
     from scipy.sparse import block_array, csr_array, diags_array
@@ -124,8 +121,7 @@ def fit_outcomes(
     )  # of eta, then of tau, [2n, P + 1]
     precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
-    tossed = np.zeros(n, bool) if contradictory is None else np.array(contradictory, bool)
-    counted = np.where(tossed, 1 / max(tossed.sum(), 1), 1.0)  # in the errors
+    tossed = np.array(list(contradictory) or [False] * n)
 
     def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
         points = torch.tensor((columns @ b).reshape(2, n), requires_grad=True)
@@ -142,10 +138,12 @@ def fit_outcomes(
         ascent = slopes.detach().numpy().ravel()
         step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
         if np.abs(step).max() < 1e-9:
-            told = -(columns.T @ (diags_array(np.tile(counted, 2)) @ weights @ columns)).toarray()
+            share = 1 / max(tossed.sum(), 1)
+            counted = np.tile(np.where(tossed, share, 1.0), 2)
+            known = -(columns.T @ (diags_array(counted) @ weights @ columns)).toarray()
             rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
-            coins = columns[:n][tossed] * (math.sqrt(counted.min()) / 2)  # half of what lies between a win and a loss
-            return Fit(found, np.linalg.inv(precision + told), n, rows @ columns, coins, told)
+            coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
+            return Fit(found, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
         while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
             step = step / 2
         found, (height, each, points) = found + step, nearer

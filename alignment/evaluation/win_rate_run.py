@@ -213,7 +213,7 @@ def judge_responses(
         if config.labels is not None:
             corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
             figures[name]["by_people"] = corrected
-            few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses: no corrected rate"
+            few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or on fewer prompts: no corrected rate"
             warnings += [] if corrected else [few]
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
