@@ -42,9 +42,9 @@ def corrected_win_rate(
     Returns:
         `items` with a verdict, and `labels` of them; the rates `judge` (its verdicts alone: what the interval does not hold is
         bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on won and on lost
-        items differ too little or all items but those of one cluster are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the judge's mean
-        verdict less people's on the labeled items. `correlation` of both there, 0 where either does not vary. `label_worth`: as
-        many labels alone as one label counts with the judge's verdicts, a ratio of variances.
+        items differ too little or all clusters but one are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the
+        judge's mean verdict less people's on the labeled items. `correlation` of both there, 0 where either does not
+        vary. `label_worth`: as many labels alone as one label counts with the judge's verdicts, a ratio of variances.
 
     Raises:
         UserError: there are fewer than five labels, or clusters with one, on items that the judge has judged.
@@ -61,8 +61,8 @@ def corrected_win_rate(
     apart = len(np.unique(cluster[~known])) > 1  # of one cluster no spread is known
     if len(np.unique(cluster[known])) < MIN_LABELS:
         raise UserError(
-            f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, in as many "
-            f"clusters; found {n} among {len(rows)} items, in {len(np.unique(cluster[known]))} clusters"
+            f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, in "
+            f"as many clusters; found {n} among {len(rows)} items, in {len(np.unique(cluster[known]))} clusters"
         )
     y, f = people[known], judge[known]
     variance, covariance = judge.var(ddof=1), float(((y - y.mean()) * (f - f.mean())).mean())
@@ -154,8 +154,8 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     `won` and `lost` are the judge's mean verdicts on items that people decided so (sensitivity and 1 - specificity of a judge
     without ties), `between` what its verdicts on the others, such as people's ties, are above the line through the two. Fieller's
     interval, of the rates at which (mean - lost - between) - rate * (won - lost) would just not be told from 0, holds the
-    variance of both the mean and the errors, and widens without end where won - lost is small. It is Student's, of labeled
-    clusters less three, and takes half an item's disagreement more than was seen for won and for lost items.
+    variance of both the mean and the errors, and widens without end where won - lost is small. It is Student's, of
+    labeled clusters less three, and takes half an item's disagreement more than was seen for won and for lost items.
     """
     from scipy.special import stdtrit
 

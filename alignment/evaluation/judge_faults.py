@@ -45,9 +45,7 @@ def comparison_figures(
             equal, why = length_controlled_win_rate(*sides, clusters=clusters, contradictory=tossed), None
         except UserError as error:  # such as responses of one length, or too few of them
             why = str(error)
-    leads = np.bincount(
-        cluster_numbers(clusters), np.subtract(sides[0], TIE)
-    )  # of the prompts, each of which votes once
+    leads = np.bincount(cluster_numbers(clusters), np.subtract(sides[0], TIE))  # each prompt votes once
     known, ties = rate.n - contradictory, max(rate.ties - contradictory, 0)
     share = (rate.effective or rate.n) / rate.n  # of independent items
     return {

@@ -178,9 +178,9 @@ def agreement_figures(voted: Judged) -> Figures:
 
 
 def longer_figures(voted: Judged) -> Figures | None:
-    """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths.
+    """Share of wins of the longer response by judge and by people, and the difference; None if all texts are as long.
 
-    The bounds are at most those that a share, or a difference of two, can have, and these where nothing is known.
+    The bounds are within those of a share, or of a difference of two, and are these where nothing is known.
     """
     rows = [(item, verdict) for item, verdict in voted if len(item.first) != len(item.second)]
     leads = np.sign([len(item.first) - len(item.second) for item, _ in rows])
@@ -199,9 +199,9 @@ def longer_figures(voted: Judged) -> Figures | None:
 def win_rate_figures(judged: Judged, width: float) -> Figures:
     """Corrected win rates of the first model of each pair, and the labels that an interval takes.
 
-    The correlation of judge and people is that within pairs of models, and around one half where no models are named. It is
-    at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are the pairs
-    with fewer.
+    The correlation of judge and people is that within pairs of models, and around one half where no models are named.
+    It is at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are the
+    pairs of models with fewer.
     """
     pairs, rest, unlabeled = dict[str, Figures](), list[np.ndarray](), list[str]()
     for pair in sorted({item.pair for item, _ in judged}):

@@ -147,7 +147,7 @@ def length_effect(
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
-        contradictory: True of items whose two orders contradict each other: tosses of a coin, as in `win_rate`; (): none.
+        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`; (): none.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
@@ -162,8 +162,8 @@ def length_effect(
     longer = slope = None
     if leads:
         shares = [(1 + lead) / 2 for lead in leads]
-        rate = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])
-        longer = {**share_of(leads), "low": rate.low, "high": rate.high}
+        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])
+        longer = {**share_of(leads), "low": preferred.low, "high": preferred.high}
     rows = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict, _ in judged])
     x, y = (rows - rows.mean(0)).T
     if len(rows) > 2 and np.ptp(rows, 0).min() > 1e-9:

@@ -54,8 +54,7 @@ def length_controlled_win_rate(
         contradictory: True of rows whose two orders contradict each other, see `fit_outcomes`, [n].
 
     Raises:
-        UserError: columns that do not fit together, or collinear ones; a separation, such as where ours wins everywhere;
-            too few clusters, or ties alone, of which no error is known.
+        UserError: columns that do not fit together, collinear ones, a separation, too few clusters, ties alone.
 
     Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the other
     sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the prior).
@@ -64,13 +63,11 @@ def length_controlled_win_rate(
     from scipy.special import expit, logit
 
     optional = {} if difficulty is None else {"difficulty": difficulty}
-    columns = _read_columns(
-        {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths, **optional}
-    )
+    sides = {"lengths": lengths, "baseline_lengths": baseline_lengths}
+    columns = _read_columns({"preferences": preferences, **sides, **optional})
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
-    n = len(outcomes)
     features = {"length": _relative_lengths(longer)} | {key: columns[key] for key in columns if key == "difficulty"}
-    design = np.column_stack([np.ones(n), *features.values()])
+    design = np.column_stack([np.ones(len(outcomes)), *features.values()])
     refuse_few_clusters(clusters, design.shape[1], "a rate at equal length")
     refuse_collinear(csr_array(design), list(features))
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
@@ -78,9 +75,8 @@ def length_controlled_win_rate(
     fit = fit_outcomes(csr_array(design), outcomes, precision, center=beliefs[:, 0], contradictory=contradictory)
     equal, coefficients = design * (np.arange(design.shape[1]) != 1), fit.coefficients[:-1]
     chances = expit(equal @ coefficients)
-    slope = np.append(
-        equal.T @ (chances * (1 - chances)), 0.0
-    )  # n times the derivative of the rate by the coefficients
+    # n times the derivative of the rate by the coefficients
+    slope = np.append(equal.T @ (chances * (1 - chances)), 0.0)
     share = fit.inverse @ slope
     tosses = 4 * float(((fit.coins @ share) ** 2).sum())
     rate, (error, _) = float(chances.mean()), clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
@@ -88,7 +84,7 @@ def length_controlled_win_rate(
         raise UserError("preferences: all are ties, or the clusters do not differ: the error of a rate is not known")
     half = Z_95 * error / (rate * (1 - rate))
     low, high = (float(expit(logit(rate) + side)) for side in (-half, half))
-    return LengthControlledRate(rate, low, high, n, error, fit.estimates(clusters)[1])
+    return LengthControlledRate(rate, low, high, len(outcomes), error, fit.estimates(clusters)[1])
 
 
 def _relative_lengths(longer: np.ndarray) -> np.ndarray:
@@ -97,8 +93,8 @@ def _relative_lengths(longer: np.ndarray) -> np.ndarray:
     if np.ptp(relative) < 1e-6:
         differences = " to ".join(f"{edge:g}" for edge in dict.fromkeys([longer.min(), longer.max()]))
         raise UserError(
-            f"lengths: ours differ from the baseline's by {differences} in every row: nothing to control for, and equal "
-            "lengths are too far from all that was seen"
+            f"lengths: ours differ from the baseline's by {differences} in every row: nothing to control for, and "
+            "equal lengths are too far from all that was seen"
         )
     return relative
 

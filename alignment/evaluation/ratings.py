@@ -90,8 +90,8 @@ def bradley_terry_ratings(
         covariates: name -> what model_a's response has more of than model_b's, [n], such as length. Ratings are then those at
             equal covariates; a column of ones is an advantage of being shown first.
         clusters: name of each row's cluster, such as its prompt, [n]; None: rows are independent.
-        contradictory: True of ties that stand for two orders of a judge that contradict each other, [n]: they count half,
-            and narrow no interval, see `fit_outcomes`.
+        contradictory: True of ties that stand for two orders of a judge that contradict each other, [n]: they count
+            half, and narrow no interval, see `fit_outcomes`.
 
     Raises:
         UserError: rows that are no battles; models that the battles do not connect; models without a finite rating, such as
@@ -175,8 +175,8 @@ def elo_ratings(
     drawn = ratings[:, 1:]
     raise_all(
         f"{model}: its battles are ties alone, so that no draw of Elo's bootstrap differs; take method=bradley_terry"
-        for model, row in zip(models, drawn, strict=True)
-        if np.ptp(row) == 0
+        for model, row in zip(models, ratings, strict=True)
+        if (row == MEAN).all()
     )
     figures = np.column_stack([ratings[:, 0], *np.quantile(drawn, [0.025, 0.975], axis=1)])
     return _ranked(models, sides, figures, np.atleast_2d(np.cov(drawn)))

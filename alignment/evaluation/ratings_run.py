@@ -121,8 +121,8 @@ def run(config: RatingsConfig) -> Path:
     tossed = [row.contradictory for row in used]
     if any(tossed):
         judging["warnings"].append(
-            f"a judge's two orders contradict each other on {sum(tossed)} of {len(used)} battles, which count half and narrow "
-            "no interval"
+            f"a judge's two orders contradict each other on {sum(tossed)} of {len(used)} battles, which count half and "
+            "narrow no interval"
         )
     for warning in judging["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
@@ -257,8 +257,8 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
     """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree counts half.
 
     Returns:
-        The battles; and for the results the judge's calls, the figures of each pair's judgments, and warnings of the judge's
-        faults.
+        The battles; and for the results the judge's calls, the figures of each pair's judgments, and warnings of the
+        judge's faults.
     """
     if not Path(config.responses).is_file():
         raise UserError(f"{config.responses}: no such file; tournament.responses is that of an evaluate winrate")

@@ -109,19 +109,16 @@ def fit_outcomes(
         outcomes: 1 where the first side won, 0 where it lost, 1/2 a tie; with ties="half" any share of a win, [n].
         penalty: precision of a prior, or what makes the fit unique, [P, P].
         center: mean of the prior, [P].
-        contradictory: True of outcomes of 1/2 that stand for two orders that contradict each other, [n]; (): none. They count
-            half in the coefficients, and in the errors all together as one toss of a coin: more of them tell no more.
+        contradictory: True of outcomes 1/2 of two orders that contradict each other, [n]; (): none. They count half in
+            the coefficients, and in the errors all together as one toss of a coin: more of them tell no more.
     """
     from scipy.linalg import block_diag
     from scipy.sparse import block_array, csr_array, diags_array
 
     n, fixed = len(outcomes), float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
-    columns = csr_array(
-        block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]])
-    )  # of eta, then of tau, [2n, P + 1]
+    columns = csr_array(block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]]))  # of eta, then of tau
     precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
-    tossed = np.array(list(contradictory) or [False] * n)
 
     def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
         points = torch.tensor((columns @ b).reshape(2, n), requires_grad=True)
@@ -138,9 +135,10 @@ def fit_outcomes(
         ascent = slopes.detach().numpy().ravel()
         step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
         if np.abs(step).max() < 1e-9:
+            tossed = np.array(list(contradictory) or [False] * n)
             share = 1 / max(tossed.sum(), 1)
-            counted = np.tile(np.where(tossed, share, 1.0), 2)
-            known = -(columns.T @ (diags_array(counted) @ weights @ columns)).toarray()
+            counted = diags_array(np.tile(np.where(tossed, share, 1.0), 2))
+            known = -(columns.T @ (counted @ weights @ columns)).toarray()
             rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
             coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
             return Fit(found, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
@@ -159,8 +157,8 @@ def refuse_few_clusters(clusters: Sequence[Hashable] | None, columns: int, what:
     """Refuse as few clusters as a regression has `columns`, or fewer: its errors follow from the sums of clusters."""
     if clusters is not None and len(set(clusters)) <= columns:
         raise UserError(
-            f"{len(set(clusters))} clusters are too few for the intervals of {what}; take more or smaller clusters, such as "
-            "prompts, or fewer models or covariates"
+            f"{len(set(clusters))} clusters are too few for the intervals of {what}; take more or smaller clusters, "
+            "such as prompts, or fewer models or covariates"
         )
 
 

@@ -256,7 +256,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
 
 
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
-    """The figures of results.json, over all ordered pairs, those of a prompt being one cluster; lengths are in characters.
+    """The figures of results.json, over all ordered pairs, those of a prompt one cluster; lengths are in characters.
 
     `chosen_shorter` is the accuracy where the chosen response is the shorter one: 0 for a rule that prefers the longer, one
     half for a coin; null where there is no such pair.

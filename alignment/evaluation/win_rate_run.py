@@ -213,8 +213,10 @@ def judge_responses(
         if config.labels is not None:
             corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
             figures[name]["by_people"] = corrected
-            few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or on fewer prompts: no corrected rate"
-            warnings += [] if corrected else [few]
+            few = (
+                f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or of fewer prompts"
+            )
+            warnings += [] if corrected else [f"{few}: no corrected rate"]
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:
