@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.regression import Estimate, fit_outcomes, refuse_collinear, refuse_few_clusters
+from alignment.evaluation.regression import Estimate, check_clusters, fit_outcomes, refuse_collinear
 from alignment.evaluation.winrate import Z_95, clustered_error
 
 FEWEST_ROWS = 10
@@ -68,7 +68,7 @@ def length_controlled_win_rate(
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
     features = {"length": _relative_lengths(longer)} | {key: columns[key] for key in columns if key == "difficulty"}
     design = np.column_stack([np.ones(len(outcomes)), *features.values()])
-    refuse_few_clusters(clusters, design.shape[1], "a rate at equal length")
+    check_clusters(clusters, design.shape[1], "a rate at equal length")
     refuse_collinear(csr_array(design), list(features))
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
     precision = np.diag(beliefs[:, 1] ** -2)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.regression import Estimate, Ties, fit_outcomes, refuse_collinear, refuse_few_clusters
+from alignment.evaluation.regression import Estimate, Ties, check_clusters, fit_outcomes, refuse_collinear
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Z_95, cluster_numbers, holm
 
 Battle = tuple[str, str, float]  # model_a, model_b, outcome: 1 where model_a won, 0.5 a tie, 0 where it lost
@@ -113,7 +113,7 @@ def bradley_terry_ratings(
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
         refuse_collinear(design, list(effects))
-    refuse_few_clusters(clusters, len(effects) + size - 1 + (ties != "half"), f"{size} models")
+    check_clusters(clusters, len(effects) + size - 1 + (ties != "half"), f"{size} models")
     penalty = np.zeros([size + len(effects)] * 2)
     penalty[:size, :size] = 1 / size  # the ratings' sum is 0, which the outcomes leave open
     fit = fit_outcomes(design, outcomes, penalty, ties=ties, contradictory=tossed)
@@ -160,7 +160,7 @@ def elo_ratings(
     numbers = cluster_numbers(range(len(battles)) if clusters is None else clusters)
     tossed = list(contradictory) or [False] * len(battles)
     _check_rows(len(battles), {"clusters": numbers.tolist(), "contradictory": tossed})
-    refuse_few_clusters(clusters, 1, f"{len(models)} models")
+    check_clusters(clusters, 1, f"{len(models)} models")
     generator = np.random.default_rng(seed)
     weights = [generator.poisson(1.0, bootstraps + 1).astype(np.uint8) for _ in range(int(numbers.max()) + 1)]
     ratings = np.full((len(models), bootstraps + 1), MEAN)  # the first column is that of the rows themselves

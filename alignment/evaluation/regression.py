@@ -55,8 +55,7 @@ class Fit(NamedTuple):
         count = int(numbers.max()) + 1
         sums = csr_array((np.ones(self.rows), (numbers, np.arange(self.rows)))) @ self.scores
         covariance = count / max(count - 1, 1) * self.inverse @ (sums.T @ sums).toarray() @ self.inverse
-        if self.coins.shape[0]:
-            covariance += self.inverse @ (self.coins.T @ self.coins).toarray() @ self.inverse
+        covariance += self.inverse @ (self.coins.T @ self.coins).toarray() @ self.inverse
         root = np.linalg.cholesky(self.inverse)
         whiten = np.linalg.inv(root)
         ratios, axes = np.linalg.eigh(whiten @ covariance @ whiten.T)  # to the covariance by the information
@@ -153,7 +152,7 @@ def fit_outcomes(
     )
 
 
-def refuse_few_clusters(clusters: Sequence[Hashable] | None, columns: int, what: str) -> None:
+def check_clusters(clusters: Sequence[Hashable] | None, columns: int, what: str) -> None:
     """Refuse as few clusters as a regression has `columns`, or fewer: its errors follow from the sums of clusters."""
     if clusters is not None and len(set(clusters)) <= columns:
         raise UserError(

@@ -57,7 +57,7 @@ def win_rate(
 
     Items of one cluster, such as responses to one prompt or prompts of one source, are not independent. The interval is
     then that of as many independent items as have the cluster-robust variance, at most n, see `clustered_error`; with
-    `clusters` all different it is the same as without.
+    `clusters` all different it is the same as without. Where that variance is not known each cluster is one item.
 
     Preferences in (0, 1), such as probabilities of a judge's labels, give their mean +- 1.96 standard errors.
 

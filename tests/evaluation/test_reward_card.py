@@ -76,6 +76,12 @@ def test_the_headline_takes_the_pairs_of_a_prompt_for_one_cluster():
     assert headline["chosen_shorter"]["clusters"] == 20
 
 
+def test_scores_that_follow_from_length_give_a_slope_without_bounds():
+    groups = [group((float(k + 1), 0.0), (0, 1), (100 * (k + 1), 0), prompt=f"p{k}") for k in range(5)]
+    figures = length_figures(pairs_of(groups))
+    assert figures["slope_per_100_tokens"] == pytest.approx(1) and figures["low"] is figures["high"] is None
+
+
 def test_a_group_of_three_counts_its_ordered_pairs_and_what_is_picked():
     figures = accuracy_figures(
         [group((3.0, 1.0, 2.0), (0, 1, 2), (1, 2, 3)), group((0.0, 1.0, 1.0), (0, 0, 1), (1, 1, 1))]
