@@ -283,11 +283,11 @@ def judge_sentences(results: Figures) -> list[str]:
             f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's on the "
             f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
         )
+    few = f"people have labeled fewer than {MIN_LABELS} items, or prompts"
     if results["unlabeled"]:
-        listed = ", ".join(results["unlabeled"][:8]) + (", ..." if len(results["unlabeled"]) > 8 else "")
-        found.append(f"No win rate of {listed}: people have labeled fewer than {MIN_LABELS} items, or prompts.")
+        found.append(f"No win rate of {', '.join(results['unlabeled'])}: {few}.")
     if labels["correlation"] is None:
-        found.append(f"People have labeled fewer than {MIN_LABELS} items, or prompts: a label's worth is not known.")
+        found.append(f"A label's worth is not known: {few}.")
         return found
     found.append(
         f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "

@@ -247,9 +247,10 @@ def _measure(measure: Callable[[str], float], row: Mapping[str, object], columns
 
     Source: the style control of Chatbot Arena, Li et al. 2024, lmsys.org/blog/2024-08-28-style-control.
     """
-    if empty := [column for column in columns if row[column] is None]:
-        raise ValueError(f"{empty[0]!r} is null, of which no covariate follows: leave the row out, or the covariate")
-    a, b = (measure(str(row[column])) for column in columns)
+    cells = [row[column] for column in columns]
+    if None in cells:
+        raise ValueError(f"{columns[cells.index(None)]!r} is null: leave the row out, or the covariate")
+    a, b = (measure(str(cell)) for cell in cells)
     return (a - b) / (abs(a) + abs(b)) if a or b else 0.0
 
 
