@@ -787,7 +787,7 @@ def names_of_tests(tests: str) -> "dict[str, list[str]]":
     Returns:
         answer: may be the answer's; builtins: Python's, unless the answer has them; modules: of the library, not
         imported and only read for their attributes; helpers: of other libraries, not imported; bound: defined or
-        imported by the tests; needed: those of `answer` that are read and not bound. A function's local names are in none.
+        imported by the tests; needed: those of `answer` that are read and not bound. Local names are in none.
     """
     tree = ast.parse(tests, "<tests>")
     read, needed, bound = set(), set(), set()

@@ -83,6 +83,43 @@ def test_a_box_is_read_with_its_braces():
     assert not is_right("boxed", "42", "42") and not is_right("boxed", r"\boxed{}", "42")
 
 
+BOXED = [
+    ("(1,2)", "(1, 2)"), ("( 1 , 2 )", "(1,2)"), ("1,2", "1, 2"), (r"(-\infty, 3]", r"(-\infty,3]"), ("(-\u221e,3]", r"(-\infty,3]"),
+    (r"\{1,2\}", r"\{1, 2\}"), (r"\left[0.5, 1\right)", r"[\frac12,1)"), ("x^2 + 1", "x^2+1"), (r"\frac12", "1/2"),
+    (r"\frac1{72}", "1/72"), (r"\frac{-1}{2}", r"-\frac12"), (r"\dfrac{a}{b}", r"\frac{a}{b}"), (r"\sqrt{2}", r"\sqrt2"),
+    (r"2 \sqrt 3", r"2\sqrt{3}"), (r"90^\circ", "90"), (r"90^{\circ}", "90\u00b0"), (r"5\text{ cm}", "5"), ("5", r"5\,\mathrm{cm}^2"),
+    (r"5\text{ cm}", "5 cm"), ("x=5", "5"), (r"x \in [1,2]", "[1,2]"), (r"50\%", "50"), (r"2\pi", "2 \u03c0"), ("1 000", "1,000"),
+    (r"x \leq 5", r"x\le 5"), ("New  York.", "new york"), (r"\text{(C)}", "c"), ("$7$", "7.0"), (".5", "1/2"),
+]  # fmt: skip
+NOT_BOXED = [
+    ("[1,2]", "(1,2)"), ("(1,2]", "(1,2)"), (r"\{1,2\}", "(1,2)"), ("(2,1)", "(1,2)"), ("1,2", "12"), ("1, 234", "1234"), ("[3]", "3"),
+    (r"2\sqrt{3}", "2"), (r"5\pi", "5"), ("5x", "5"), ("5!", "5"), ("x=5", "y=5"), ("x<5", "5"), (r"5\text{ km}", r"5\text{ m}"),
+    (r"5\text{ million}", "5"), ("1 2", "12"), ("(1,2", "(1,2)"), (r"\frac{1}{2x}", r"\frac{1}{2}x"), ("2^{10}", "210"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "right"), [(*pair, pair in BOXED) for pair in BOXED + NOT_BOXED])
+def test_boxed_answers_that_are_no_plain_number(one, other, right):
+    """[C6] Brackets and order count; blanks and the usual ways to write the same do not."""
+    assert is_right("boxed", rf"so $\boxed{{{one}}}$.", other) is right
+    assert is_right("boxed", rf"\boxed{{{other}}}", one) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (r"\boxed{2\sqrt{3}}", None), (r"\boxed{\sqrt{3}}", None), (r"\boxed{5\pi}", None), (r"\boxed{\pi/2}", None),
+        (r"\boxed{5x}", None), (r"\boxed{(1, 2)}", None), (r"\boxed{x^2+1}", None), (r"\boxed{2 \times 10^3}", None),
+        (r"#### 2\sqrt{3}", None), (r"\boxed{\$18}", 18), (r"\boxed{18 \text{ dollars}}", 18), (r"\boxed{5\text{ cm}^2}", 5),
+        (r"\boxed{x = 5}", 5), (r"\boxed{90^\circ}", 90), ("it is 1 000", 1000), (r"\boxed{12 345 678}", 12345678),
+        ("in 2020 100", 100), ("0.5 100", 100), ("10 000/5", 2000),
+    ],
+)  # fmt: skip
+def test_a_number_beside_a_formula_is_no_answer(text, number):
+    """[A7] A box that holds more than a number has none; blanks may part thousands."""
+    assert gsm8k_answer(text) == number
+
+
 def test_answers_are_right_where_they_are_equal():
     assert is_right("gsm8k", "... #### 1000", "1,000.00")
     assert is_right("gsm8k", "The answer is 7.", 7) and is_right("gsm8k", "7", [6, 7.0])

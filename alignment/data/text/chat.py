@@ -41,7 +41,7 @@ from alignment.errors import UserError
 VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
-REPEATED = "a reply begins with {!r}, which the generation prompt has written before it, so it is left out of the reply"
+REPEATED = "a reply begins with {!r}, which the generation prompt has written before it: left out of the reply"
 INSIDE = "generation opens a reply with {!r}, after which a reply that does not go on from it is trained as it stands"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
