@@ -1,5 +1,6 @@
 """Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
 
+import asyncio
 import math
 import sys
 import threading
@@ -267,9 +268,39 @@ def test_a_function_written_for_trl_is_called_as_trl_calls_it():
     assert reward(SampledTexts([dialogue], ["four"], [{}])) == [4]
 
 
-def test_an_error_in_a_function_names_it():
-    reward = prepare_rewards([RewardSpec(function=f"{HERE}:broken")], rows_of({}))["broken"]
-    with pytest.raises(UserError, match=rf"{HERE}:broken.*KeyError.*answr.*test_rewards\.py:\d+"):
+async def awaited(responses, **columns):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in responses]
+
+
+class Awaited:
+    async def __call__(self, responses, **columns):
+        return await awaited(responses)
+
+
+awaited_object = Awaited()
+
+
+@pytest.mark.parametrize("name", ["awaited", "awaited_object"])
+def test_an_async_function_is_awaited_inside_a_running_loop_too(name):
+    """[C20] As trl awaits them; a notebook's thread has a loop that runs already."""
+    [reward] = prepare_rewards([RewardSpec(function=f"{HERE}:{name}")], rows_of({})).values()
+    samples = SampledTexts(["p"], ["four"], [{}])
+
+    async def in_a_loop():
+        return reward(samples)
+
+    assert reward(samples) == asyncio.run(in_a_loop()) == [4.0]
+
+
+async def awaited_broken(responses):
+    return [{}["answr"] for _ in responses]
+
+
+@pytest.mark.parametrize("name", ["broken", "awaited_broken"])
+def test_an_error_in_a_function_names_it(name):
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:{name}")], rows_of({}))[name]
+    with pytest.raises(UserError, match=rf"{HERE}:{name}.*KeyError.*answr.*test_rewards\.py:\d+"):
         reward(SampledTexts(["p"], ["x"], [{}]))
 
 
