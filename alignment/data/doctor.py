@@ -133,9 +133,7 @@ def _token_texts(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Tokens as text on one line, those of one character together; bytes of none as the vocabulary spells them."""
     start = 0
     while start < len(ids):
-        for end in range(
-            start + 1, start + 9
-        ):  # a character has at most four bytes, the tokens of its bytes a few more
+        for end in range(start + 1, start + 9):  # a character has at most four bytes
             text = str(tokenizer.decode(ids[start:end]))
             if "\ufffd" not in text:
                 break

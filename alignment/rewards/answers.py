@@ -37,7 +37,6 @@ BOXED = (  # forms of boxed answers, and what they are compared as
     (r"\u03c0", r"\\pi"),
     (r"\+?\u221e|\+\\infty", r"\\infty"),
     (r"\\([lg]e)q\b", r"\\\1"),
-    (r'^[\s$"`*_~]+|[\s.,;:?$%&"`*_~]+$', ""),
     (r"^\(([^(),]*)\)$", r"\1"),
 )
 MIXED = re.compile(r"(?<![\w./,])(\d{1,9}) (\d{1,9})/([1-9]\d{0,8})(?![\w/])")  # 1 1/2
@@ -113,7 +112,7 @@ def _without_latex(text: str) -> str:
     """Text with the commonest LaTeX of answers as it would be typed."""
     text = re.sub(r"\\(?:left|right|[,!;: ])|\\(?=[$%])", "", text.replace("{,}", ","))
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\u00b0", "", text)
+    text = re.sub(r"\^\s*(?:\{\s*)?\\circ\s*\}?|\\degree|\u00b0", "", text)
     text = re.sub(r"\^\{(-?\w+)\}", r"^\1", text)
     text = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text)  # 1\frac{1}{2} is 1 1/2
     return re.sub(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4", text)
@@ -165,7 +164,7 @@ def normalized_box(text: str) -> str:
     `(1, 0.5]` is `(1,1/2]`. `\dfrac` is `\frac`, `\sqrt2` is `\sqrt{2}`, `\{` is `{`. Degrees, `$`, `%` and punctuation at
     the ends and parentheses around all of one part do not count.
     """
-    text = _plain(text).casefold()
+    text = _plain(text).casefold().lstrip(' \n$"`*_~').rstrip(' \n.,;:?$%&"`*_~')
     for pattern, written in BOXED:
         text = re.sub(pattern, written, text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _as_fraction(text))
