@@ -149,7 +149,7 @@ def test_chat_log_probabilities_are_the_models_own_also_where_the_choice_is_gree
     content = answer.choices[0].logprobs.content
     assert all(entry.logprob < 0 and entry.logprob == entry.top_logprobs[0].logprob for entry in content)
     assert all(len(entry.top_logprobs) == 3 for entry in content)
-    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert all("\ufffd" in entry.token or bytes(entry.bytes).decode() == entry.token for entry in content)
     first = load_log_probs(model, prompt_ids(chat_tokenizer, MESSAGES))
     assert content[0].logprob == pytest.approx(float(first.max()), abs=1e-4)
 
