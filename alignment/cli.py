@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from glob import glob
 from importlib import import_module
 from pathlib import Path
@@ -741,6 +742,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = [*(["--debug"] if debug else []), *(argument for argument in arguments if argument != "--debug")]
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminate)
+    escape_controls()
     try:
         return int(app(args=arguments, standalone_mode=False, prog_name="alignment") or 0)
     except (KeyboardInterrupt, typer.Abort):
@@ -749,6 +751,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return explain(error, debug=debug)
+
+
+def escape_controls() -> None:
+    """Show control characters in what is printed from now on as escapes; colors and lines that are written anew stay.
+
+    A text of a stranger (a row, a key, a template, a model's reply) could clear the screen or write the clipboard.
+    """
+    forced = any(map(os.environ.get, ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")))
+    for stream in (sys.stdout, sys.stderr):
+        kept = r"\A\r|\x1b\[K\r?|\x1b\[[\d;]*m" if stream.isatty() or forced else r"\A\r"
+        if not isinstance(stream.write, partial):  # since an earlier call
+            stream.write = partial(_write_shown, stream.write, re.compile(rf"({kept})|[\0-\x08\x0b-\x1f\x7f-\x9f]"))
+
+
+def _write_shown(write: Callable[[str], int], control: re.Pattern[str], text: str) -> int:
+    return write(control.sub(lambda found: found[1] or f"\\u{ord(found[0]):04x}", text))
 
 
 def terminate(number: int, frame: FrameType | None) -> None:

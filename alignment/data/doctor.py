@@ -1,5 +1,6 @@
 """The data doctor: reads a data file as training would, reports common faults, and shows the first examples as text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -119,7 +120,7 @@ def show_example(example: Example, tokenizer: Tokenizer) -> str:
 def _show(ids: list[int], mask: list[bool], tokenizer: Tokenizer) -> str:
     first = max(0, len(ids) - SHOWN_TOKENS)  # the end is where the mistakes are
     runs = [(counts, list(indices)) for counts, indices in groupby(range(len(ids)), key=mask.__getitem__)]
-    spans = ["|".join(_token_text(ids[index], tokenizer) for index in run if index >= first) for _, run in runs]
+    spans = ["|".join(_token_texts([ids[index] for index in run if index >= first], tokenizer)) for _, run in runs]
     shown = " ".join(f"[{span}]" if counts else span for (counts, _), span in zip(runs, spans, strict=True) if span)
     ranges = ", ".join(f"{'counts' if counts else 'context'} {run[0]}-{run[-1]}" for counts, run in runs)
     before = f"... {first} tokens before ...\n  " if first else ""
@@ -128,9 +129,17 @@ def _show(ids: list[int], mask: list[bool], tokenizer: Tokenizer) -> str:
     )
 
 
-def _token_text(index: int, tokenizer: Tokenizer) -> str:
-    """One token as text on one line; bytes that are no whole character show as the vocabulary spells them."""
-    text = str(tokenizer.decode([index]))
-    if "\ufffd" in text or not text:
-        text = str(tokenizer.convert_ids_to_tokens(index))
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+def _token_texts(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens as text on one line, those of one character together; bytes of none as the vocabulary spells them."""
+    start = 0
+    while start < len(ids):
+        for end in range(start + 1, start + 9):  # a character has at most four bytes
+            text = str(tokenizer.decode(ids[start:end]))
+            if "\ufffd" not in text:
+                break
+        else:
+            end = start + 1
+            text = ""
+        text = text or str(tokenizer.convert_ids_to_tokens(ids[start]))
+        yield text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+        start = end

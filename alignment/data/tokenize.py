@@ -195,7 +195,8 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
-    encoded = iter(encode(tokenizer, [text for row in rows for text in row.steps], follows=True))
+    texts = [text for row in rows for text in _steps(tokenizer, row, counts)]
+    encoded = iter(encode(tokenizer, texts, follows=True))
     separators = {text: encode(tokenizer, [text], follows=True)[0] for text in {row.separator for row in rows}}
     for row, head in zip(rows, prompts, strict=True):
         steps = [next(encoded) + separators[row.separator] for _ in row.steps]
@@ -214,6 +215,16 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
         ids = kept_head + response[: ends[whole - 1]]
         examples.append(Example.single(ids, [False] * len(ids), row.row_id, **values))
     return counted(examples, counts)
+
+
+def _steps(tokenizer: Tokenizer, row: Steps, counts: Tally) -> list[str]:
+    """The steps of a row, the first without what the generation prompt has opened."""
+    if isinstance(row.prompt, str):
+        return list(row.steps)
+    first, notes = chat.without_prefill(chat.chat_format(tokenizer), row.steps[0])
+    for note in notes:
+        counts.note(note, row.row_id)
+    return [first, *row.steps[1:]]
 
 
 def tokenize_prompts(
@@ -272,13 +283,15 @@ DECODER = Sides(encode_prompts, _responses)
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
     """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
     done, refused = list[Encoded](), dict[str, list[str]]()
+    noted = list[tuple[str, str]]()
     for row, result in zip(rows, encoded, strict=True):
         if isinstance(result, UserError):
             refused.setdefault(str(result), []).append(row.row_id)
         else:
             done.append(result)
-            for note in getattr(result, "notes", ()):
-                counts.note(note, row.row_id)
+            noted += [(note, row.row_id) for note in getattr(result, "notes", ())]
+    for note, row_id in dict.fromkeys(noted):  # a row of several responses is one row
+        counts.note(note, row_id)
     if refused:
         raise refused_rows(refused)
     return done

@@ -71,7 +71,11 @@ PAIR = "with one letter: A where the first is better, B where the second is bett
 RATING = "with one whole number from 1 to 7."
 LABELS = {"A": WIN, "B": LOSS, "C": TIE}  # verdicts for the response shown first
 RATINGS = {str(number): float(number) for number in range(1, 8)}
-LAST_LINE = re.compile(r"\W*(?:(?:final )?(?:verdict|answer|rating|score)\s*:)?\W*(\w+)\W*", re.IGNORECASE)
+LAST_LINE = re.compile(  # -3 is no rating
+    r"\W*(?:(?:the )?(?:final )?(?:verdict|answer|rating|score)[\s*_`]*:)?\W*(?:(?:boxed|text|mathrm|textbf)\{\W*)*"
+    r"(?<![-\u2012-\u2015\u2212](?=\d))(\w+)\W*",
+    re.IGNORECASE,
+)
 
 
 def load_template(template: str) -> str:
@@ -137,7 +141,7 @@ def mark_of(texts: Sequence[str]) -> str:
 
 
 def read_answer(text: str, labels: Sequence[str]) -> str | None:
-    """The label that stands alone on the last line of an answer, also as `Verdict: A`, `**A**` or `[[A]]`; None: none does."""
+    """The label that stands alone on the last line of an answer, also as `Verdict: A`, `**A**` or `\\boxed{A}`; None: none."""
     lines = [line for line in text.splitlines() if line.strip()]
     found = LAST_LINE.fullmatch(lines[-1].strip()) if lines else None
     return found[1].upper() if found and found[1].upper() in labels else None

@@ -145,10 +145,14 @@ def chat_text(received: object) -> str | None:
 
 
 def _first_token(received: object) -> dict[str, float]:
-    """Log-probability of what the first token may be, without blanks and in capitals, the likeliest of equal ones."""
+    """Log-probability of what the first token may be, without blanks and in capitals, the likeliest of equal ones.
+
+    What is no finite number is left out.
+    """
     found = part_of(received, "choices", 0, "logprobs", "content", 0, "top_logprobs")
     given = [(part_of(each, "token"), part_of(each, "logprob")) for each in found] if isinstance(found, list) else []
-    pairs = [(str(token).strip().upper(), float(value)) for token, value in given if isinstance(value, (int, float))]
+    known = [(token, value) for token, value in given if isinstance(value, (int, float)) and abs(value) < 1e300]
+    pairs = [(str(token).strip().upper(), float(value)) for token, value in known]
     return dict(sorted(pairs, key=lambda pair: pair[1]))
 
 

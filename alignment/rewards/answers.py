@@ -6,6 +6,7 @@ Answers are numbers as in gsm8k, texts that are equal after normalization, or th
 import re
 import string
 import unicodedata
+from collections.abc import Sequence
 from fractions import Fraction
 
 from alignment.rewards.combine import SampledTexts
@@ -19,9 +20,25 @@ NUMBER = re.compile(
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
     r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?![\w.])|(?<!/\d)/(?P<below>\d+)(?![/\d]|\.\d)|\^(?P<power>-?\d{1,3})(?!\d))?"
 )
-ARITHMETIC = re.compile(
-    r"\s*(?:[-+*/^:\u00d7\u00f7\u00b7]|x\b)\s*[-(]?\$?\.?\d|\s*x\d"
-)  # a number and no more is an answer
+ARITHMETIC = re.compile(  # a number and no more is an answer
+    r"\s*(?:[-+*/^:\u00d7\u00f7\u00b7]|x\b)\s*[-(]?\$?\.?\d|\s*x\d|\s*(?:\\(?:sqrt|pi|times|cdot|frac)|[\u03c0\u221a])"
+)
+# Beside the number of a box: the answer is more than that number.
+FORMULA = re.compile(r"[\\^!*/\d\u03c0\u221a]|\b[nxyz]\b")
+SPACED = re.compile(r"(?<=\d)(?<!\d{4}|[.,/]\d\d\d)(?<![.,/]\d\d)(?<![.,/]\d) (?=\d{3}(?!\d|,\d))")  # in 1 000
+EXTRA = re.compile(  # x = 5 and 5\text{ cm}^2 are 5; 5\text{ million} is not
+    r"^\s*[A-Za-z](?:_\{?\w\}?)?\s*(?:=|\\in\b)(?=[^=]*$)|(?<=[\w})\]])(?:\s|\\,)*\\(?:text|mathrm|mbox)"
+    r"\{(?![\s~]*(?:hundred|thousand|[mbtr]+illion|dozen))[^{}\d]*\}(?:\^\{?\d\}?)?[\s.$]*$"
+)
+BOXED = (  # forms of boxed answers, and what they are compared as
+    (r"\\(?=[{}])|\\displaystyle", ""),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    (r"\u03c0", r"\\pi"),
+    (r"\+?\u221e|\+\\infty", r"\\infty"),
+    (r"\\([lg]e)q\b", r"\\\1"),
+    (r"^\(([^(),]*)\)$", r"\1"),
+)
 MIXED = re.compile(r"(?<![\w./,])(\d{1,9}) (\d{1,9})/([1-9]\d{0,8})(?![\w/])")  # 1 1/2
 SUPERSCRIPT = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207e]+")
 FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # one sign, such as a half
@@ -46,8 +63,8 @@ def gsm8k_answer(text: str) -> Fraction | None:
     r"""The answer of a solution: the number after the last `####`, or else in the last `\boxed{}`, or else the last number.
 
     After the sign and in the box it is the line's first number, of an equation the first number of its last side that has
-    one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`). None where there is none; with
-    the sign, numbers before it do not count.
+    one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`), nor a box that holds more
+    than a number (`2\sqrt{3}`, `(1, 2)`). None where there is none; with the sign, numbers before it do not count.
 
     Source: Cobbe et al. 2021, arXiv:2110.14168, the form of its solutions.
     """
@@ -55,16 +72,16 @@ def gsm8k_answer(text: str) -> Fraction | None:
     if mark:
         return _stated_number(after)
     boxed = boxed_answer(text)
-    return extract_number(text) if boxed is None else _stated_number(boxed)
+    return extract_number(text) if boxed is None else _stated_number(EXTRA.sub("", boxed), alone=True)
 
 
-def _stated_number(text: str) -> Fraction | None:
-    """The number that a line gives as its result."""
+def _stated_number(text: str, *, alone: bool = False) -> Fraction | None:
+    """The number that a line gives as its result; `alone`: only where no formula or other number stands beside it."""
     line = _plain(text).strip().partition("\n")[0].partition(" (")[0]
     for side in reversed(line.split("=")):
         found = NUMBER.search(side)
         if found is not None and not ARITHMETIC.match(side, found.end()):
-            return _value(found)
+            return None if alone and FORMULA.search(side.replace(found[0], " ", 1)) else _value(found)
     return None
 
 
@@ -87,6 +104,7 @@ def _plain(text: str) -> str:
     """Text with the signs of a keyboard for minus, fractions, powers and full-width letters, mixed numbers as fractions."""
     text = FRACTION.sub(r" \g<0>", SUPERSCRIPT.sub(r"^\g<0>", _without_latex(text)))
     text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2044", "/")
+    text = SPACED.sub("", text)
     return MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
 
 
@@ -94,9 +112,10 @@ def _without_latex(text: str) -> str:
     """Text with the commonest LaTeX of answers as it would be typed."""
     text = re.sub(r"\\(?:left|right|[,!;: ])|\\(?=[$%])", "", text.replace("{,}", ","))
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\^\s*(?:\{\s*)?\\circ\s*\}?|\\degree|\u00b0", "", text)
     text = re.sub(r"\^\{(-?\w+)\}", r"^\1", text)
     text = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text)  # 1\frac{1}{2} is 1 1/2
-    return re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+    return re.sub(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4", text)
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
@@ -129,25 +148,46 @@ def _word(word: str) -> str:
     if not any(map(str.isalnum, word)):
         return word.strip(NO_OPERATORS)
     start = re.match(r"[^\w+\-#<=>]*?(?=[-+]\$?\.?\d|\.?\d)", word)  # .5 and -$3 keep their signs
-    word = word[start.end() :].rstrip(AFTER) if start else word.lstrip(BEFORE).rstrip(AFTER)
-    found = NUMBER.fullmatch(word)
-    value = None if found is None else _value(found)
-    return word if value is None else str(value)
+    return _as_fraction(word[start.end() :].rstrip(AFTER) if start else word.lstrip(BEFORE).rstrip(AFTER))
+
+
+def _as_fraction(text: str) -> str:
+    """A number as a fraction; any other text as it is."""
+    number = NUMBER.fullmatch(text)
+    value = number and _value(number)
+    return text if value is None else str(value)
+
+
+def normalized_box(text: str) -> str:
+    r"""The content of a box as it is compared: lower case, without blanks, numbers as fractions, brackets as they are.
+
+    `(1, 0.5]` is `(1,1/2]`. `\dfrac` is `\frac`, `\sqrt2` is `\sqrt{2}`, `\{` is `{`. Degrees, `$`, `%` and punctuation at
+    the ends and parentheses around all of one part do not count.
+    """
+    text = _plain(text).casefold().lstrip(' \n$"`*_~').rstrip(' \n.,;:?$%&"`*_~')
+    for pattern, written in BOXED:
+        text = re.sub(pattern, written, text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _as_fraction(text))
+    return re.sub(r"[^\[\](){},]+", lambda part: _as_fraction(part[0]), text)
 
 
 def is_right(match: AnswerMatch, response: str, reference: object) -> bool:
     """True where a response's answer is the reference: a text, a number, or a list of accepted ones."""
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
-    answer = _read(match, response) if match != "boxed" or boxed_answer(response) is not None else None
-    return answer is not None and any(answer == _read(match, str(one)) for one in accepted)
+    answer = _read(match, response) if match != "boxed" or boxed_answer(response) is not None else [None]
+    rights = [_read(match, str(one)) for one in accepted]
+    return answer[0] is not None and any(answer[0] in right or right[0] in answer for right in rights)
 
 
-def _read(match: AnswerMatch, text: str) -> Fraction | str | None:
-    """The part of a text that is compared."""
+def _read(match: AnswerMatch, text: str) -> Sequence[Fraction | str | None]:
+    """The part of a text that is compared; of a box also without its unit (`5\\text{ cm}`) or `x =`."""
     if match == "gsm8k":
-        return gsm8k_answer(text)
-    boxed = boxed_answer(text) if match == "boxed" else None
-    return normalized_text(text if boxed is None else boxed)
+        return [gsm8k_answer(text)]
+    if match == "exact":
+        return [normalized_text(text)]
+    boxed = boxed_answer(text)
+    text = text if boxed is None else boxed
+    return [normalized_box(text), normalized_box(EXTRA.sub("", text))]
 
 
 def reference_problem(match: AnswerMatch, reference: object) -> str:
@@ -155,7 +195,7 @@ def reference_problem(match: AnswerMatch, reference: object) -> str:
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
     if not accepted or any(isinstance(one, bool) or not isinstance(one, (str, int, float)) for one in accepted):
         return "it must be a text, a number, or a list of them"
-    if all(_read(match, str(one)) not in (None, "") for one in accepted):
+    if all(_read(match, str(one))[0] not in (None, "") for one in accepted):
         return ""
     return "it holds no number" if match == "gsm8k" else "it holds nothing to compare"
 

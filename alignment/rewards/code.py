@@ -108,6 +108,7 @@ def tests_problem(value: object) -> str:
 def _source_problem(test: str) -> str:
     try:
         tree = ast.parse(test)
+        names = names_of_tests(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"a test is no Python ({type(error).__name__})"
     if not any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree)):
@@ -115,9 +116,8 @@ def _source_problem(test: str) -> str:
     defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     if all(isinstance(node, defines) for node in tree.body):
         return "a test that only defines functions or classes, and calls none, checks nothing"
-    names = names_of_tests(tree)
     if names["helpers"]:
         return f"a test reads {names['helpers'][0]!r} without importing it, and the answer must not define it"
-    if not names["builtins"] and not set(names["answer"]) - set(names["bound"]):
+    if not names["builtins"] and not names["needed"]:
         return "a test that reads no name of the answer passes for any code"
     return ""

@@ -1,14 +1,16 @@
 """Python functions as rewards: f(prompts, responses, **columns) -> one number, or None, for each response.
 
-trl's f(prompts, completions, **columns) is understood as well.
+trl's f(prompts, completions, **columns) is understood as well; both may be `async def`.
 """
 
+import asyncio
 import importlib
 import inspect
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -119,6 +121,10 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
     return [each.name for each in by_name if each.default is each.empty and each.name not in ("prompts", *TEXTS)]
 
 
+async def _awaited(values: Awaitable[object]) -> object:
+    return await values
+
+
 def function_reward(function: RewardFunction, name: str) -> TextReward:
     """A function as a reward. It is given the columns that it names, or all of them where it takes `**columns`.
 
@@ -145,6 +151,9 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
         given |= {each: samples.column(each) for each in sorted(columns) if takes_all or each in parameters}
         try:
             values = function(**given)
+            if inspect.isawaitable(values):
+                with ThreadPoolExecutor(1) as pool:  # a notebook's own thread has an event loop that runs already
+                    values = pool.submit(asyncio.run, _awaited(values)).result()
         except Exception as error:  # of the user's function, which may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(

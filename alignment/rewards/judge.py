@@ -93,6 +93,8 @@ def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
 def send_json(service: ServiceSpec, body: bytes | None) -> object:
     """The decoded JSON answer to a posted body of JSON, or without one to a GET; None where the answer is empty.
 
+    Half a surrogate pair in it, which models of bytes do send and no file can hold, is U+FFFD.
+
     Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause before
     the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer Retry-After
     counts, and one above `max_backoff_seconds` is a failure.
@@ -138,7 +140,8 @@ def _send_once(service: ServiceSpec, body: bytes | None) -> object:
     if not 200 <= answer.status < 300:
         raise RequestFailed(f"status {answer.status}")
     try:
-        return json.loads(received) if received.strip() else None
+        text = json.dumps(json.loads(received), ensure_ascii=False) if received.strip() else "null"
+        return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, RecursionError) as error:
         raise RequestFailed("the answer is no JSON", 0.0) from error
 

@@ -26,6 +26,7 @@ import operator
 import os
 import signal
 import struct
+import symtable
 import sys
 import types
 
@@ -53,7 +54,6 @@ HELPERS = frozenset({  # names of other libraries that tests forget to import: a
     "approx", "isclose", "allclose", "assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal",
     "array_equal", "raises", "pytest", "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch",
 })  # fmt: skip
-BINDING = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.arg, ast.ExceptHandler)  # besides names and imports
 LATER = {"datetime": ["_strptime"], "time": ["_strptime"], "collections": ["collections.abc", "heapq"]}  # on first use
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
@@ -111,15 +111,14 @@ def imported(code: str) -> "list[str]":
     """The modules among `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
     try:
         tree = ast.parse(code)
+        names = names_of_tests(code)["modules"]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.append(node.module or "")
-    names += names_of_tests(tree)["modules"]
     found = [name for name in dict.fromkeys(names) if name.partition(".")[0] in MODULES]
     return [each for name in found for each in (name, *LATER.get(name, []))]
 
@@ -741,13 +740,15 @@ def run_tests(tests: str, peer: Peer) -> None:
     """Run the tests; the names that they read are the answer's where it defines them. An exception ends the process.
 
     Names of standard modules come from the library, and names that Python has too from the answer only where the tests
-    read no other name of it. Tests that ask the answer nothing do not pass.
+    need no other name of it. Tests do not pass that ask the answer nothing, nor those that need a name which neither
+    they nor Python nor the answer define, unless they look for missing names themselves.
     """
     tree = ast.parse(tests, "<tests>")
-    names = names_of_tests(tree)
+    names = names_of_tests(tests)
     found = peer.ask("names", None, [*names["answer"], *names["builtins"]])
-    own = [name for name in names["answer"] if name in found and name not in names["bound"]]
-    for name in [*names["answer"], *([] if own else names["builtins"])]:
+    if not found.keys() >= {*names["needed"]} and not {"NameError", "globals"} & {*names["builtins"]}:
+        raise AnswerError("a name that the tests need is missing")
+    for name in [*names["answer"], *([] if names["needed"] else names["builtins"])]:
         if name in found:
             NAMES[name] = found[name]
             if name not in names["bound"]:  # what the tests set stays as they set it
@@ -780,33 +781,44 @@ class ExpectedFirst(ast.NodeTransformer):
         return node
 
 
-def names_of_tests(tree: ast.AST) -> "dict[str, list[str]]":
-    """The names that tests read, by where they come from.
+def names_of_tests(tests: str) -> "dict[str, list[str]]":
+    """The names that tests read, by where they come from. SyntaxError where the tests are no Python.
 
     Returns:
         answer: may be the answer's; builtins: Python's, unless the answer has them; modules: of the library, not
         imported and only read for their attributes; helpers: of other libraries, not imported; bound: defined or
-        imported by the tests.
+        imported by the tests; needed: those of `answer` that are read and not bound. Local names are in none.
     """
-    read, bound = {}, set()
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    tree = ast.parse(tests, "<tests>")
+    read, needed, bound = set(), set(), set()
+    scopes = [symtable.symtable(tests, "<tests>", "exec")]
+    for scope in scopes:
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            name = symbol.get_name()
+            local = symbol.is_local() and scope.get_type() != "module"
+            if symbol.is_free() or (local and scope.get_type() != "class"):
+                continue
+            if symbol.is_referenced():
+                read.add(name)
+                if not local:  # in the body of a class, `f = staticmethod(f)` reads the f outside
+                    needed.add(name)
+            if not local and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(name)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read[node.id] = (
-                read.get(node.id, True) and id(node) in inner
-            )  # False: read whole, not for an attribute alone
-        elif isinstance(node, ast.Name):
-            bound.add(node.id)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, BINDING):
-            bound.add(node.arg if isinstance(node, ast.arg) else node.name)
-    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound - {None})}
-    for name, for_attributes in read.items():
+        star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        if star and node.module in {*MODULES, "collections.abc"}:
+            module = importlib.import_module(node.module)
+            bound.update(getattr(module, "__all__", vars(module)))
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    whole = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in inner}
+    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound)}
+    for name in sorted(read):
         kind = "builtins" if name in dir(builtins) else "" if name.startswith("__") else "answer"
         if kind == "answer" and name not in bound:
-            kind = "modules" if name in MODULES and for_attributes else "helpers" if name in HELPERS else kind
+            kind = "modules" if name in MODULES - whole else "helpers" if name in HELPERS else kind
         found.get(kind, []).append(name)
+    found["needed"] = sorted({*found["answer"]} & needed - bound)
     return found
 
 

@@ -86,7 +86,8 @@ class AnswerSpec(Settings):
     Attributes:
         match: gsm8k: the number after `####`, or else in `\\boxed{}`, or else the last number, is equal to that of the column
             (`1,000.0` is 1000, `3/4` is 0.75). exact: the texts are equal without case, white space and punctuation at the
-            ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's text, compared likewise.
+            ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's text; brackets have to be the
+            same, blanks, a unit in `\\text{}`, `x =` and the usual ways to write a fraction or a root do not count.
         column: of the prompts; a text, a number, or a list of accepted answers.
         value: reward of a right answer.
         otherwise: reward of a wrong one.

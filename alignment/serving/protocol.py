@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
@@ -27,6 +28,7 @@ JSON = dict[str, object]
 Prompt = str | Messages | list[int]
 MOST_RESPONSES = 512  # of one request: prompts times n
 MOST_STOPS = 16
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 IGNORED = {  # say who asks and how it is billed or stored
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store",
 }  # fmt: skip
@@ -82,7 +84,7 @@ class Body(Settings):
     RULES = (
         Rule(
             "stop",
-            lambda c: not all(c.stop) or (not isinstance(c.stop, str) and len(c.stop) > MOST_STOPS),
+            lambda c: c.stop == "" or not all(c.stop) or (not isinstance(c.stop, str) and len(c.stop) > MOST_STOPS),
             f"must be a text or a list of texts, none of them empty, at most {MOST_STOPS}",
         ),
         Rule(
@@ -286,10 +288,16 @@ class AnswerWriter:
 
     def _token_log_prob(self, event: TokenEvent) -> JSON:
         own, *alternatives = (
-            {"token": self._name(token), "logprob": _finite(value), "bytes": list(self._name(token).encode())}
+            {"token": self._name(token), "logprob": _finite(value), "bytes": self._bytes(token)}
             for token, value in [(event.token, event.log_prob), *event.alternatives]
         )
         return {**own, "top_logprobs": alternatives}
+
+    def _bytes(self, token: int) -> list[int]:
+        """A token's bytes, also where they are half a character, which byte-level vocabularies spell in letters."""
+        name = self._name(token)
+        raw = str(self._tokenizer.convert_ids_to_tokens(token))
+        return [BYTES[letter] for letter in raw] if "\ufffd" in name and BYTES.keys() >= {*raw} else list(name.encode())
 
     def _name(self, token: int) -> str:
         """A token's text by itself, as vLLM names it."""

@@ -176,3 +176,45 @@ def test_a_secret_is_not_on_the_screen(sft, override):
     code, message = sft(override, "--debug")
     assert code == 2 and "error: " in message
     assert "open-sesame" not in message
+
+
+HOSTILE = "\x1b]52;c;aGk=\x07\x1b[2J\x9b2J\x7fa\rb"  # writes the clipboard, clears the screen, goes back in the line
+
+
+@pytest.mark.parametrize("place", ["row", "key of a row", "key of a config", "template", "stage"])
+def test_control_characters_of_strangers_are_shown_as_escapes(place, tmp_path, checkpoints, capsys, monkeypatch):
+    """[E7] Wherever a text comes from, no sequence of it reaches the terminal; line breaks and colors do."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "runs" / "one"
+    message = {"role": "user", "content": "hello"}
+    by_place = {"row": {"prompt": "a", "completion": HOSTILE}, "key of a row": {HOSTILE: "a"}}
+    rows.write_text(
+        json.dumps(by_place.get(place, {"messages": [message, {**message, "role": "assistant"}] * 2})) + "\n"
+    )
+    template, config = tmp_path / "t.jinja", tmp_path / "run.yaml"
+    raised = f"{{{{ raise_exception({json.dumps(HOSTILE)}) }}}}"
+    template.write_text(
+        "{% for m in messages %}{% if loop.length > 2 %}" + raised + "{% endif %}{{ m.content }}</s>{% endfor %}"
+    )
+    config.write_text(f"output: out\n{json.dumps('k' + HOSTILE)}: 1\n")
+    run.mkdir(parents=True)
+    (run / "lineage.json").write_text(json.dumps({"stage": HOSTILE, "parents": {}}))
+    (run / "config.yaml").write_text(f"output: {run}\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    check_rows = ["data", "check", str(rows), "--kind", "demonstrations", "--tokenizer", str(checkpoints["llama"])]
+    commands = {
+        "key of a config": ["sft", str(config)],
+        "template": [*check_rows, "--chat-template", str(template)],
+        "stage": ["runs", str(run.parent)],
+    }
+    main(commands.get(place, check_rows))
+    shown = "".join(capsys.readouterr())
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[\d;]*m", "", shown))
+    assert "\\u001b" in shown or "\\x1b" in shown or "\\e" in shown
+
+
+def test_lines_that_are_written_anew_and_colors_reach_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["--version"]) == 0
+    print("\x1b[1mbold\x1b[0m", end="\x1b[K\r")
+    assert capsys.readouterr().out.endswith("\x1b[1mbold\x1b[0m\x1b[K\r")

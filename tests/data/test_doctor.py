@@ -52,11 +52,16 @@ def test_every_kind_can_be_shown(jsonl, bpe):
     assert "2 tokens, 0 count: context 0-1" in check_file(jsonl({"prompt": "the"}), "prompts", bpe).samples[0]
 
 
-def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
+@pytest.mark.parametrize("text", ["猫", "În două zile 🐈!", "a\u0307\n猫猫"])
+def test_tokens_of_one_character_are_shown_as_that_character(bpe, text):
+    """[D13 j] The vocabulary spells a byte as a letter of GPT-2's alphabet: shown for half a character alone."""
     from alignment.data.tokenize import tokenize_texts
 
-    [example], _ = tokenize_texts([Text("猫", "r")], bpe, 9)
-    assert "\ufffd" not in show_example(example, bpe)
+    [example], _ = tokenize_texts([Text(text, "r")], bpe, 99)
+    line = show_example(example, bpe).splitlines()[1]
+    assert line.replace("|", "").strip() == f"[<s>{text}</s>]".replace("\n", "\\n")
+    half = Example.single(example.ids[:2], [True] * 2, "r")
+    assert bpe.convert_ids_to_tokens(example.ids[1]) in show_example(half, bpe)
 
 
 def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):

@@ -1,5 +1,7 @@
 """Tokens of labels, rankings and steps: cut to length like pairs, and nothing is lost silently."""
 
+import copy
+
 import pytest
 
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps
@@ -11,6 +13,7 @@ from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
     STEPS_CUT,
+    TOKENIZE,
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
@@ -105,6 +108,25 @@ def test_steps_have_trls_layout(bpe):
         expected += bpe(step, add_special_tokens=False)["input_ids"] + bpe("\n", add_special_tokens=False)["input_ids"]
         ends.append(len(expected) - 1)
     assert example.ids == expected and example.values["ends"] == ends
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "comparisons", "labels", "rankings", "steps"])
+def test_a_tag_that_generation_opens_stands_once_in_every_kind(chatml, kind):
+    """[C3] The template's generation prompt and the rows both write `<think>`: once in the tokens, one note a row."""
+    tokenizer = copy.copy(chatml)
+    tokenizer.chat_template = chatml.chat_template.replace("assistant\n{%", "assistant\n<think>\n{%")
+    prompt, good, bad = [{"role": "user", "content": "hello"}], "<think>\nthe cat", "<think>the mat"
+    row = {
+        "demonstrations": Demonstration(prompt, good, "r"),
+        "comparisons": Comparison(prompt, good, bad, None, "r"),
+        "labels": LabeledResponse(prompt, good, True, "r"),
+        "rankings": Ranking(prompt, (good, bad), (0, 1), "r"),
+        "steps": Steps(prompt, (good, "on"), (True, False), "r"),
+    }[kind]
+    [example], counts = TOKENIZE[kind]([row], tokenizer, 128)
+    texts = [tokenizer.decode(ids) for ids in example.documents]
+    assert [text.count("<think>") for text in texts] == [1] * len(texts) and "<think>\nthe cat" in texts[0]
+    assert sum(count for note, count in counts.noted.items() if "<think>" in note) == 1
 
 
 def test_the_command_line_knows_every_kind():

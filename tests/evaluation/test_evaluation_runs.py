@@ -486,6 +486,18 @@ def test_a_service_that_fails_as_a_contestant_keeps_what_came(config_of, tmp_pat
         assert len(server.requests) == 3
 
 
+def test_half_a_surrogate_pair_of_a_contestant_is_kept_as_a_sign(config_of):
+    """[E4] Models of bytes send it; a file could not hold it, at any start."""
+    body = '{"choices": [{"message": {"content": "hot \\ud83d tub"}}]}'
+    with serving(lambda request, count: (200, {}, body)) as server:
+        service = EndpointConfig(url=server.url, model="stub")
+        config = config_of(64, endpoints={"api": service}, max_new_tokens=50)
+        for _ in range(2):
+            found = sampling.endpoint_responses(config, service, [Prompt("Guest:", {}, "row 0")])
+            assert found.texts == ["hot \ufffd tub"]
+        assert len(server.requests) == 1
+
+
 def test_the_cost_of_a_contestant_is_foretold_from_the_longest_response(config_of, capsys):
     with serving(answer_of) as server:
         service = EndpointConfig(url=server.url, model="stub", input_price=0.0, output_price=1e6)

@@ -320,11 +320,28 @@ def test_a_judge_that_repeats_what_it_reads_lets_no_response_win(text, tmp_path)
     ("text", "label"),
     [
         ("A", "A"), ("b.", "B"), ("Because.\n\n**Verdict: B**\n", "B"), ("[[C]]", "C"), ("Final answer: A", "A"), ("", None),
+        ("**Verdict**: A", "A"), ("**Answer**: B", "B"), ("The verdict: A", "A"), (r"\boxed{A}", "A"), (r"$\boxed{\text{B}}$", "B"),
         ("A\nbut then", None), ("A is better", None), ("AB", None), ("[[A]] [[B]]", None), ("[[A]]\nVerdict:", None), ("D", None),
     ],
 )  # fmt: skip
 def test_only_a_label_alone_on_the_last_line_is_an_answer(text, label):
     assert read_answer(text, list("ABC")) == label
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("3", "3"),
+        ("- 3", "3"),
+        ("**Rating**: 3", "3"),
+        ("-3", None),
+        ("Rating: -3", None),
+        ("\u22123", None),
+        ("3.5", None),
+    ],
+)
+def test_a_negative_number_is_no_rating(text, label):
+    assert read_answer(text, list("1234567")) == label
 
 
 def test_a_template_of_ones_own_is_checked_before_anything_is_asked(tmp_path):
@@ -389,6 +406,36 @@ def test_a_service_s_log_probabilities_give_the_verdict_and_its_probability(tmp_
         assert judge(PROMPTS[:2], OURS[:2], BASELINE[:2]) == [1.0, None]
     [row, unread] = sorted(read_judgments(tmp_path / "judgments.jsonl"), key=lambda row: row.id)
     assert row.probability == pytest.approx(1 / (1 + 2.718281828**-0.5)) and unread.extra["unread"] == "?"
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "verdict"),
+    [
+        (("NaN", "-1"), 0.0), (("-Infinity", "-Infinity"), None), (("Infinity", "NaN"), None), (("NaN", "NaN"), None),
+        (("-1" + "0" * 400, "-1"), 0.0), (("1" + "0" * 400, "1e999"), None), (("-1", "-Infinity"), 1.0),
+    ],
+)  # fmt: skip
+def test_what_is_no_finite_log_probability_is_no_verdict(log_probs, verdict, tmp_path):
+    """[E4] Infinite numbers and those without value are left out; without any, the answer counts as a failure."""
+    top = ", ".join(f'{{"token": "{label}", "logprob": {value}}}' for label, value in zip("AB", log_probs, strict=True))
+    body = (
+        f'{{"choices": [{{"message": {{"content": "?"}}, "logprobs": {{"content": [{{"top_logprobs": [{top}]}}]}}}}]}}'
+    )
+    with serving(lambda request, count: (200, {}, body)) as server:
+        judge = judge_of(server, tmp_path, endpoint={"logprobs": True}, max_failed_share=1.0)
+        assert judge(PROMPTS[:1], OURS[:1], BASELINE[:1]) == [verdict]
+    assert "NaN" not in (tmp_path / "judgments.jsonl").read_text()
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude00", "x\\ud83d y"])
+def test_half_a_surrogate_pair_of_a_judge_is_written_and_read_again(half, tmp_path):
+    """[E4] An answer that cannot be read is a failure with its text, at this start and at the next one."""
+    body = f'{{"choices": [{{"message": {{"content": "{half}"}}}}]}}'
+    with serving(lambda request, count: (200, {}, body)) as server:
+        for _ in range(2):
+            judge = judge_of(server, tmp_path, max_failed_share=1.0)
+            assert judge(PROMPTS[:1], OURS[:1], BASELINE[:1]) == [None]
+    assert all("\ufffd" in row.extra["unread"] for row in read_judgments(tmp_path / "judgments.jsonl"))
 
 
 def test_of_several_judges_the_majority_decides_and_none_of_two_that_differ():

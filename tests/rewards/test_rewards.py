@@ -1,5 +1,6 @@
 """Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
 
+import asyncio
 import math
 import sys
 import threading
@@ -81,6 +82,43 @@ def test_a_box_is_read_with_its_braces():
     assert is_right("boxed", r"\boxed{1\frac{1}{2}}", 1.5) and is_right("boxed", r"\boxed{\text{(C)}}", "c")
     assert is_right("boxed", r"\boxed{1{,}000}", "1000") and not is_right("boxed", r"\boxed{-5}", 5)
     assert not is_right("boxed", "42", "42") and not is_right("boxed", r"\boxed{}", "42")
+
+
+BOXED = [
+    ("(1,2)", "(1, 2)"), ("( 1 , 2 )", "(1,2)"), ("1,2", "1, 2"), (r"(-\infty, 3]", r"(-\infty,3]"), ("(-\u221e,3]", r"(-\infty,3]"),
+    (r"\{1,2\}", r"\{1, 2\}"), (r"\left[0.5, 1\right)", r"[\frac12,1)"), ("x^2 + 1", "x^2+1"), (r"\frac12", "1/2"),
+    (r"\frac1{72}", "1/72"), (r"\frac{-1}{2}", r"-\frac12"), (r"\dfrac{a}{b}", r"\frac{a}{b}"), (r"\sqrt{2}", r"\sqrt2"),
+    (r"2 \sqrt 3", r"2\sqrt{3}"), (r"90^\circ", "90"), (r"90^{\circ}", "90\u00b0"), (r"5\text{ cm}", "5"), ("5", r"5\,\mathrm{cm}^2"),
+    (r"5\text{ cm}", "5 cm"), ("x=5", "5"), (r"x \in [1,2]", "[1,2]"), (r"50\%", "50"), (r"2\pi", "2 \u03c0"), ("1 000", "1,000"),
+    (r"x \leq 5", r"x\le 5"), ("New  York.", "new york"), (r"\text{(C)}", "c"), ("$7$", "7.0"), (".5", "1/2"),
+]  # fmt: skip
+NOT_BOXED = [
+    ("[1,2]", "(1,2)"), ("(1,2]", "(1,2)"), (r"\{1,2\}", "(1,2)"), ("(2,1)", "(1,2)"), ("1,2", "12"), ("1, 234", "1234"), ("[3]", "3"),
+    (r"2\sqrt{3}", "2"), (r"5\pi", "5"), ("5x", "5"), ("5!", "5"), ("x=5", "y=5"), ("x<5", "5"), (r"5\text{ km}", r"5\text{ m}"),
+    (r"5\text{ million}", "5"), ("1 2", "12"), ("(1,2", "(1,2)"), (r"\frac{1}{2x}", r"\frac{1}{2}x"), ("2^{10}", "210"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "right"), [(*pair, pair in BOXED) for pair in BOXED + NOT_BOXED])
+def test_boxed_answers_that_are_no_plain_number(one, other, right):
+    """[C6] Brackets and order count; blanks and the usual ways to write the same do not."""
+    assert is_right("boxed", rf"so $\boxed{{{one}}}$.", other) is right
+    assert is_right("boxed", rf"\boxed{{{other}}}", one) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (r"\boxed{2\sqrt{3}}", None), (r"\boxed{\sqrt{3}}", None), (r"\boxed{5\pi}", None), (r"\boxed{\pi/2}", None),
+        (r"\boxed{5x}", None), (r"\boxed{(1, 2)}", None), (r"\boxed{x^2+1}", None), (r"\boxed{2 \times 10^3}", None),
+        (r"#### 2\sqrt{3}", None), (r"\boxed{\$18}", 18), (r"\boxed{18 \text{ dollars}}", 18), (r"\boxed{5\text{ cm}^2}", 5),
+        (r"\boxed{x = 5}", 5), (r"\boxed{90^\circ}", 90), ("it is 1 000", 1000), (r"\boxed{12 345 678}", 12345678),
+        ("in 2020 100", 100), ("0.5 100", 100), ("10 000/5", 2000),
+    ],
+)  # fmt: skip
+def test_a_number_beside_a_formula_is_no_answer(text, number):
+    """[A7] A box that holds more than a number has none; blanks may part thousands."""
+    assert gsm8k_answer(text) == number
 
 
 def test_answers_are_right_where_they_are_equal():
@@ -230,9 +268,39 @@ def test_a_function_written_for_trl_is_called_as_trl_calls_it():
     assert reward(SampledTexts([dialogue], ["four"], [{}])) == [4]
 
 
-def test_an_error_in_a_function_names_it():
-    reward = prepare_rewards([RewardSpec(function=f"{HERE}:broken")], rows_of({}))["broken"]
-    with pytest.raises(UserError, match=rf"{HERE}:broken.*KeyError.*answr.*test_rewards\.py:\d+"):
+async def awaited(responses, **columns):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in responses]
+
+
+class Awaited:
+    async def __call__(self, responses, **columns):
+        return await awaited(responses)
+
+
+awaited_object = Awaited()
+
+
+@pytest.mark.parametrize("name", ["awaited", "awaited_object"])
+def test_an_async_function_is_awaited_inside_a_running_loop_too(name):
+    """[C20] As trl awaits them; a notebook's thread has a loop that runs already."""
+    [reward] = prepare_rewards([RewardSpec(function=f"{HERE}:{name}")], rows_of({})).values()
+    samples = SampledTexts(["p"], ["four"], [{}])
+
+    async def in_a_loop():
+        return reward(samples)
+
+    assert reward(samples) == asyncio.run(in_a_loop()) == [4.0]
+
+
+async def awaited_broken(responses):
+    return [{}["answr"] for _ in responses]
+
+
+@pytest.mark.parametrize("name", ["broken", "awaited_broken"])
+def test_an_error_in_a_function_names_it(name):
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:{name}")], rows_of({}))[name]
+    with pytest.raises(UserError, match=rf"{HERE}:{name}.*KeyError.*answr.*test_rewards\.py:\d+"):
         reward(SampledTexts(["p"], ["x"], [{}]))
 
 

@@ -27,6 +27,7 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.cli import main
 from alignment.commands import serve as serving
 from alignment.data.text.chat import prompt_ids
+from alignment.data.tokenizers.tokenizer import encode
 from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.requests import DecodingRequest, TokenEvent
@@ -148,7 +149,7 @@ def test_chat_log_probabilities_are_the_models_own_also_where_the_choice_is_gree
     content = answer.choices[0].logprobs.content
     assert all(entry.logprob < 0 and entry.logprob == entry.top_logprobs[0].logprob for entry in content)
     assert all(len(entry.top_logprobs) == 3 for entry in content)
-    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert all("\ufffd" in entry.token or bytes(entry.bytes).decode() == entry.token for entry in content)
     first = load_log_probs(model, prompt_ids(chat_tokenizer, MESSAGES))
     assert content[0].logprob == pytest.approx(float(first.max()), abs=1e-4)
 
@@ -250,6 +251,7 @@ def test_a_stop_string_ends_the_answer_and_nothing_of_it_is_ever_sent(client):
         ({"max_tokens": 5, "max_completion_tokens": 6}, "different lengths"),
         ({"seed": 1.5}, "seed: must be a whole number"),
         ({"stop": [""]}, "stop: must be"),
+        ({"stop": ""}, "stop: must be"),
         ({"top_logprobs": 2}, "needs logprobs"),
         ({"stream": "yes"}, "true or false"),
         ({"stream_options": {"include_usage": True}}, "needs stream"),
@@ -648,6 +650,17 @@ def test_an_answer_is_json_where_an_alternative_cannot_be_drawn(chat_tokenizer):
     [top] = answer["choices"][0]["logprobs"]["top_logprobs"]
     assert sorted(top.values()) == [-9999.0, -0.5]
     json.dumps(answer, allow_nan=False)
+
+
+def test_the_bytes_of_tokens_join_to_the_text_also_of_halves_of_a_character(chat_tokenizer):
+    """[C11] Clients join `bytes` to get an emoji, of which each token holds a part."""
+    asked, _ = read_request("chat", {"messages": MESSAGES, "logprobs": True})
+    text = "caf\u00e9 \N{CAT}"
+    events = [TokenEvent(1, token, -0.5, (), "", None) for token in encode(chat_tokenizer, [text])[0]]
+    answer = AnswerWriter(asked, "tiny", chat_tokenizer, ()).whole([ResponseChoice(0, 1, events)])
+    shown = answer["choices"][0]["logprobs"]["content"]
+    assert any("\ufffd" in token["token"] for token in shown)
+    assert b"".join(bytes(token["bytes"]) for token in shown).decode() == text
 
 
 # The command

@@ -41,6 +41,8 @@ from alignment.errors import UserError
 VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
+REPEATED = "a reply begins with {!r}, which the generation prompt has written before it: left out of the reply"
+INSIDE = "generation opens a reply with {!r}, after which a reply that does not go on from it is trained as it stands"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
 # Faults of a template.
@@ -193,8 +195,8 @@ def encode_each_response(
     ]
     nothing = [None] * len(responses)
     turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
-    plans: list[TextPlan | UserError] = [_plain_plan(turn) for turn in turns]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
+    plans: list[TextPlan | UserError] = [_plain_plan(chat, turn) for turn in turns]
     if chat.end is not None:
         chosen = {}
         for number, turn in enumerate(turns):
@@ -208,8 +210,26 @@ def encode_each_response(
     return encode_plans(tokenizer, plans)
 
 
-def _plain_plan(turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
-    return TextPlan([Segment([Piece(turn.reply["content"], follows=True)], True, turn.end)], notes)
+def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]:
+    """A reply without what the generation prompt has opened before it ("<think>", "{"), and the note of that."""
+    for prefill in chat.prefills:
+        letters = [re.escape(letter) for letter in "".join(prefill.split())]
+        if repeated := re.match(r"\s*" + r"\s*".join(letters), reply):
+            rest = reply[repeated.end() :]
+            blanks = prefill[len(prefill.rstrip()) :]
+            rest = rest.removeprefix(blanks) if rest.startswith(blanks) else rest.lstrip()
+            return rest, (REPEATED.format(prefill),)
+    return reply, ()
+
+
+def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
+    content = turn.reply["content"]
+    if isinstance(turn.prompt, list):
+        again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
+        inside = again[0] if again else chat.prefilled
+        content, repeated = without_prefill(chat, content)
+        notes += repeated or ((INSIDE.format(inside),) if inside.strip() else ())
+    return TextPlan([Segment([Piece(content, follows=True)], True, turn.end)], notes)
 
 
 def _turn_plan(
@@ -222,10 +242,11 @@ def _turn_plan(
     if isinstance(found, str) or (plain and found.start != len(opened)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
-        return _plain_plan(turn, () if plain else (UNRENDERED_REASONING,))
+        return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
-    if plain and lead and response.startswith(lead):
-        return _plain_plan(turn)
+    _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))
+    if plain and (repeated or (lead and response.startswith(lead))):
+        return _plain_plan(chat, turn)
     if turn.end is None and plain:
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
@@ -321,6 +342,9 @@ def _plan(
             notes.append(UNRENDERED_REASONING)
         start = turn.start
         before, reply = whole[position:start], whole[start : turn.stop]
+        if opened and start == len(opened):
+            reply, repeated = without_prefill(chat, reply)
+            notes.extend(repeated)
         parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
         parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
         position = turn.resume

@@ -40,6 +40,7 @@ VARIANTS = {
     "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _KEEPS,
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
 }
+OPENING = re.compile(r"""(?<=[\s>])[<{\[("`]""")  # of a tag, an object or a fence in a header: "assistant\n<think>"
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -62,6 +63,8 @@ class ChatFormat:
     end: str | None = None  # the control token right after the assistant's words; None: it writes none
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
+    prefilled: str = ""  # end of the header at generation that the template leaves out of the replies it writes
+    prefills: tuple[str, ...] = ()  # ends of the header that a reply's text may repeat, longest first
     writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
     training: str = ""  # renders whole dialogues: the template, or a variant that keeps earlier turns
     controls: tuple[str, ...] = ()  # texts of the control tokens, longest first
@@ -122,10 +125,15 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     after = [text.partition(PROBE)[2].lstrip() for text in (closed, trained)]
     end = next((string for text in after for string in controls if text.startswith(string)), None)
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
+    header = opened[shared_length(opened, base) :]
+    prefilled = opened[shared_length(opened, closed.partition(PROBE)[0]) :]
+    ends = [prefilled, *(header[mark.start() :] for mark in OPENING.finditer(header))]
     chat = replace(
         chat,
         end=end,
-        header=opened[shared_length(opened, base) :],
+        header=header,
+        prefilled=prefilled,
+        prefills=tuple(sorted({text for text in ends if text.strip()}, key=len, reverse=True)),
         writes_around=body != PROBE and closed.startswith(opened),
     )
     [called] = _probe_texts(whole, [HELLO, CALL], ((2, False),), variables)

@@ -257,3 +257,50 @@ def test_a_dialogue_whose_earlier_replies_have_other_tokens_in_generation_is_not
     prompt = chat.prompt_ids(words, TWO_REPLIES[:-1])
     assert (two.ids[: len(prompt)] != prompt) is noted  # the fact
     assert (OTHER_PROMPT in two.notes) is noted and not one.notes
+
+
+PREFILLED = (  # generation, and with `always` every reply, begins with the text in `prefill`
+    "{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n"
+    "{{% if m['role'] == 'assistant' and {always} %}}{{{{ {prefill!r} }}}}{{% endif %}}{{{{ m['content'] }}}}<|im_end|>\n"
+    "{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{{{ {prefill!r} }}}}{{% endif %}}"
+)
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(
+    ("prefill", "reply", "rest"),
+    [
+        ("<think>\n", "<think>\nthe cat", "the cat"),
+        ("<think>\n", "\n<think> the cat", "the cat"),
+        ("<think>\n", "<think>\n\nthe cat", "\nthe cat"),
+        ("<think>", "<think>\nthe cat", "\nthe cat"),
+        ("<think>\n\n</think>\n\n", "<think></think>the cat", "the cat"),
+        ("<answer>", "<answer>the cat</answer>", "the cat</answer>"),
+        ("{", '{"the": "cat"}', '"the": "cat"}'),
+        ('{"the": ', '{"the":"cat"}', '"cat"}'),
+        ("```json\n", "```json\n{}\n```", "{}\n```"),
+    ],
+)
+def test_a_reply_goes_on_from_what_the_prompt_has_opened(chatml, prefill, reply, rest, always):
+    """[C3] The same in one turn and in the last turn of a dialogue."""
+    chatml.chat_template = PREFILLED.format(prefill=prefill, always=always)
+    [one] = chat.encode_each_response(chatml, [reply], [[USER]])
+    assert chatml.decode(one.ids) == rest + "<|im_end|>"
+    assert [note for note in one.notes if repr(prefill) in note]
+    if always:
+        [two] = encode_dialogues(chatml, [Demonstration([], "", "", [USER, {"role": "assistant", "content": reply}])])
+        assert two.ids == chat.prompt_ids(chatml, [USER]) + one.ids and two.notes == one.notes
+
+
+@pytest.mark.parametrize("reply", ["assistant", "assistant\nthe cat", "> the cat", "think", '{"cat": 1}', "<b>the cat"])
+@pytest.mark.parametrize("prefill", ["", "<think>\n", '{"the": '])
+def test_a_reply_that_repeats_nothing_stays_as_it_is(chatml, prefill, reply):
+    chatml.chat_template = PREFILLED.format(prefill=prefill, always=True)
+    [encoded] = chat.encode_each_response(chatml, [reply], [[USER]])
+    assert chatml.decode(encoded.ids) == reply + "<|im_end|>" and not encoded.notes
+
+
+def test_a_reply_inside_what_generation_opens_is_noted(chatml):
+    chatml.chat_template = PREFILLED.format(prefill="<think>\n", always=False)
+    [encoded] = chat.encode_each_response(chatml, ["the cat"], [[USER]])
+    assert ["'<think>\\n'" in note for note in encoded.notes] == [True]

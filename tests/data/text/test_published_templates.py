@@ -168,3 +168,18 @@ def test_our_mask_is_that_of_the_templates_generation_markers(name):
     for one, other in zip(marked, ours, strict=True):
         assert other in one
         assert "question" not in one
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reply", ["<think>\nwhy\n</think>\n\nfirst", "<think></think>first"])
+def test_a_tag_that_generation_opens_stands_once(name, reply):
+    """[C3] What the generation prompt and the text of a reply both write is trained once, and noted."""
+    tokenizer = tokenizer_of(name)
+    prompt = chat.encode_each_prompt(tokenizer, [[{"role": "user", "content": "question"}]])[0]
+    [encoded] = chat.encode_each_response(tokenizer, [reply], [[{"role": "user", "content": "question"}]])
+    text = tokenizer.decode(prompt + encoded.ids).rpartition("question")[2]
+    if name == "qwen3_5_nothink" and "why" in reply:  # an empty block is opened and closed before the reply's own
+        assert any("<think>" in note for note in encoded.notes)
+    else:
+        assert text.count("<think>") == 1 == text.count("first") and ("why" in text) is ("why" in reply)
+        assert text.count("</think>") == 1
