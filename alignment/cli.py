@@ -780,6 +780,9 @@ def explain(error: Any, *, debug: bool) -> int:
         error.show()
         if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
+        takes_keys = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
+        if (unknown := re.match(r"No such option: --([\w-]+)", str(error))) and takes_keys:
+            print(f"settings are keys: write {unknown[1].replace('-', '_')}=VALUE; --help lists them", file=sys.stderr)
         return int(error.exit_code)
     text, code = str(error), 2
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

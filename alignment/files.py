@@ -62,6 +62,11 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_figures(path: Path, figures: object) -> None:
+    """`write_json` with null for every number that is not finite, for which JSON has no word."""
+    write_json(path, json.loads(json.dumps(figures), parse_constant=lambda _: None))
+
+
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Atomic file of one JSON object per line."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -27,7 +27,7 @@ from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.files import write_json, write_json_lines
+from alignment.files import write_figures, write_json_lines
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
@@ -200,7 +200,7 @@ def run(config: BestOfNConfig) -> Path:
     samples = sample_and_score(config, policy, tokenizer, prompts, rewards)
     choices = choose_responses(config, samples)
     rows = written_rows(prompts, samples, choices)
-    write_json(output / "results.json", results_of(config, samples, choices))
+    write_figures(output / "results.json", results_of(config, samples, choices))
     for kind in config.write:
         if not rows[kind]:
             raise UserError(

@@ -20,12 +20,13 @@ from alignment.analysis.attention import attention_maps, encoder_decoder_attenti
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
-from alignment.files import write_json
+from alignment.files import write_figures
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.model import Model, start_token_of
+from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 
@@ -148,7 +149,7 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 def write_texts(output: str | Path, template: str, model: str, texts: Sequence[Mapping[str, object]]) -> Path:
     """Write a page of a template and its numbers beside it as JSON, text by text; return the page's path."""
-    write_json(Path(output).with_suffix(".json"), {"model": str(model), "texts": texts})
+    write_figures(Path(output).with_suffix(".json"), {"model": str(model), "texts": texts})
     return render_page(Path(output), TEMPLATES / template, title=str(model), texts=texts)
 
 
@@ -165,6 +166,8 @@ def head_maps(title: str, weights: Sequence[Tensor], layers: Sequence[int] | Non
             f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(weights) - 1} "
             f"({title.lower()}), {len(weights)} in all"
         )
+    for layer in wanted:
+        check_numbers(weights[layer], f"layer {layer}, head {{}}".format, "a weight")
     return [
         [{"layer": layer, "head": head, "address": picture(one)} for head, one in enumerate(weights[layer])]
         for layer in wanted

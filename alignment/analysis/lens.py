@@ -22,6 +22,7 @@ from alignment.models.external.models import ExternalModel
 from alignment.models.external.rectangles import PaddedRows, forward_tokens, run_padded
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.native_model import NativeModel
+from alignment.models.outputs import check_numbers
 from alignment.ragged import Ragged
 
 
@@ -83,6 +84,7 @@ def logit_lens(model: Model, ids: Sequence[int], top: int = 5) -> Lens:
         layers = [logits.float().log_softmax(-1).cpu() for logits in lens_logits(model, ids)]
     best = [layer.topk(min(top, layer.shape[-1])) for layer in layers]
     kl = torch.stack([(layers[-1].exp() * (layers[-1] - layer)).sum(-1) for layer in layers])
+    check_numbers(kl.T, "token {}, from 0,".format, "the KL from the last layer to another one")
     return Lens(torch.stack([each.indices for each in best]), torch.stack([each.values.exp() for each in best]), kl)
 
 
@@ -97,6 +99,7 @@ def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
     outside = [part for name, part in model.named_modules() if not any(place.isdigit() for place in name.split("."))]
     with hooked(part.register_forward_hook(lambda part, _, output: outputs.append((part, output))) for part in outside):
         *states, last = layer_states(model, Ragged.build([ids]).to(inputs.device))
+    check_numbers(last, "token {}, from 0,".format, "the state of the last layer")
     norms = [
         part
         for part, output in outputs

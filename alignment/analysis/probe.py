@@ -21,12 +21,13 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
 from alignment.evaluation.winrate import accuracy_gain, win_rate
-from alignment.files import hash_of, write_json
+from alignment.files import hash_of, write_figures
 from alignment.loading import architecture_of, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
 from alignment.models.classifiers import pooled
 from alignment.models.heads import Pooling
 from alignment.models.model import Model, check_lengths
+from alignment.models.outputs import check_numbers
 from alignment.ragged import Ragged, fill_groups
 
 BATCH_TOKENS = 4096  # of one forward, whose states of all layers are held at once
@@ -84,11 +85,15 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
         found.append([layer.float().cpu().numpy() for layer in states])
     inputs = {row.row_id: row.inputs[0] for row in part.rows}
     types = [_types_of(inputs[one.row_id], one.word_tokens) for one in examples]
+    numbers = [number for number, words in enumerate(types) for _ in words]
+    layers = [np.concatenate(layer) for layer in zip(*found, strict=True)]
+    for layer in layers:
+        check_numbers(torch.from_numpy(layer), lambda i: examples[numbers[i]].row_id, "the state of a layer")
     return ProbeRows(
-        [np.concatenate(layer) for layer in zip(*found, strict=True)],
+        layers,
         np.array([label for one in examples for label in one.labels if label != IGNORED]),
         [word for words in types for word in words],
-        [number for number, words in enumerate(types) for _ in words],
+        numbers,
     )
 
 
@@ -198,7 +203,7 @@ def write_probe(
     fit, judged = (read_probe_rows(loaded, part, read) for part in parts)
     names = list(parts[0].names.values())
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
-    write_json(Path(output).with_suffix(".json"), {
+    write_figures(Path(output).with_suffix(".json"), {
         "model": str(model), "words": words, "pooling": read, "ridge": ridge, "labels": names,
         "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
     })  # fmt: skip

@@ -28,13 +28,20 @@ from alignment.models.external.models import ExternalModel
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.model import Model, check_lengths
+from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged
 from alignment.reward_model import RewardModel, load_reward_model, member_count
 from alignment.reward_model.model import Encoded, batch_scores
 
 Unit = Literal["word", "sentence", "turn"]
-UNITS = {"word": re.compile(r"\S+\s*"), "sentence": re.compile(r"\S.*?(?:[.!?]+(?=\s|$)|$)\s*", re.DOTALL)}
+UNITS = {  # a sentence ends by . ! ? and the like before a blank, or by 。 ！ ？ and quotation marks behind them
+    "word": re.compile(r"\S+\s*"),
+    "sentence": re.compile(
+        r"\S.*?(?:[.!?\u061f\u0964]+(?=\s|$)|[\u3002\uff01\uff1f\uff61]+[\u300d\u300f\u201d\uff09]*|$)\s*",
+        re.DOTALL,
+    ),
+}
 ZERO = "zero"
 
 
@@ -212,6 +219,8 @@ def explain_answer(
     value_at = partial(explained.value_at, document)
     found, parts = integrated_gradients(value_at, inputs, start), without_each(prompt, unit)
     left = explained.values([other for _, other in parts if len(parts) > 1])
+    numbers = torch.tensor([[found.value, found.baseline_value, *found.values, *left]])
+    check_numbers(numbers, lambda _: repr(prompt), f"the {explained.name}, or its share,")
     return {
         "prompt": prompt, "explained": explained.name, "value": found.value,
         "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,

@@ -10,6 +10,7 @@ from uuid import NAMESPACE_URL, uuid5
 from alignment.evaluation.labels import JSON, Label, LabelSession, name_in
 from alignment.files import write_json, write_json_lines
 from alignment.serving.label_page import LabelServer
+from alignment.training.run.directory import lock
 
 PREFERENCES: dict[tuple[int, ...], str] = {  # by the ranks of a pair
     (0, 1): "response_1",
@@ -31,12 +32,17 @@ def serve_labels(session: LabelSession, annotator: str | None, port: int) -> Non
     Args:
         annotator: whom the page is for; None: it asks for the name.
         port: 0 takes a free one.
+
+    Raises:
+        UserError: another page writes into the file.
     """
     name = None if annotator is None else name_in({"annotator": annotator})
-    with LabelServer(port, {"/show": session.show, "/answer": session.answer}, name) as server:
+    file = session.path
+    routes = {"/show": session.show, "/answer": session.answer}
+    with LabelServer(port, routes, name) as server, lock(file.parent, file.name):
         print(
             f"http://127.0.0.1:{server.server_port}/?token={server.token}\n"
-            f"open this address; labels go to {session.path}; Ctrl-C ends",
+            f"open this address; labels go to {file}; Ctrl-C ends",
             file=sys.stderr,
             flush=True,
         )

@@ -24,11 +24,12 @@ from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.inputs import print_tally
 from alignment.evaluation.report.html import Row, Section, render_page
 from alignment.evaluation.winrate import win_rate
-from alignment.files import write_json
+from alignment.files import write_figures
 from alignment.generation import SamplingConfig
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, torch_dtype
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import HFConfig, read_config
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
@@ -131,7 +132,7 @@ def run(config: BehaviorConfig) -> Path:
         "tests": tests,
         "examples": failures,
     }
-    write_json(output / "results.json", results)
+    write_figures(output / "results.json", results)
     sections = [
         Section(
             "rates",
@@ -236,8 +237,9 @@ def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label
     """
     found = []
     for row in logits.double().softmax(-1).tolist():
-        label, doubt = names[int(row.index(max(row)))], 1 - 3 * abs(row[-1] - 0.5)
         values = {name: sum(p for own, p in zip(names, row, strict=True) if own == name) for name in names}
+        label = max(values, key=values.__getitem__)
+        doubt = 1 - 3 * abs(row[-1] - 0.5)
         if neutral is not None and doubt > 0.5:
             label, values = str(neutral), {str(neutral): doubt, label: 1 - doubt}
         found.append(Prediction(label, values))
@@ -284,7 +286,9 @@ def classify(source: str, texts: Sequence[Text], *, max_length: int = 512, dtype
     raise_all([f"{source}: its tokenizer makes no token of some texts"] if len(examples) < len(texts) else [])
     model = load_pretrained(find_directory(source), "sequence", torch_dtype(dtype), best_device())
     logits = score_encoded(model, [Encoded(text.ids, text.segments) for row in examples for text in row.encoded])
-    return logits.unflatten(0, (len(texts), -1)).sum(1)
+    logits = logits.unflatten(0, (len(texts), -1)).sum(1)
+    check_numbers(logits, lambda i: repr(texts[i]), f"the output of {source}")
+    return logits
 
 
 def label_responses(config: BehaviorConfig, responses: Sequence[str]) -> list[Prediction]:

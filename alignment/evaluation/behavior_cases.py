@@ -9,6 +9,7 @@ from itertools import chain, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -16,6 +17,7 @@ from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, read_yaml
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError, raise_all
+from alignment.models.outputs import check_numbers
 from alignment.settings import NonNegativeFloat, PositiveInt, Rule, Settings
 
 Label = str | int
@@ -162,8 +164,13 @@ def judge_case(case: BehaviorCase, predictions: Sequence[Prediction]) -> CaseRes
     tolerance and must not, or does not fall by more and must; likewise rises. The probability of a predicted label cannot
     fall below 0 nor rise above 1, so that an original within the tolerance of that bound says nothing.
 
+    Raises:
+        UserError: a value is not finite, which no comparison would tell.
+
     Source: Ribeiro et al. 2020, arXiv:2005.04118, section 2, and `expect.py` of their package checklist.
     """
+    given = torch.tensor([sum(one.values.values()) for one in predictions])
+    check_numbers(given, lambda i: f"{case.test}: {case.examples[i]!r}", "the model's answer")
     if case.type == "MFT":
         excess = [1 - sum(one.values.get(label, 0.0) for label in case.accepted) for one in predictions]
         failed = [one.label not in case.accepted for one in predictions]

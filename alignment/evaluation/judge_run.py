@@ -34,7 +34,8 @@ from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.report.html import Section, format_cell, format_share, render_page, table_of
 from alignment.evaluation.report.recipe_report import print_table
 from alignment.evaluation.winrate import TIE, Verdict
-from alignment.files import write_json
+from alignment.files import write_figures
+from alignment.training.run.directory import locked
 
 # items and the judge's verdicts for the first response, both orders merged
 Judged = Sequence[tuple[LabeledItem, float]]
@@ -59,6 +60,7 @@ class JudgeEvalConfig(JudgeConfig, LabelColumns):
     width: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
 
+@locked
 def run(config: JudgeEvalConfig) -> Path:
     """Judge what people have judged, compare, and write `results.json`, `judge.html` and tables on the screen."""
     output = Path(config.output)
@@ -79,7 +81,7 @@ def run(config: JudgeEvalConfig) -> Path:
         orders = judgment_figures(judge_items(twice, judge_of_rows(twice)) if verdicts else judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
-    write_json(output / "results.json", results)
+    write_figures(output / "results.json", results)
     show_results(output / "judge.html", results)
     return output / "results.json"
 

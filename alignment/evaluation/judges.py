@@ -16,7 +16,7 @@ from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judge_templates import LABELS, RATINGS, is_rubric, load_template, question_text
-from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.judgments import RowLog, log_problem
 from alignment.evaluation.language_judges import Question, ask_endpoint, ask_model
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, file_judge, majority_verdict
@@ -245,7 +245,7 @@ def build_judge(
     """
     if config.judge == "verdicts":
         return file_judge(Path(str(config.verdicts)))
-    log = RowLog(None if directory is None else directory / "judgments.jsonl")
+    log = RowLog(None if directory is None else directory / "judgments.jsonl", log_problem)
     if config.judge in ("model", "endpoint"):
         return _language_judge(config, log, directory, hashes)
     if config.judge == "reward_model":
@@ -290,7 +290,7 @@ def _language_judge(
     identity = hash_of([settings, words("", ("",) if rubric else ("", "")), margin])
     if not rubric:
         return LoggedJudge(name, identity, ask, log, config.max_failed_share, service=service)
-    ratings = RowLog(None if directory is None else directory / "ratings.jsonl")
+    ratings = RowLog(None if directory is None else directory / "ratings.jsonl", log_problem)
     rater = LoggedJudge(name, identity, ask, ratings, config.max_failed_share, service=service)
 
     def score(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:

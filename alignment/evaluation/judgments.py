@@ -9,10 +9,11 @@ are all files of such rows.
 """
 
 import json
+import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -28,6 +29,7 @@ NO_PAIR = (
     "form of `evaluate winrate`, which holds pairs alone"
 )
 VERDICTS = (WIN, TIE, LOSS, None)
+COUNTS = ("prompt_tokens", "answer_tokens", "seconds")  # of a call, which a row may lack
 NAMES = ("judge", "first_model", "second_model")  # which a row may lack
 
 
@@ -103,6 +105,24 @@ def _problem(row: RawRow) -> str:
     return next((f"{row.location}: {problem}" for problem, holds in checks.items() if holds), "")
 
 
+def log_problem(row: RawRow) -> str:
+    """The reason why a row is no answer in a judge's log, with file:line; empty where it is one.
+
+    A row holds a verdict on two responses, or one response, in the log of a rubric with its rating.
+    """
+    values = row.values or {}
+    problem = row.problem or ("" if isinstance(values.get("response"), str) else _problem(row))
+    wrong = [key for key in COUNTS if not _is_number(values.get(key, 0))]
+    rating = values.get("rating")
+    if rating is not None and not (_is_number(rating) and 1 <= rating <= 7):
+        wrong.append("rating")
+    return problem or (f"{row.location}: no number that can be: {', '.join(wrong)}" if wrong else "")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def _judgment(row: dict[str, object], location: str) -> Judgment:
     names = [each.name for each in fields(Judgment) if each.name not in ("extra", "location")]
     given = {key: value for key in names if (value := row.pop(key, None)) is not None}
@@ -132,13 +152,13 @@ class RowLog:
     """A file of JSON lines to which each row is appended at once, and the rows that are in it.
 
     A kill costs the rows that are not yet given; a line that it tears is taken out by the next start. Threads may append at
-    the same time. Without a path the rows are in memory alone.
+    the same time. Without a path the rows are in memory alone. `problem_of` gives the reason why a row is refused.
     """
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path | None = None, problem_of: Callable[[RawRow], str] = lambda row: row.problem):
         self.path, self._lock = path, threading.Lock()
         found = whole_rows(path, mend=True) if path is not None and path.is_file() else []
-        raise_all(row.problem for row in found if row.values is None)
+        raise_all(filter(None, map(problem_of, found)))
         self.rows: list[Mapping[str, object]] = [row.values for row in found if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:

@@ -169,21 +169,21 @@ def read_votes(
     )
     labels = columns["label"]
     zero = {"0": TIE} if any(str(values[name]) == "2" for _, values in rows for name in labels) else {}
-    numbers = SHARES if battles or labels in (["verdict"], ["outcome"]) else {"1": WIN, "2": LOSS, **zero}
+    are_shares = labels in (["verdict"], ["outcome"])
+    numbers = SHARES if battles or are_shares else {"1": WIN, "2": LOSS, **zero}
+    sides = ((WIN, "first_model"), (LOSS, "second_model"))
+    usual_words = WORDS | {name.lower(): share for share, ours in sides for name in columns.get(ours, ())}
     way = "it is 1, 0.5, 0, a tie, or a model" if battles else "say in `values` what it stands for"
     votes, problems = list[Judgment](), list[str]()
     for at, values in rows:
         row = _row_of(at, values, columns)
-        sides = {WIN: ("first_model", row.first_model), LOSS: ("second_model", row.second_model)}
-        names = {
-            name.lower(): share
-            for share, (ours, model) in sides.items()
-            for name in (*columns.get(ours, ()), str(model))
-        }
-        words = WORDS | names | numbers | config.values
+        models = {str(model): share for share, ours in sides if (model := getattr(row, ours))}
+        models = {model.lower(): share for model, share in models.items()} | models
+        words = usual_words | (models | numbers if are_shares else numbers | models) | config.values
         for name in labels:
-            word = "" if values[name] is None else str(values[name]).strip().lower()
-            verdict = words.get("tie" if word.startswith("tie") else word)
+            label = "" if values[name] is None else str(values[name]).strip()
+            word = label.lower()
+            verdict = words.get(label, words.get(word, TIE if word.startswith("tie (") else None))
             if strict and verdict is None and word:
                 problems.append(f"{at}: {name!r} is {values[name]!r}: {way}")
             votes.append(replace(row, verdict=verdict, judge=row.judge if row.judge and len(labels) == 1 else name))

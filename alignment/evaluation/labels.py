@@ -214,7 +214,7 @@ class LabelSession:
         asked = self.questions(name_in(body))
         given = [self.labels.get(each.slot) for each in asked]
         seconds = [label.seconds for label in given if label]
-        number = body.get("number", [*given, None].index(None))
+        number = number_in({"number": [*given, None].index(None), **body}, len(asked) + 1)
         progress: JSON = {
             "number": number,
             "total": len(asked),
@@ -240,7 +240,8 @@ class LabelSession:
         Raises:
             UserError: the answer is not whole.
         """
-        question = self.questions(name_in(body))[body["number"]]
+        asked = self.questions(name_in(body))
+        question = asked[number_in(body, len(asked))]
         values = asdict(question) | {key: body[key] for key in GIVEN if key in body}
         label = build(Label, SourcedYaml(values, {(): "answer"}))
         rated = self.ratings or len(label.responses) == 1
@@ -267,6 +268,14 @@ def name_in(body: Values) -> str:
     if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise UserError(f"a name of an annotator has 1 to {LONGEST_NAME} characters on one line")
     return name
+
+
+def number_in(body: Values, count: int) -> int:
+    """The number of a question, below `count`; UserError where it is none."""
+    number = body.get("number")
+    if type(number) is not int or not 0 <= number < count:
+        raise UserError(f"number: is {number!r}, and the questions have the numbers 0 to {count - 1}")
+    return number
 
 
 # Agreement

@@ -183,7 +183,8 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         check_lengths(scorer.model, rows, WAY_OUT)
         for group in group_by_length(lengths, TOKENS_PER_FORWARD):
             requests = [(heads[i], label) for i in group for label in labels]
-            found = [each.log_prob for each in scorer.token_likelihoods(requests)]
+            asked = [calls[i].prompt.row_id for i in group for _ in labels]
+            found = [each.log_prob for each in scorer.token_likelihoods(requests, asked.__getitem__)]
             for place, i in enumerate(group):
                 row = found[place * len(names) : (place + 1) * len(names)]
                 done(calls[i], question.answer_of(dict(zip(names, row, strict=True))))

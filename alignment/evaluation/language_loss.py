@@ -14,9 +14,10 @@ from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
-from alignment.files import write_json
+from alignment.files import write_figures
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
+from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, cut_at_targets, group_by_length, on_float64_device
 from alignment.settings import Settings
@@ -48,6 +49,7 @@ def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | 
             log_probs = model(batch=batch.to(device)).log_probs
             total -= on_float64_device(log_probs).double().sum().cpu()
             tokens += log_probs.numel()
+    check_numbers(total[None], "the held-out text".format, "its log-probability")
     if tokens == 0:
         raise UserError("the held-out text has no token to predict; a document needs at least two tokens")
     loss = total / tokens
@@ -76,7 +78,7 @@ def run(config: LanguageEvalConfig) -> Path:
     """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
     rows = read_records(config.data, "text")
     loss = loss_on_rows(config.model, rows, config.data.max_length, config.weights)
-    write_json(Path(config.output) / "results.json", asdict(loss))
+    write_figures(Path(config.output) / "results.json", asdict(loss))
     return Path(config.output) / "results.json"
 
 
@@ -116,7 +118,9 @@ def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
     sides = [([p.documents[side] for p in pairs], [p.masks[side] for p in pairs]) for side in (0, 1)]
-    return torch.stack([masked_log_probs(model, documents, masks) for documents, masks in sides], 1)
+    found = torch.stack([masked_log_probs(model, documents, masks) for documents, masks in sides], 1)
+    check_numbers(found, lambda i: pairs[i].row_id, "the log-probability of a response")
+    return found
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:

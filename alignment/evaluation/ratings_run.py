@@ -24,8 +24,9 @@ from alignment.evaluation.report.charts import Bar, Chart, bar_chart
 from alignment.evaluation.report.html import Section, render_page
 from alignment.evaluation.report.recipe_report import print_table
 from alignment.evaluation.winrate import merge_orders
-from alignment.files import hash_of, write_json
+from alignment.files import hash_of, write_figures
 from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
+from alignment.training.run.directory import locked
 
 COLUMNS = {
     "model_a": "first_model",
@@ -106,6 +107,7 @@ class Row(NamedTuple):
     contradictory: bool = False  # a tie that stands for two orders of a judge that contradict each other
 
 
+@locked
 def run(config: RatingsConfig) -> Path:
     """Rate the models, print the table, and write `results.json` and `ratings.html`."""
     judging: dict[str, Any] = {"warnings": []}
@@ -140,7 +142,7 @@ def run(config: RatingsConfig) -> Path:
         "clusters": clusters and len(set(clusters)),
     }
     results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings), **judging}
-    write_json(Path(config.output) / "results.json", results)
+    write_figures(Path(config.output) / "results.json", results)
     table: list[dict[str, object]] = [
         {"model": name, "rank": own["rank"], "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
          "battles": own["battles"]}

@@ -23,13 +23,14 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judge_config import BestOfConfig, EndpointConfig, WinRateConfig
-from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.judgments import RowLog, log_problem
 from alignment.evaluation.language_judges import ask_service, chat_text
 from alignment.evaluation.logged_judge import Call, JudgeAnswer, LoggedJudge
 from alignment.files import hash_of, read_json_object, sha256, write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, load_model, load_tokenizer, preparation_for
 from alignment.models.model import check_lengths, start_token_of
+from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.judge import check_key
@@ -78,6 +79,7 @@ def sample_or_read(
     for service in [config.endpoints[name] for name in missing if name in config.endpoints]:
         check_key(service, service.model)
     for name in missing:
+        print(f"{name}: {len(prompts)} responses", file=sys.stderr)
         if name in files:
             responses[name] = files[name]
         elif name in config.endpoints:
@@ -117,7 +119,7 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
         text = chat_text(received)
         return JudgeAnswer(text, failure="an answer without a text" if text is None else "")
 
-    log = RowLog(Path(config.output) / "endpoint_responses.jsonl")
+    log = RowLog(Path(config.output) / "endpoint_responses.jsonl", log_problem)
     ask = ask_service(service, lambda call: call.prompt.prompt, settings, read)
     identity = hash_of([service.url, service.model, service.parameters, settings])
     priced = replace(service, max_tokens=config.max_new_tokens)
@@ -221,15 +223,18 @@ def score_responses(
         max_length: of a prompt, in tokens.
     """
     if model.is_encoder:
-        return model.score([(prompts[i].prompt, text) for i, text, _, _ in responses]).tolist()
-    heads = prompt_tokens(model.tokenizer, prompts, max_length)
-    documents = [
-        [*heads[i], *(response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended) if ids is None else ids)]
-        for i, text, ids, ended in responses
-    ]
-    names = [(prompts[i].row_id, len(ids)) for (i, *_), ids in zip(responses, documents, strict=True)]
-    check_lengths(model.model, names, "lower max_new_tokens or shorten the prompts (data.max_length)")
-    return model.score_ids(documents).tolist()
+        scores = model.score([(prompts[i].prompt, text) for i, text, _, _ in responses])
+    else:
+        heads = prompt_tokens(model.tokenizer, prompts, max_length)
+        documents = [
+            [*heads[i], *(response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended) if ids is None else ids)]
+            for i, text, ids, ended in responses
+        ]
+        names = [(prompts[i].row_id, len(ids)) for (i, *_), ids in zip(responses, documents, strict=True)]
+        check_lengths(model.model, names, "lower max_new_tokens or shorten the prompts (data.max_length)")
+        scores = model.score_ids(documents)
+    check_numbers(scores, lambda i: prompts[responses[i][0]].row_id, "the reward model's score of a response")
+    return scores.tolist()
 
 
 class ResponseScorer:

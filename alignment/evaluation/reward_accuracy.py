@@ -45,12 +45,13 @@ from alignment.evaluation.reward_card import (
     score_changes,
 )
 from alignment.evaluation.winrate import win_rate
-from alignment.files import write_json
+from alignment.files import write_figures
 from alignment.generation import SamplingConfig
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import architecture_of, best_device, find_directory
 from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.model import check_lengths
+from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.model import AdapterEnsemble, Encoded, score_encoded
@@ -152,9 +153,9 @@ def run(config: RewardEvalConfig) -> Path:
     scores = scores_in_other_forms(model, texts) if texts else {}
     del model, weights  # before it is loaded in other types
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
-    write_json(output / "card.json", card)
+    write_figures(output / "card.json", card)
     write_reward_page(output / "card.html", card)
-    write_json(
+    write_figures(
         output / "results.json",
         {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"},
     )
@@ -239,7 +240,10 @@ def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
 def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
     """The rows with the model's scores; a length is that of the response with its end token, of an encoder's text all."""
     texts = [text for row in rows for text in as_encoded(row.example, model.is_encoder)]
-    scores = iter(model.combined(model.calibration.apply(score_encoded(model.model, texts))).tolist())
+    found = model.combined(model.calibration.apply(score_encoded(model.model, texts)))
+    names = [row.record.row_id for row in rows for _ in row.example.documents]
+    check_numbers(found, names.__getitem__, "the score of a response")
+    scores = iter(found.tolist())
     return [
         ScoredGroup(
             source=row.source,

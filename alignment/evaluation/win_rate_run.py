@@ -27,10 +27,13 @@ from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
 from alignment.evaluation.responses import Responses, ResponseScorer, note_form, sample_or_read
 from alignment.evaluation.winrate import holm, mean_interval
-from alignment.files import write_json
+from alignment.files import write_figures
 from alignment.generation import Generation
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
+from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
+from alignment.training.loop import ENDED
+from alignment.training.run.directory import locked
 from alignment.training.run.lineage import parent_hashes
 
 __all__ = ["BestOfConfig", "FormWritten", "WinRateConfig", "run"]
@@ -42,6 +45,7 @@ class FormWritten(UserError):
     """A form for people's verdicts was written: the evaluation goes on when it is filled in."""
 
 
+@locked
 def run(config: WinRateConfig) -> Path:
     """Judge every contestant's responses against the baseline's, and write `results.json`.
 
@@ -79,7 +83,7 @@ def run(config: WinRateConfig) -> Path:
     for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
         models[name]["pairs"] = measured
     judging, warnings = judge_responses(config, prompts, responses, judge, scorers)
-    warnings = [*parent_warnings(config, hashes), *warnings]
+    warnings = [*parent_warnings(config, hashes), *cut_warnings(config, models), *warnings]
     for name, figures in judging["models"].items():
         models[name] |= figures
 
@@ -94,7 +98,7 @@ def run(config: WinRateConfig) -> Path:
         "models": models,
         "samples": _sample_rows(config, prompts, responses),
     }
-    write_json(Path(config.output) / "results.json", results)
+    write_figures(Path(config.output) / "results.json", results)
     return Path(config.output) / "results.json"
 
 
@@ -165,6 +169,16 @@ def measure_responses(
     return result
 
 
+def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """In words: contestants many of whose responses were cut at `max_new_tokens`, so that beginnings are judged."""
+    return [
+        f"{name}: {1 - own['ended_share']:.0%} of the responses are cut at max_new_tokens={config.max_new_tokens} and "
+        "judged so; raise it"
+        for name, own in models.items()
+        if own.get("ended_share", 1) < ENDED
+    ]
+
+
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
     """log p - log p_ref of each whole response, nats; the mean over the model's own samples is the KL from the reference."""
     source, responses = config.models[str(config.measured_from)], generation.token_ids
@@ -173,7 +187,9 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(own) for head, own in zip(heads, responses, strict=True)]
     own = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
-    return (own - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)).tolist()
+    ratios = own - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
+    check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source}")
+    return ratios.tolist()
 
 
 def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:

@@ -171,6 +171,7 @@ def last_positions(batch: Ragged, token: int | None) -> Tensor:
         names = [batch.row_ids[row] if batch.row_ids else str(row) for row in missing[:5]]
         raise UserError(
             f"{len(missing)} documents have no end token (eos_token_id {token}), where this model reads a document's "
-            f"class: rows {', '.join(names)}; tokenize with special tokens"
+            f"class or score: rows {', '.join(names)}; take a tokenizer that ends texts with it by itself, as T5's and "
+            "BART's do (the post_processor of tokenizer.json)"
         )
     return last

@@ -10,7 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from alignment.errors import raise_all
 from alignment.ragged import Ragged
+
+
+def check_numbers(values: Tensor, name: Callable[[int], str], what: str) -> None:
+    """Refuse a model's numbers of n rows, [n, ...], that are not finite: comparisons and maxima pass them in silence.
+
+    Args:
+        name: number of a row -> its name, for people.
+        what: the numbers, for people.
+
+    Raises:
+        UserError: names the rows.
+    """
+    finite = values[..., None].flatten(1).isfinite().all(1).tolist()
+    broken = dict.fromkeys(name(i) for i, is_finite in enumerate(finite) if not is_finite)
+    raise_all(
+        f"{row}: {what} is not finite, so nothing follows from it; check the model's weights, or compute in float32"
+        for row in broken
+    )
 
 
 class LanguageOutput(NamedTuple):

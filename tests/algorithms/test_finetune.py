@@ -1,6 +1,7 @@
 """Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
 import json
+import math
 from functools import cache, partial
 from pathlib import Path
 
@@ -144,6 +145,21 @@ def test_only_models_of_this_stage_have_the_settings_for_reading_rows(checkpoint
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     model = finetune.run(settings("bert", "question_answering", **own))
     assert scoring.task_format(str(model)) == TaskFormat("question_answering", "tokenizer", 96, **own)
+
+
+def test_logits_that_are_not_finite_are_no_class_and_no_figure(settings, read_metrics, monkeypatch):
+    """[B-H1] The highest of them is the first class."""
+
+    def broken(*given):
+        logits, loss = predict_examples(*given)
+        return [each * math.nan for each in logits], loss * math.nan
+
+    monkeypatch.setattr(finetune, "predict_examples", broken)
+    model = finetune.run(settings("bert", "classification"))
+    assert read_metrics(model.parent)[-1]["held_out_accuracy"] is None
+    monkeypatch.setattr(scoring, "predict_examples", broken)
+    with pytest.raises(UserError, match=r"row 0: .*not finite"):
+        predict(str(model), ["a text"])
 
 
 # What others make of it

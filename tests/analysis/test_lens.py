@@ -50,6 +50,13 @@ def test_every_layer_goes_through_norm_and_head_ours_and_foreign(family, tmp_pat
         assert torch.equal(found[-1], model(torch.tensor([IDS])).logits[0])  # to the last bit
 
 
+def test_logits_that_are_not_finite_have_no_most_probable_token(checkpoints):
+    model = load_model(checkpoints["llama"])
+    model.trunk.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="not finite"):
+        logit_lens(model, IDS)
+
+
 @torch.no_grad()
 def test_masked_encoders_and_foreign_families_have_one_too(tmp_path):
     bert = build_model(

@@ -96,6 +96,14 @@ def test_rows_are_in_order_whatever_the_batches(checkpoints, monkeypatch):
             np.testing.assert_allclose(layer, expected, atol=1e-5)
 
 
+def test_states_that_are_not_finite_are_refused_by_row(checkpoints):
+    """[B-H1] A probe on them gives the first class."""
+    model = load_model(checkpoints["gpt2"])
+    model.trunk.norm.weight.data.fill_(np.nan)
+    with pytest.raises(UserError, match="1: the state of a layer is not finite"):
+        read_probe_rows(model, examples_of([[5, 6, 7], [8]], [0, 1]), "last")
+
+
 # What probes find
 
 CONFIGS = {

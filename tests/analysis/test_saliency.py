@@ -106,6 +106,14 @@ def test_integrated_gradients_are_complete(kind, baseline, checkpoints, tokenize
     assert found["change"] + found["baseline_value"] == pytest.approx(answer.values([TEXT])[0], abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_an_answer_that_is_not_finite_is_not_explained(kind, checkpoints, tokenizer):
+    answer = answer_of(kind, checkpoints, tokenizer)
+    next(answer.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(UserError, match="not finite"):
+        explain_answer(answer, TEXT)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_both_are_captums(kind, checkpoints, tokenizer):
     answer = answer_of(kind, checkpoints, tokenizer)
@@ -223,6 +231,9 @@ def test_parts_are_left_out_one_at_a_time():
     assert without_each(sentences, "sentence") == [
         ("It is 3.5 m.", "Is it? Yes!"), ("Is it?", "It is 3.5 m. Yes!"), ("Yes!", "It is 3.5 m. Is it?")
     ]  # fmt: skip
+    # [B-L8] no blank follows these
+    chinese = without_each("\u4f60\u597d\u3002\u300c\u662f\uff1f\u300d\u6211\u53bb\uff01", "sentence")
+    assert [part for part, _ in chinese] == ["\u4f60\u597d\u3002", "\u300c\u662f\uff1f\u300d", "\u6211\u53bb\uff01"]
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?"},

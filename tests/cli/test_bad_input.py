@@ -131,6 +131,14 @@ def test_a_method_that_is_no_command_is_told_its_command(capsys, method, command
     check((main([method, "x"]), capsys.readouterr().err), f"No such command '{method}'", command)
 
 
+def test_an_option_that_is_a_key_is_told_so(capsys):
+    """[G A.2-7] As other libraries write it."""
+    code = main(["generate", "--model", "x", "--prompt", "a", "--max-new-tokens", "5"])
+    check((code, capsys.readouterr().err), "No such option: --max-new-tokens", "max_new_tokens=VALUE")
+    assert main(["inspect", "lens", "x", "--prompt", "a"]) == 2  # which takes no keys
+    assert "prompt=VALUE" not in capsys.readouterr().err
+
+
 def test_what_is_to_be_installed_is_an_extra_of_this_checkout():
     """PyPI's `alignment` is another project, so that no message may name it with an extra."""
     root = Path(__file__).parents[2]

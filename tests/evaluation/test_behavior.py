@@ -91,6 +91,13 @@ def test_a_model_that_only_scores_is_judged_by_its_scores(rule, scores, failed):
     assert judge_case(case(**rule), [Prediction(None, {"score": score}) for score in scores]).failed is failed
 
 
+@pytest.mark.parametrize("rule", [{"kind": "INV"}, {"kind": "DIR", "change": "falls"}, {"kind": "MFT", "label": 2}])
+def test_an_answer_that_is_not_finite_passes_no_test(rule):
+    """[B-H1] No comparison holds with it."""
+    with pytest.raises(UserError, match="not finite"):
+        judge_case(case(**rule), [SURE, labeled(*[float("nan")] * 3)])
+
+
 def test_the_worst_text_of_a_case_is_the_one_that_fails_most():
     found = judge_case(case("INV", 4), [SURE, DOUBTFUL, WRONG, labeled(0.6, 0.2, 0.2)])
     assert (found.failed, found.worst) == (True, 2)
@@ -104,8 +111,9 @@ def test_a_model_of_two_labels_is_neutral_where_it_is_undecided():
     assert found[3].values == pytest.approx({"1": 0.7, "2": 0.3})  # 1 - 3 * 0.1
     assert found[1].values == pytest.approx({"1": 0.7, "0": 0.3})
     assert found[4].values == pytest.approx({"0": 0.3, "2": 0.7})
+    # [B-M1] the likeliest label may be that of several classes, of which none is the likeliest
     same = label_predictions(["entailment", "not", "not"], torch.tensor([[0.4, 0.35, 0.25]]).log())
-    assert same[0].label == "entailment" and same[0].values["not"] == pytest.approx(0.6)
+    assert same[0].label == "not" and same[0].values["not"] == pytest.approx(0.6)
 
 
 # Planted models: rates by hand over the same nine cases
@@ -348,8 +356,18 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
     for one, text in zip(found, [*texts, ("a good dog",)], strict=True):
         p = model(**tokenizer(*text, return_tensors="pt")).logits[0].softmax(-1)
         assert one.values == pytest.approx({"entailment": float(p[0]), "non-entailment": float(p[1] + p[2])}, abs=1e-5)
-        assert one.label == ("entailment" if p.argmax() == 0 else "non-entailment")
+        assert one.label == ("entailment" if p[0] > 0.5 else "non-entailment")
     assert found[0].values != found[1].values
+
+
+def test_logits_that_are_not_finite_are_no_class(bert, tmp_path):
+    _, model, tokenizer = bert
+    model.save_pretrained(
+        tmp_path, state_dict={**model.state_dict(), "classifier.bias": torch.tensor([0, 0, torch.inf])}
+    )
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'a good dog': .*not finite"):
+        behavior.classify(str(tmp_path), ["a good dog"])
 
 
 def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """Benchmarks: rows to prompts, log-probabilities of continuations, figures worked by hand, and what is refused before a model
 is loaded."""
 
+import gzip
+import importlib
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import detokenize, read_task
+from alignment.evaluation.report.recipe_report import benchmark_section
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.loading import load_model, load_tokenizer
 
@@ -183,6 +187,23 @@ def test_greedy_responses_are_those_of_transformers(scorer, peer):
     assert scorer.tokenizer.decode(expected).startswith(found)
 
 
+@pytest.fixture(scope="module")
+def broken(checkpoints):
+    """A scorer whose model gives numbers that are not finite, for every token."""
+    model = load_model(checkpoints["llama"])
+    model.trunk.norm.weight.data.fill_(math.nan)
+    return LanguageScorer(model, load_tokenizer(checkpoints["llama"]))
+
+
+def test_log_probabilities_that_are_not_finite_are_refused(broken, make_task):
+    """[B-H1] The highest of them is the first, the right choice of several tasks."""
+    task = make_task([{"question": "Hotel Oak", "choices": [" tea", " rain"], "right": 0}], CHOICES)
+    with pytest.raises(UserError, match=r" tea' after '<s>Hotel Oak': .*not finite(?s:.*) rain'"):
+        measure(task, broken)
+    with pytest.raises(UserError, match="not finite"):
+        broken.text_log_probs(["Hotel Oak"])
+
+
 # Figures
 
 
@@ -293,7 +314,7 @@ def test_last_word_pairs_and_rolling_worked_by_hand(make_task):
     assert found["byte_perplexity"]["value"] == pytest.approx(math.exp(1.1))
     pairs = {"kind": "pairs", "source": "rows.jsonl", "choices": ["{{ a }}", "{{ b }}"], "figure": "preferred"}
     task = make_task([{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "x", "b": "x"}], pairs)
-    assert measure(task, Planted({"x": -1.0, "y": -2.0}))["preferred"].tolist() == [1, 0, 1]
+    assert measure(task, Planted({"x": -1.0, "y": -2.0}))["preferred"].tolist() == [1, 0, 0.5]  # [B-L1] equal texts tie
 
 
 def test_answers_are_extracted_and_compared(make_task):
@@ -453,12 +474,29 @@ def test_rows_are_drawn_evenly(make_task):
 
 
 def test_paragraphs_of_an_article_are_one_document(tmp_path):
-    (tmp_path / "text.txt").write_text(" = One = \n \n first\n \n = = Part = = \n \n second\n \n = Two = \n \n third\n")
+    (tmp_path / "text.txt").write_text(
+        " \n = One = \n \n first\n \n = = Part = = \n \n second\n \n = Two = \n \n third\n"
+    )
     (tmp_path / "task.yaml").write_text(
         "kind: rolling\nsource: text.txt\nprompt: '{{ text }}'\ndocument_start: '^ = [^=]'\n"
     )
     prompts = [item.prompt for item in read_task(str(tmp_path / "task.yaml"), tmp_path).items]
-    assert prompts == [" = One = \n\n first\n\n = = Part = = \n\n second", " = Two = \n\n third"]
+    # [G A.2-1] to the byte: perplexity per byte or word is of the file's own text
+    assert prompts == [" = One = \n \n first\n \n = = Part = = \n \n second\n \n", " = Two = \n \n third\n"]
+
+
+def test_answers_of_truthfulqa_are_cut_as_its_authors_do(tmp_path):
+    """[B-M6] By `split_multi_answer`: blank answers are left out, and each ends with one full stop."""
+    row = {
+        "Question": "q", "Type": "t", "Category": "c", "Best Answer": " Yes ",
+        "Correct Answers": "No comment.; Yes;", "Incorrect Answers": "; No ;Never...;Cannibal Holocaust;",
+    }  # fmt: skip
+    (tmp_path / "truthfulqa").mkdir()
+    with gzip.open(tmp_path / "truthfulqa/questions.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row))
+    [item] = read_task("truthfulqa", tmp_path).items
+    assert item.choices == ("No comment.", "Yes.", "No.", "Never...", "Cannibal Holocaust.")
+    assert item.right == (1, 0)
 
 
 # GPT-2's zero-shot tasks
@@ -619,6 +657,60 @@ def test_lm_eval_is_optional(monkeypatch, checkpoints, tmp_path):
         benchmarks.run(config)
 
 
+@pytest.fixture
+def lm_eval_model(monkeypatch):
+    """Our model behind lm-eval's interface, whose package need not be there."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LM=object))
+    name = "alignment.evaluation.benchmarks.lm_eval_model"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name).LMEvalModel
+    sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "temperature"),
+    [
+        ({}, 256, 0.0),
+        ({"max_new_tokens": 16}, 16, 0.0),
+        ({"max_tokens": 17, "do_sample": False, "temperature": 0.7}, 17, 0.0),
+        ({"max_completion_tokens": 18, "temperature": 0.7}, 18, 0.7),
+        ({"max_gen_toks": 19, "max_new_tokens": 20, "do_sample": True, "temperature": 0.5}, 19, 0.5),
+    ],
+)
+def test_settings_of_lm_eval_count_as_for_its_own_models(
+    settings, size, temperature, lm_eval_model, scorer, monkeypatch
+):
+    """[B-H5] `normalize_gen_kwargs` of lm-eval 0.4.13."""
+    asked = []
+    monkeypatch.setattr(
+        LanguageScorer, "responses", lambda self, texts, sampling, stop: asked.append(sampling) or texts
+    )
+    assert lm_eval_model(scorer).generate_until([SimpleNamespace(args=("a", settings))]) == ["a"]
+    assert (asked[0].max_new_tokens, asked[0].temperature) == (size, temperature)
+
+
+def test_lm_eval_samples_at_no_temperature_of_our_own(lm_eval_model, scorer):
+    with pytest.raises(UserError, match="do_sample"):
+        lm_eval_model(scorer).generate_until([SimpleNamespace(args=("a", {"do_sample": True}))])
+
+
+def test_the_beginning_of_an_answer_of_lm_eval_stays_open(lm_eval_model, scorer, capsys):
+    """[B-H5] And a template without a system role reads the rest."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = load_tokenizer(scorer.tokenizer.name_or_path)
+    tokenizer.chat_template = template
+    model = lm_eval_model(replace(scorer, tokenizer=tokenizer))
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The best answer is"}]
+    assert model.apply_chat_template(said, add_generation_prompt=False) == "<user>q<end><assistant>The best answer is"
+    system = [{"role": "system", "content": "s"}, said[0]]
+    assert model.apply_chat_template(system) == "<user>q<end><assistant>"
+    assert "no system role" in capsys.readouterr().err
+
+
 def test_a_task_s_classifier_and_an_encoder_are_checked(tmp_path, checkpoints):
     (tmp_path / "rows.jsonl").write_text('{"q": "a"}\n')
     (tmp_path / "task.yaml").write_text("kind: toxicity\nsource: rows.jsonl\nprompt: '{{ q }}'\nsampling: {}\n")
@@ -645,6 +737,21 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
             assert figure["low"] <= figure["value"] <= figure["high"]
     print_benchmarks(tmp_path / "results.json")
     assert "tiny_rolling: the first prompt" in (printed := capsys.readouterr().out) and "byte_perplexity" in printed
+
+
+def test_a_figure_without_an_interval_is_null_in_the_results(tmp_path, checkpoints, capsys):
+    """[B-L3] One text has no interval, and JSON has no word for what is no number."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "The bar serves tea."}\n')
+    (tmp_path / "task.yaml").write_text(
+        '{"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}", "figure": "word_perplexity"}'
+    )
+    models, tasks = {"base": checkpoints["llama"]}, [str(tmp_path / "task.yaml")]
+    path = benchmarks.run(BenchmarksConfig(models=models, tasks=tasks, data=str(tmp_path), output=str(tmp_path)))
+    results = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert results["tasks"]["task"]["models"]["base"]["word_perplexity"]["low"] is None
+    print_benchmarks(path)
+    assert "[–, –]" in capsys.readouterr().out
+    assert benchmark_section(results).tables
 
 
 def test_toxicity_of_a_classifier(tmp_path):

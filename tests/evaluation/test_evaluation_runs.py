@@ -19,10 +19,12 @@ from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, read_judgments
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, judge_run, ratings_run, read_judgments
 from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.judge_faults import parent_warnings
+from alignment.evaluation.judge_run import JudgeEvalConfig
+from alignment.evaluation.ratings_run import RatingsConfig
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
@@ -33,6 +35,7 @@ from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.serving.app import build_app
+from alignment.training.run.directory import lock
 from tests.serving.test_serve import running_server
 from tests.stub_server import serving
 
@@ -56,6 +59,11 @@ def config_of(tmp_path, checkpoints, stage):
         return WinRateConfig(**{**settings, **changes})
 
     return make
+
+
+def faults_of_judges(results):
+    """The warnings that are not about responses cut at the few tokens of these tests."""
+    return [warning for warning in results["warnings"] if "max_new_tokens" not in warning]
 
 
 def test_prompts_longer_than_the_models_are_cut_for_policies_reference_and_judge(config_of):
@@ -350,10 +358,33 @@ def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_p
     assert two["inconsistent"].items() >= {"count": 12, "rate": 1.0, "high": 1.0}.items()
     assert 0.7 < two["inconsistent"]["low"] < 0.8  # Wilson's of 12 of 12: 0.757
     assert (two["win_rate"]["low"], two["win_rate"]["high"]) == (0.0, 1.0)
-    assert len(results["warnings"]) == 1 and "12 of 12" in results["warnings"][0]
-    assert results["warnings"][0] in capsys.readouterr().err
+    [warning] = faults_of_judges(results)
+    assert "12 of 12" in warning and warning in capsys.readouterr().err
     one = summary_rows(results)[1]
     assert one["orders disagree"]["rate"] == 1 and format_cell(one["shown first preferred"]).startswith("100.0 % [86.")
+
+
+def test_two_starts_in_one_directory_do_not_judge_twice(config_of, tmp_path):
+    """[E5b] Both would make the same calls of a service."""
+    judge = JudgeEvalConfig(output=str(tmp_path / "out"), labels=["x.jsonl"], judge="longer")
+    ratings = RatingsConfig(str(tmp_path / "out"), battles="x.jsonl")
+    for start, config in (
+        (evaluation.run, config_of(64, judge="longer", reward_model=None)),
+        (judge_run.run, judge),
+        (ratings_run.run, ratings),
+    ):
+        with lock(Path(config.output)), pytest.raises(UserError, match="in use by another run"):
+            start(config)
+
+
+def test_responses_that_were_cut_are_told_of(config_of, capsys):
+    """[D8] Their beginnings are judged."""
+    results = json.loads(evaluation.run(config_of(64, judge="longer", reward_model=None, max_new_tokens=2)).read_text())
+    cut = [name for name, own in results["models"].items() if own["ended_share"] < 0.7]
+    assert (
+        cut and [warning.partition(":")[0] for warning in results["warnings"] if "max_new_tokens=2" in warning] == cut
+    )
+    assert "raise it" in capsys.readouterr().err
 
 
 def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_people, config_of):
@@ -375,11 +406,11 @@ def test_a_judge_that_a_policy_was_trained_against_is_named(config_of, stage, fo
     best_of = {"best of 2": BestOfConfig("SFT", reward, 2)}
     config = config_of(64, models=models, baseline="SFT", reward_model=str(tmp_path / "the same"), best_of=best_of)
     results = json.loads(evaluation.run(config).read_text())
-    (warning,) = results["warnings"]
+    [warning] = faults_of_judges(results)
     assert "PPO, best of 2" in warning and "SFT" not in warning
     assert f"warning: {warning}" in capsys.readouterr().err
     other = config_of(64, models=models, baseline="SFT", reward_model=foreign[1], output=str(tmp_path / "other"))
-    assert json.loads(evaluation.run(other).read_text())["warnings"] == []
+    assert faults_of_judges(json.loads(evaluation.run(other).read_text())) == []
 
 
 # --- who judges -----------------------------------------------------------------------------------------------------
@@ -537,7 +568,7 @@ def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named
         results = json.loads(evaluation.run(config_of(64, **changes)).read_text())
         by_text = {**changes, "endpoint": replace(service, logprobs=False, max_tokens=1)}
         assert json.loads(evaluation.run(config_of(64, **by_text)).read_text())["models"] == results["models"]
-    (warning,) = results["warnings"]
+    [warning] = faults_of_judges(results)
     assert "the judge prefers the response shown first" in warning and "12 of 12 items" in warning
     assert results["models"]["two"]["win_rate"]["rate"] == 0.5 and results["judging"]["calls"] == 24
     rows = read_judgments(tmp_path / "out/judgments.jsonl")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from alignment.errors import UserError
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge
 from alignment.evaluation.judgments import RowLog, judgment_key, read_judgments
 
 GOOD = {"id": "row 0", "prompt": "p", "first": "a", "second": "b", "verdict": 1}
@@ -59,6 +60,31 @@ def test_a_log_goes_on_behind_what_a_kill_left(tmp_path, cut, capsys):
     assert ("the last line is torn" in capsys.readouterr().err) == (cut in (1, 20, -2))
     log.append({"key": "four"})
     assert [json.loads(row)["key"] for row in path.read_text().splitlines()] == [*kept, "four"]
+
+
+@pytest.mark.parametrize(
+    ("file", "row"),
+    [
+        *[("judgments.jsonl", {**GOOD, "verdict": verdict}) for verdict in (0.7, True, "x", 5, [1], float("nan"))],
+        ("judgments.jsonl", {"id": "row 0", "key": "k"}),
+        ("judgments.jsonl", {**GOOD, "prompt_tokens": "x"}),
+        ("judgments.jsonl", {**GOOD, "seconds": None}),
+        ("judgments.jsonl", {**GOOD, "answer_tokens": float("nan")}),
+        ("ratings.jsonl", {"id": "row 0", "response": "a", "rating": "7"}),
+        ("ratings.jsonl", {"id": "row 0", "response": "a", "rating": 8}),
+        ("ratings.jsonl", {"id": "row 0", "response": 1, "rating": 7}),
+    ],
+)
+def test_a_log_is_checked_as_it_is_read_again(file, row, tmp_path):
+    """[E5] A changed row would count, or end the run at some later place."""
+    good = GOOD if file == "judgments.jsonl" else {"id": "row 0", "response": "a", "rating": 6.5, "seconds": 0.1}
+    write_rows(tmp_path / file, good, row)
+    endpoint = EndpointConfig(url="http://127.0.0.1:9/v1", model="m")
+    template = "rubric" if file == "ratings.jsonl" else "pairwise"
+    with pytest.raises(UserError, match=f"{file}:2: "):
+        build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template), tmp_path)
+    write_rows(tmp_path / file, good, good)
+    build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template), tmp_path)
 
 
 def test_a_key_holds_judge_prompt_texts_and_their_order():

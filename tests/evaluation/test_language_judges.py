@@ -496,6 +496,16 @@ def test_a_model_judges_in_both_orders_and_is_loaded_only_where_something_is_new
     assert compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path)) == result
 
 
+def test_a_model_without_finite_numbers_is_no_judge(model, tmp_path, monkeypatch):
+    """[B-H1] Neither label is likelier than the other."""
+    network = load_model(model["plain"])
+    network.trunk.norm.weight.data.fill_(float("nan"))
+    monkeypatch.setattr("alignment.evaluation.language_judges.load_model", lambda *_, **__: network)
+    judge = build_judge(JudgeConfig(judge="model", judge_model=model["plain"]), tmp_path)
+    with pytest.raises(UserError, match=r"row 1: .*not finite"):
+        judge(PROMPTS[:2], OURS[:2], BASELINE[:2])
+
+
 def test_a_control_token_in_a_response_stays_text_and_a_question_without_room_is_refused(model, tmp_path):
     tokenizer = load_tokenizer(model["chat"])
     text = question_text(TEMPLATES["pairwise"], "p", [f"hi {tokenizer.eos_token}", "x"], ties=False, reasons=False)

@@ -49,6 +49,17 @@ def test_model_is_in_evaluation_mode_meanwhile_and_gets_its_mode_back():
     assert result.bits_per_byte is None
 
 
+def test_a_loss_that_is_not_finite_is_no_figure(checkpoints):
+    model = Certain()
+    model.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        language_loss(model, [Ragged.build(DOCUMENTS)])
+    broken = load_model(checkpoints["llama"])
+    broken.trunk.norm.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match=r"pair 7: .*not finite"):
+        pair_log_probs(broken, [Example(([5, 6], [5, 7]), ([False, True], [False, True]), "pair 7")])
+
+
 def test_text_without_anything_to_predict_is_refused():
     with pytest.raises(UserError, match="at least two tokens"):
         language_loss(Certain(), [Ragged.build([[3]])])

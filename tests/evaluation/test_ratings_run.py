@@ -12,6 +12,7 @@ from alignment.errors import UserError
 from alignment.evaluation import bradley_terry_ratings, ratings_run
 from alignment.evaluation.judges import _record
 from alignment.evaluation.judgments import RowLog
+from alignment.evaluation.labeled_items import LabelColumns, read_votes
 from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, run
 
 VOTES = [
@@ -67,6 +68,47 @@ def test_every_form_of_battles_gives_the_ratings_of_the_rows(form, tmp_path, cap
     assert [own["rank"] for own in results["models"].values()] == [1, 1, 1] and len(results["differences"]) == 3
     assert "7 battles used" in capsys.readouterr().out
     assert "points above the mean" in (tmp_path / "out" / "ratings.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (("2", "1", "1"), 0.0),
+        (("0", "1", "0"), 1.0),
+        (("0", "1", "1"), 0.0),
+        (("b", "a", "a"), 0.0),
+        (("model_b", "x", "model_b"), 1.0),
+        (("tiefighter", "b", "tiefighter"), 1.0),
+        (("x", "tie", "tie"), 0.0),
+        (("x", "tie (old)", "tie (old)"), 0.0),
+        (("GPT", "gpt", "GPT"), 1.0),
+        (("gpt", "GPT", "gpt"), 1.0),
+        (("GPT", "b", "gpt"), 1.0),
+        (("a", "b", "tie (bothbad)"), 0.5),
+        (("a", "b", "Tie"), 0.5),
+    ],
+)
+def test_a_winner_is_a_model_s_name_before_anything_else(row, verdict, tmp_path):
+    """[B-H9]"""
+    path = write_rows(tmp_path / "votes.jsonl", [dict(zip(("model_a", "model_b", "winner"), row, strict=True))])
+    [vote] = read_votes(path, LabelColumns(), battles=True)
+    assert vote.verdict == verdict
+
+
+def test_a_number_in_a_column_outcome_is_no_name(tmp_path):
+    path = write_rows(tmp_path / "votes.jsonl", [{"model_a": "0", "model_b": "1", "outcome": y} for y in (1, 0.5, 0)])
+    assert [vote.verdict for vote in read_votes(path, LabelColumns(), battles=True)] == [1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("word", ["none", "None", "tiefighter", "tied"])
+def test_a_word_that_is_no_model_and_no_tie_is_refused(word, tmp_path):
+    """[B-H8] Rows without models have no model of the name None."""
+    path = write_rows(
+        tmp_path / "votes.jsonl", [{"id": "1", "prompt": "p", "first": "x", "second": "y", "label": word}]
+    )
+    with pytest.raises(UserError, match=f"'label' is '{word}'"):
+        read_votes(path, LabelColumns())
+    assert [vote.verdict for vote in read_votes(path, LabelColumns(), strict=False)] == [None]
 
 
 def test_judgments_are_clustered_by_their_prompt_and_unanswered_ones_counted(tmp_path):

@@ -14,9 +14,10 @@ from torch import nn
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.rows.records import Ranking
+from alignment.data.rows.records import Prompt, Ranking
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
+from alignment.evaluation.responses import score_responses
 from alignment.evaluation.reward_accuracy import BestOfNConfig, RewardEvalConfig
 from alignment.evaluation.reward_card import (
     ScoredGroup,
@@ -31,7 +32,7 @@ from alignment.evaluation.reward_card import (
 )
 from alignment.evaluation.winrate import Z_95, paired_interval
 from alignment.models.outputs import ValueOutput
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.selection import best_of_n, kl_bound, powers_of_two
 from alignment.training import TrainingConfig
 
@@ -318,6 +319,20 @@ def test_pairs_of_one_ranking_are_clustered_and_what_is_not_asked_for_is_left_ou
     assert "clustered" in card["accuracy"]["all"]["accuracy"]["interval"]
     page = (tmp_path / "out" / "card.html").read_text()
     assert "Best of n" not in page and "Padding" not in page
+
+
+def test_scores_that_are_not_finite_are_refused_by_row(stage, tmp_path, monkeypatch):
+    """[B-H1] An infinite score beats every other one."""
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "Guest:", "chosen": " a", "rejected": " b"}])
+    config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=rows), str(tmp_path / "out"))
+    score = reward_accuracy.score_encoded
+    monkeypatch.setattr(reward_accuracy, "score_encoded", lambda *given: score(*given) + float("inf"))
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*not finite"):
+        reward_accuracy.run(config)
+    model = load_reward_model(config.reward_model)
+    monkeypatch.setattr(type(model), "score_ids", lambda self, ids: torch.full((len(ids),), float("nan")))
+    with pytest.raises(UserError, match=r"row 3: .*not finite"):
+        score_responses(model, [Prompt("Guest:", {}, "row 3")], [(0, " a", None, True)], 32)
 
 
 def test_bad_rows_of_all_sources_come_at_once(stage, tmp_path):

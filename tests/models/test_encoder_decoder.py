@@ -210,7 +210,9 @@ def test_dropout_acts_in_training_and_where_t5_has_it():
 def test_last_positions_are_those_of_each_documents_last_end_token():
     batch = Ragged.build([[1, 4, 1, 5], [1], [6, 1]])
     assert last_positions(batch, 1).tolist() == [2, 4, 6]
-    with pytest.raises(UserError, match=r"2 documents have no end token \(eos_token_id 6\).*rows 0, 1"):
+    with pytest.raises(
+        UserError, match=r"2 documents have no end token \(eos_token_id 6\).*rows 0, 1; take a tokenizer"
+    ):
         last_positions(batch, 6)
     with pytest.raises(UserError, match="rows a"):
         last_positions(replace(batch, row_ids=("a", "b", "c")), None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from alignment.cli import main
-from alignment.commands.label import argilla_record, label_studio_task, write_comparisons, write_export
+from alignment.commands.label import argilla_record, label_studio_task, serve_labels, write_comparisons, write_export
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
@@ -25,6 +25,7 @@ from alignment.evaluation.labeled_items import Items, LabelColumns
 from alignment.evaluation.labels import LabelSession, agreement_lines, questions, read_questions
 from alignment.files import hash_of
 from alignment.serving.label_page import MOST_BYTES, LabelServer
+from alignment.training.run.directory import lock
 from tests.killing import run_killed
 
 CHROMIUM = "/usr/bin/chromium"
@@ -201,6 +202,27 @@ def test_a_wrong_body_is_refused_in_words(form, tmp_path, body, headers, status)
         found, text, _ = call(server.server_port, "POST", "/show", body, **bearer)
         assert (found, list(json.loads(text))) == (status, ["error"])
         assert ask(server, "/show", annotator="ann")["number"] == 0
+
+
+@pytest.mark.parametrize("number", [-1, 11, True, 0.0, "1", None])
+def test_a_number_that_no_question_has_is_refused_in_words(form, tmp_path, number):
+    """[B-L7] The last question is not number -1."""
+    session = session_on(form, tmp_path / "labels.jsonl")
+    total = session.show({"annotator": "ann"})["total"]
+    for request in (session.show, session.answer):
+        with pytest.raises(UserError, match="number"):
+            request({"annotator": "ann", "number": total + 1 if number == 11 else number, "ranks": [0, 1]})
+    with pytest.raises(UserError, match="number"):
+        session.answer({"annotator": "ann", "number": total, "ranks": [0, 1]})
+
+
+def test_a_second_page_on_a_file_is_refused(form, tmp_path):
+    """[E8] Each would take back the changes of the other."""
+    session = session_on(form, tmp_path / "labels.jsonl")
+    with lock(tmp_path, "labels.jsonl"), pytest.raises(UserError, match=r"labels\.jsonl is in use"):
+        serve_labels(session, None, 0)
+    with lock(tmp_path, "others.jsonl"), pytest.raises(UserError, match="port"):
+        serve_labels(session, None, 70000)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Fine-tuning for downstream tasks: classes of texts, pairs and words, numbers, question answering, multiple choice."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -225,6 +226,8 @@ def evaluate_task(
     engine.model.train()
     set_training_mode(engine.backend.unwrapped, config.frozen_trunk)
     metrics = {"loss": loss, **task_metrics(form, held_out, logits)}
+    if not math.isfinite(loss):  # the highest of logits that are no numbers is the first class
+        metrics = dict.fromkeys(metrics, loss)
     return {f"held_out_{name}": value for name, value in metrics.items()}
 
 

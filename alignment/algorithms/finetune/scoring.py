@@ -25,7 +25,7 @@ from alignment.errors import UserError, raise_all
 from alignment.loading import best_device, find_directory, load_tokenizer
 from alignment.losses.language import IGNORED, label_loss, mean_language_loss, span_loss, squared_error_loss
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.outputs import DoubleHeadsOutput
+from alignment.models.outputs import DoubleHeadsOutput, check_numbers
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import group_by_length
 from alignment.training import LossSum
@@ -212,6 +212,8 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     encoded = {example.row_id for example in examples}
     raise_all(f"row {row.row_id}: {NO_TEXT}" for row in labeled if row.row_id not in encoded)
     logits, _ = predict_examples(load_finetuned(source, best_device()), examples, form.task, micro_batch_tokens)
+    sums = torch.stack([each.sum() for each in logits])
+    check_numbers(sums, lambda i: f"row {examples[i].row_id}", f"the output of {source}")
     if form.task == "question_answering":
         return best_answers(examples, logits, [context for _, context in rows], form)
     if form.task == "token_classification":

@@ -113,6 +113,7 @@ def measure(
 def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the choice with the highest log-probability is right; `_norm`: divided by its characters, as lm-eval does.
 
+    Of several choices with the highest the share that is right counts, a half in a tie of two.
     mc1: 1 where the best right choice is likelier than every wrong one. mc2 = sum of p(right) / sum of p(all).
 
     Source: Lin et al. 2021, arXiv:2109.07958, appendix B and their evaluation script.
@@ -127,10 +128,10 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
     for item in task.items:
         log_probs = np.array([next(found) for _ in item.choices])
         norm = log_probs / [max(1, len(choice)) for choice in item.choices]
-        best, best_norm = int(log_probs.argmax()), int(norm.argmax())
+        best = int(log_probs.argmax())
         row: Row = {
-            settings.figure: best in item.right,
-            f"{settings.figure}_norm": best_norm in item.right,
+            settings.figure: _share_right(log_probs, item.right),
+            f"{settings.figure}_norm": _share_right(norm, item.right),
             "label": item.right[0],
             "predicted": best,
         }
@@ -144,6 +145,10 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
             row |= {"biased": biased, "ambiguous": bool(item.bias["ambiguous"])}
         rows.append(row)
     return rows
+
+
+def _share_right(values: np.ndarray, right: Sequence[int]) -> float:
+    return float(np.isin(np.flatnonzero(values == values.max()), right).mean())
 
 
 def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:

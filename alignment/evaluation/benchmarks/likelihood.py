@@ -7,7 +7,7 @@ texts are lm-eval's, so that its figures and these agree.
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -26,6 +26,7 @@ from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
 from alignment.models.model import Model, start_token_of
+from alignment.models.outputs import check_numbers
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.ragged import Ragged, Seq2Seq, Sharing, group_by_length, on_float64_device, runs
 
@@ -141,9 +142,20 @@ class LanguageScorer:
             batch = Seq2Seq(Ragged.build([contexts[i] for i in group]), targets).to(device)
             logits = self.model(batch=batch, return_logits=True).logits.split([sizes[i] for i in group])
             for number, scores in zip(group, logits, strict=True):
-                labels = torch.tensor(tails[number], device=device)
-                total = on_float64_device(token_log_probs(scores, labels)).sum(dtype=torch.float64)
-                found[number] = Likelihood(float(total), bool((scores.argmax(1) == labels).all()))
+                found[number] = likelihood_of(scores, tails[number])
+        return self._checked(found, list(zip(contexts, tails, strict=True)))
+
+    def _checked(
+        self, found: list[Likelihood], encoded: Sequence[Encoded], name: Callable[[int], str] | None = None
+    ) -> list[Likelihood]:
+        """The likelihoods, each of which has to be finite."""
+
+        def text_of(number: int) -> str:
+            context, tail = map(self.tokenizer.decode, encoded[number])
+            return f"{tail[:40]!r} after {context[-40:]!r}"
+
+        log_probs = torch.tensor([one.log_prob for one in found])
+        check_numbers(log_probs, name or text_of, f"the log-probability by {self.tokenizer.name_or_path}")
         return found
 
     def _tell_cut(self, lengths: Sequence[int], room: int) -> None:
@@ -172,11 +184,19 @@ class LanguageScorer:
         return totals
 
     @torch.no_grad()
-    def token_likelihoods(self, requests: Sequence[Encoded]) -> list[Likelihood]:
-        """Likelihoods of continuations of at least one token after contexts of at least one.
+    def token_likelihoods(
+        self, requests: Sequence[Encoded], name: Callable[[int], str] | None = None
+    ) -> list[Likelihood]:
+        """Likelihoods of continuations of at least one token after contexts of at least one, all of them finite.
 
         The last token predicts nothing and is not computed, so that continuations of one token share one input. Inputs that
         begin alike, such as those of one context or behind the same examples, share the computation of their beginning.
+
+        Args:
+            name: number of a request -> its name in an error; None: its text.
+
+        Raises:
+            UserError: a log-probability is not finite.
         """
         alike, found = defaultdict[Input, list[int]](list), [Likelihood(0.0, False)] * len(requests)
         for number, (context, tail) in enumerate(requests):
@@ -186,12 +206,9 @@ class LanguageScorer:
         sizes = [max(group[0], part // LOGITS_PER_TOKEN) for group, part in zip(groups, logits, strict=True)]
         for batch in group_by_length(sizes, TOKENS_PER_FORWARD):
             for one, scores in self._forward([groups[number][1] for number in batch]):
-                likeliest = scores.argmax(1)
                 for number in alike[one]:
-                    labels = torch.tensor(requests[number][1], device=scores.device)
-                    total = on_float64_device(token_log_probs(scores, labels)).sum(dtype=torch.float64)
-                    found[number] = Likelihood(float(total), bool((likeliest == labels).all()))
-        return found
+                    found[number] = likelihood_of(scores, requests[number][1])
+        return self._checked(found, requests, name)
 
     def _forward(self, groups: Sequence[Sequence[Input]]) -> Iterator[tuple[Input, Tensor]]:
         """Each input with the logits of all tokens at the places of its continuation, [m, V]."""
@@ -237,6 +254,7 @@ class LanguageScorer:
             masked = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
             batch = replace(batch, tokens=masked, target_index=index, labels=batch.tokens[index])
             totals.index_add_(0, torch.tensor(rows), self.model(batch=batch.to(device)).log_probs.cpu().double())
+        check_numbers(totals, lambda i: repr(pairs[i // 2][i % 2]), "the pseudo-log-likelihood")
         return totals.tolist()
 
     def responses(self, prompts: Sequence[str], sampling: SamplingConfig, stop: Sequence[str] = ()) -> list[str]:
@@ -252,6 +270,13 @@ class LanguageScorer:
         kept = [tokens[-room:] for tokens in ids]
         coder = self.tokenizer
         return decode_responses(self.model, kept, sampling, stops, stop=stop, tokenizer=coder, start_token=start).texts
+
+
+def likelihood_of(scores: Tensor, tail: Sequence[int]) -> Likelihood:
+    """The likelihood of a continuation from the logits of its tokens, [m, V]."""
+    labels = torch.tensor(tail, device=scores.device)
+    total = on_float64_device(token_log_probs(scores, labels)).sum(dtype=torch.float64)
+    return Likelihood(float(total), bool((scores.argmax(1) == labels).all()))
 
 
 def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:

@@ -4,10 +4,14 @@ Responses one after the other with equal settings are decoded side by side. lm-e
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Protocol
+
+from jinja2 import TemplateError
 
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
@@ -15,6 +19,12 @@ from alignment.generation import SamplingConfig
 
 LM: Any = importlib.import_module("lm_eval.api.model").LM  # without types of its own that a checker could read
 NEW_TOKENS = 256  # where a task says nothing, as for lm-eval's own backends
+SIZES = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # the first of them that is given counts
 
 
 class Instance(Protocol):
@@ -44,23 +54,51 @@ class LMEvalModel(LM):
         return self.scorer.text_log_probs([request.args[0] for request in requests])
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """A response to each context, cut before the first stop text."""
+        """A response to each context, cut before the first stop text; settings count as for lm-eval's own backends.
+
+        Raises:
+            UserError: a task samples (`do_sample`) without a temperature.
+        """
         found = list[str]()
         for settings, group in groupby(requests, key=lambda request: request.args[1]):
-            temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-            size, until = settings.get("max_gen_toks", NEW_TOKENS), settings.get("until") or []
+            samples = settings.get("do_sample")
+            temperature = 0.0 if samples is False else settings.get("temperature") or 0.0
+            if samples and not temperature:
+                raise UserError(
+                    "lm_eval: a task has do_sample without a temperature; write it into its generation_kwargs"
+                )
+            sizes = [settings[name] for name in SIZES if settings.get(name) is not None]
+            until = settings.get("until") or []
             found += self.scorer.responses(
                 [request.args[0] for request in group],
-                SamplingConfig(size, temperature, top_p=settings.get("top_p", 1.0)),
+                SamplingConfig([*sizes, NEW_TOKENS][0], temperature, top_p=settings.get("top_p", 1.0)),
                 [until] if isinstance(until, str) else until,
             )
         return found
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a dialogue."""
-        return self.scorer.tokenizer.apply_chat_template(
-            list(chat_history), tokenize=False, add_generation_prompt=add_generation_prompt
+        """The text of a dialogue, whose last message stays open where there is no generation prompt.
+
+        It is the beginning of the answer then. A template that refuses a system message is given the dialogue without it, as lm-eval does.
+        """
+        render = partial(
+            self.scorer.tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
+        try:
+            return render(list(chat_history))
+        except TemplateError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            _tell(f"lm_eval: the chat template refuses a message ({error}); system messages are left out")
+            return render(others)
+
+
+@cache
+def _tell(text: str) -> None:
+    """Print a line on standard error, once."""
+    print(text, file=sys.stderr)
 
 
 def task_runner(

@@ -20,7 +20,7 @@ from alignment.evaluation.benchmarks.figures import (
 )
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
-from alignment.files import read_json_object, write_json
+from alignment.files import read_json_object, write_figures
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
@@ -103,7 +103,7 @@ def run(config: BenchmarksConfig) -> Path:
         if run_tasks is not None:
             foreign[name] = run_tasks(scorer)
     results = {task.name: task_results(task, measured[task.name], config.baseline) for task in tasks}
-    write_json(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
+    write_figures(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
     return Path(config.output) / "results.json"
 
 
@@ -169,6 +169,11 @@ def task_results(
     }
 
 
+def _cell(figure: Mapping[str, float | None]) -> str:
+    numbers = [figure[key] for key in ("value", "low", "high")]
+    return "{} [{}, {}]".format(*("–" if number is None else f"{number:.3f}" for number in numbers))
+
+
 def print_benchmarks(path: Path) -> None:
     """Print a row for each figure of a `results.json`, and for each task the first prompt, on standard output."""
     from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
@@ -178,7 +183,7 @@ def print_benchmarks(path: Path) -> None:
         print(f"{task}: the first prompt\n{entry['first_prompt']}\n")
         sides = {**entry["models"], **entry["baselines"]}
         for figure in next(iter(entry["models"].values())):
-            cells = {name: "{value:.3f} [{low:.3f}, {high:.3f}]".format(**one[figure]) for name, one in sides.items()}
+            cells = {name: _cell(one[figure]) for name, one in sides.items()}
             chance = entry["chance"] if figure == entry["figure"] else None
             rows.append({"task": task, "figure": figure, "rows": entry["rows"], **cells, "chance": chance})
     for name, tasks in results["lm_eval"].items():

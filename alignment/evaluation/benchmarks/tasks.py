@@ -8,10 +8,10 @@ model is loaded. Models score them in likelihood.py.
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from alignment.config.load import build, packaged_folder
 from alignment.config.yaml_source import read_yaml
-from alignment.data.rows.files import read_raw, read_whole
+from alignment.data.rows.files import RawRow, read_raw, read_whole
 from alignment.errors import UserError, raise_all, suggest
 from alignment.generation import SamplingConfig
 from alignment.rewards.answers import reference_problem
@@ -94,7 +94,8 @@ class Benchmark(Settings):
         match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of the
             content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
-        document_start: pattern, in text files; paragraphs up to the next one that matches are one document.
+        document_start: pattern; in text files a paragraph that matches begins a document, which goes on to the next one,
+            to the byte.
         whole_files: each text file is one document, to the byte; otherwise its rows are the paragraphs between blank lines.
         counted: of `rolling`, template of the text whose words and bytes the perplexities are of; '': the prompt.
         sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1 unless it
@@ -225,11 +226,13 @@ def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) 
 
 
 def _rows(paths: Sequence[Path], settings: Benchmark) -> list[tuple[str, dict[str, object]]]:
-    """Location and columns of each row; paragraphs up to the next one that matches `document_start` are put together."""
+    """Location and columns of each row; up to the next one that matches `document_start` they are put together."""
     starts = settings.document_start
     begins, found = compile_pattern(starts or ""), list[tuple[str, dict[str, object]]]()
     for path in paths:
-        rows = list((read_whole if settings.whole_files else read_raw)(str(path.resolve())))
+        in_text = starts is not None and path.name.removesuffix(".gz").endswith(".txt")
+        rows = list((read_whole if settings.whole_files or in_text else read_raw)(str(path.resolve())))
+        rows = [part for row in rows for part in _documents(row, begins.search)] if in_text else rows
         raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
         raise_all(
             f"{row.location}: document_start puts the column text together, and the row has {', '.join(row.values or ())}"
@@ -237,11 +240,21 @@ def _rows(paths: Sequence[Path], settings: Benchmark) -> list[tuple[str, dict[st
             if starts is not None and "text" not in (row.values or ())
         )
         for number, (location, columns) in enumerate((row.location, dict(row.values or {})) for row in rows):
-            if number == 0 or starts is None or begins.search(str(columns["text"])):
+            if number == 0 or starts is None or in_text or begins.search(str(columns["text"])):
                 found.append((location, columns))
             else:
                 found[-1][1]["text"] = f"{found[-1][1]['text']}{BETWEEN}{columns['text']}"
     return found
+
+
+def _documents(file: RawRow, begins: Callable[[str], object]) -> Iterator[RawRow]:
+    """The documents of a whole text file, to the byte: each goes on to the next paragraph that matches `begins`."""
+    text = (file.values or {})["text"]
+    blanks = re.finditer(r"(?:\A|\n)\s*\n|\A|\Z", text)
+    starts = [*dict.fromkeys(blank.end() for blank in blanks)]
+    cuts = [start for start, end in pairwise(starts) if start == starts[0] or begins(text[start:end])]
+    for start, end in pairwise([*cuts, len(text)]):
+        yield RawRow(f"{file.location}:{text.count(chr(10), 0, start) + 1}", {"text": text[start:end]})
 
 
 def _value(columns: Mapping[str, object], key: str, text: str, compiled: Compiler = EXPRESSION) -> object:

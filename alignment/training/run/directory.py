@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -276,12 +277,30 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     return lines, problems
 
 
+Config = TypeVar("Config")
+
+
+def locked(run: Callable[[Config], Path]) -> Callable[[Config], Path]:
+    """A function of a config that has the config's `output` locked while it runs."""
+
+    @wraps(run)
+    def under_lock(config: Config) -> Path:
+        with lock(Path(vars(config)["output"])):
+            return run(config)
+
+    return under_lock
+
+
 @contextmanager
-def lock(directory: Path) -> Iterator[None]:
-    """While open, this process has the directory locked; the system releases the lock when the process ends in any way."""
+def lock(directory: Path, name: str = "") -> Iterator[None]:
+    """While open, this process has a directory locked, or the file of that name in it.
+
+    The system releases the lock when the process ends in any way.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
+        path = directory / (f".{name}.lock" if name else ".lock")
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
     except OSError as error:
         raise UserError(
             f"{directory}: the output directory cannot be written ({error.strerror}); choose another"
@@ -293,7 +312,7 @@ def lock(directory: Path) -> Iterator[None]:
         holder = file.read().strip() or "unknown"
         file.close()
         raise UserError(
-            f"{directory} is in use by another run (process {holder}); wait for it, or choose another output"
+            f"{directory / name} is in use by another run (process {holder}); wait for it, or choose another output"
         ) from None
     file.truncate(0)
     file.write(f"{os.getpid()} on {os.uname().nodename}")
