@@ -9,7 +9,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_ar
 
 from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
-from alignment.data.rows.fields import BadRow
+from alignment.data.rows.fields import MEDIA, NO_MEDIA, PLACEHOLDERS, BadRow, is_given, unread_keys
 from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.records import (
     ALL_TIED,
@@ -44,11 +44,13 @@ class RowFormat(NamedTuple):
 
     Attributes:
         paired: the records are rankings, of which all pairs are taken that one response leads.
+        beside: columns that rows of this format may have, too; None: every other column is kept.
     """
 
     columns: tuple[str, ...]
     parser: Callable[..., Record | list[Record]]
     paired: bool = False
+    beside: tuple[str, ...] | None = ()
 
 
 K_WAY = (
@@ -73,7 +75,7 @@ LABELED = tuple(
 )
 PAIR = ("chosen", "rejected")
 
-ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
+FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
     "text": (RowFormat(("text",), formats.parse_text),),
     "demonstrations": (
         RowFormat(("messages",), formats.parse_dialogue),
@@ -98,6 +100,27 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("question", "label"), rankings.parse_prm800k),
         RowFormat(("input", "label"), rankings.parse_tagged_steps),
     ),
+}
+BESIDE: dict[Kind, tuple[str, ...] | None] = {
+    "text": (),
+    "demonstrations": ("system", "tools", "history", "label", "kto_tag"),
+    "comparisons": ("system", "tools", "history", "margin"),
+    "prompts": None,
+    "labels": ("system", "tools", "history"),
+    "rankings": ("system", "tools", "history", "margin", "score_chosen", "score_rejected"),
+    "steps": ("system", "tools", "history"),
+}
+ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {
+    kind: tuple(each._replace(beside=BESIDE[kind]) for each in of_kind) for kind, of_kind in FORMATS.items()
+}
+HARMLESS = {  # columns that tell where a row is from; what neither these nor a row format names is counted as unread
+    "id", "uuid", "idx", "index", "__index_level_0__", "prompt_id", "question_id", "conversation_id", "hash", "timestamp",
+    "source", "data_source", "dataset", "subset", "split", "url", "category", "task", "topic", "language", "lang", "model",
+    "votes", "agreement", "annotator",
+}  # fmt: skip
+REFUSED = {  # columns without which a row is another one
+    **dict.fromkeys(MEDIA, NO_MEDIA),
+    "documents": "are not given to a chat template; write them into a message",
 }
 
 
@@ -137,7 +160,7 @@ def read_rows(
     def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
         raw, names = list(read_raw(each.source, str(each.split))), each.columns or {}
         parser = RecordParser(choose_row_format(each.source, raw, kind, names), as_messages)
-        return parse_rows(raw, parser, columns=names, max_rows=left)
+        return parse_rows(raw, parser, columns=names, max_rows=left, unread=parser.unread)
 
     return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
 
@@ -173,9 +196,17 @@ def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | No
 
 
 def parse_rows(
-    raw: Iterable[RawRow], parse: Parse[Row], *, columns: Mapping[str, str], max_rows: int | None
+    raw: Iterable[RawRow],
+    parse: Parse[Row],
+    *,
+    columns: Mapping[str, str],
+    max_rows: int | None,
+    unread: Callable[[Columns], Iterable[str]] = lambda values: (),
 ) -> ParsedRows[Row]:
-    """The rows of one source as `parse` makes them, until `max_rows` of them are good."""
+    """The rows of one source as `parse` makes them, until `max_rows` of them are good.
+
+    `unread` names what a row holds and `parse` does not read, which is counted.
+    """
     parsed: ParsedRows[Row] = ParsedRows()
     for row in raw:
         if max_rows is not None and len(parsed.rows) >= max_rows:
@@ -186,7 +217,9 @@ def parse_rows(
             parsed.problems.append(row.problem)
             continue
         try:
-            records = parse(rename_columns(row.values, columns), row.location)
+            values = rename_columns(row.values, columns)
+            records = parse(values, row.location)
+            parsed.counts.note_unread(unread(values))
             if len(records) > 1:
                 parsed.counts.rows += len(records) - 1
                 parsed.counts.note(EXPANDED, row.location)
@@ -221,7 +254,24 @@ class RecordParser:
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
 
+    def unread(self, values: Columns) -> set[str]:
+        """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
+        read, beside = set(self.row_format.columns), self.row_format.beside
+        if not read & {*formats.EXPLICIT, "text", "messages"}:
+            read.update([key for key in formats.EXPLICIT if values.get(key) is not None][:1])
+        texts = [values.get(key) for key in sorted(read)]
+        names = [f"messages.{key}" for text in texts for key in unread_keys(text)]
+        names += [tag for tag in PLACEHOLDERS if tag in str(texts)]
+        if beside is not None:
+            context = {"input"} if "instruction" in read else set()
+            others = values.keys() - read - HARMLESS - context - set(beside)
+            names += [key for key in others if is_given(values[key])]
+        return set(names)
+
     def __call__(self, values: Columns, location: str) -> list[Record]:
+        for name, why in REFUSED.items():
+            if is_given(values.get(name)) and (self.row_format.beside is not None or name in MEDIA):
+                raise BadRow(name, why)
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         found = self.row_format.parser(values, location, *self.row_format.columns)

@@ -211,6 +211,7 @@ class Tally:
         rows: rows read; each of several records in one row counts.
         documents, tokens: of the rows kept, once they are tokenized; a pair is two documents.
         dropped, cut, noted: rows that were lost, shortened, or used as they are, by reason.
+        unread: rows with a column, or a key of messages, that nothing reads, by its name.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
@@ -222,6 +223,7 @@ class Tally:
     dropped: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
     trained_on: list[str] = field(default_factory=list)
 
@@ -240,6 +242,11 @@ class Tally:
     note_cut = partialmethod(_count, "cut")  # what, row id: a row that is kept, but cut
     note = partialmethod(_count, "noted")  # what, row id: a row that is used, and has something worth knowing
 
+    def note_unread(self, names: Iterable[str]) -> None:
+        """Count a row in each of these names of `unread`."""
+        for name in names:
+            self.unread[name] = self.unread.get(name, 0) + 1
+
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally of tokenized rows with the numbers of those kept, of these documents and of their tokens filled in."""
         sizes = [len(document) for document in documents]
@@ -255,7 +262,7 @@ class Tally:
         return Tally(**numbers, **self._reasons_with(other))
 
     def _reasons_with(self, other: "Tally") -> dict[str, Any]:
-        tables = ("dropped", "cut", "noted")
+        tables = ("dropped", "cut", "noted", "unread")
         sums = {name: dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in tables}
         names = {**self.first, **other.first}
         first = {key: (self.first.get(key, []) + other.first.get(key, []))[:SHOWN_IDS] for key in names}
@@ -283,6 +290,9 @@ class Tally:
             head += f", {self.documents} documents, {self.tokens} tokens"
         tables = {"dropped": self.dropped, "cut": self.cut, "noted": self.noted}
         lines = [head, *(line for verb, table in tables.items() for line in self._reasons(table, verb))]
+        if self.unread:
+            names = ", ".join(f"{name} ({rows})" for name, rows in sorted(self.unread.items()))
+            lines.append(f"  columns and keys of messages that are not read (rows): {names}")
         if self.trained_on:
             shown = ", ".join(self.trained_on[:SHOWN_IDS]) + (", ..." if len(self.trained_on) > SHOWN_IDS else "")
             lines.append(f"  held out {len(self.trained_on)}: the prompt or text is also trained on ({shown})")

@@ -58,6 +58,18 @@ def read_one(path, kind, **options):
             {"prompt": "hi", "chosen": [HI, HEY], "rejected": [HI, YO]},
             Pair([HI], "hey", "yo", None, ""),
         ),
+        *(
+            (PAIRS, {"prompt": prompt, "chosen": [*before, HEY], "rejected": [*before, YO]}, Pair(whole, "hey", "yo", None, ""))
+            for prompt, before, whole in [
+                ([BE_KIND, HI], [HI], [BE_KIND, HI]),  # dialogues without the system message
+                ([HI], [BE_KIND, HI], [BE_KIND, HI]),
+                ([HI], [HI, HEY, HI], [HI, HEY, HI]),
+                ("<|user|>hi<|assistant|>", [HI], [HI]),  # the dialogue as it was rendered
+                ([HI], [YO, HI], [HI, YO, HI]),  # completions of several messages
+                ("hi", [YO, HI], [HI, YO, HI]),
+                ("", [HI], [HI]),
+            ]
+        ),
         (PAIRS, {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"}, Pair(DIALOGUE, " yes", " no", None, "")),
         (
             PAIRS,
@@ -104,6 +116,50 @@ def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
     assert (record.prompt, record.response) == ([HI, HEY, HI, YO, HI], "hey")
     assert record.messages == [HI, HEY, HI, YO, HI, HEY]
     assert record.trained == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [{"loss": False}, {"training": 0}, {"trainable": "false"}, {"loss_mask": 0.0}, {"loss_weight": 0}, {"train": "no"}],
+)
+def test_a_turn_with_any_known_flag_of_false_does_not_count(jsonl, flag):
+    assert read_one(jsonl({"messages": [HI, {**HEY, **flag}, HI, YO]}), DEMO) == read_one(
+        jsonl({"messages": [HI, {**HEY, "weight": 0}, HI, YO]}), DEMO
+    )
+    for kind, row in [
+        (PAIRS, {"chosen": [HI, {**HEY, **flag}], "rejected": [HI, YO]}),
+        ("labels", {"messages": [HI, {**HEY, **flag}], "label": True}),
+        (DEMO, {"prompt": "hi", "completion": {**HEY, **flag}}),
+    ]:
+        with pytest.raises(UserError, match="has weight 0"):
+            read_rows(jsonl(row), kind)
+
+
+def test_columns_and_keys_that_nobody_reads_are_counted_in_one_line(jsonl):
+    row = {"messages": [{**HI, "id": 1, "mood": "odd"}, HEY], "prompt": "hi", "id": 1, "topic": "x", "tools": None}
+    counts = read_rows(jsonl(row, {**row, "score": 2}, {**row, "score": ""}, {**row, "prompt": None}), DEMO)[1]
+    assert counts.unread == {"prompt": 3, "messages.mood": 4, "score": 1}
+    (line,) = counts.lines()[1:]
+    assert line.endswith("messages.mood (4), prompt (3), score (1)")
+    both = counts.merged_with(read_rows(jsonl({**row, "prompt": "<image> hi"}), DEMO)[1])
+    assert both.unread == {"prompt": 4, "messages.mood": 5, "score": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "unread"),
+    [
+        (PAIRS, {"prompt": "a", "instruction": "b", "chosen": "c", "rejected": "d", "label": 1, "margin": 2}, {"instruction", "label"}),
+        (DEMO, {"prompt": "a", "response": "b", "input": "c", "completion": None}, {"input"}),
+        (DEMO, {"instruction": "a", "output": "b", "input": "c", "text": "d"}, {"text"}),
+        (DEMO, {"messages": [HI, HEY], "chat": "x"}, {"chat"}),
+        (DEMO, {"prompt": "<image> a", "response": "b"}, {"<image>"}),
+        ("prompts", {"prompt": [{**HI, "mood": "odd"}], "facts": [1]}, {"messages.mood"}),
+        ("rankings", {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2, "score_rejected": 1}, set()),
+        ("text", {"text": "a", "messages": [HI]}, {"messages"}),
+    ],
+)  # fmt: skip
+def test_what_each_format_reads(jsonl, kind, row, unread):
+    assert set(read_rows(jsonl(row), kind)[1].unread) == unread
 
 
 ROWS = [{"prompt": "hi", "chosen": "ä", "rejected": 'b, "c"\nd'}, {"prompt": "ho", "chosen": "e", "rejected": "f"}]
@@ -353,6 +409,29 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
     ("kind", "row", "message"),
     [
         (DEMO, {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
+        *(
+            (DEMO, {"prompt": "a", "completion": "b", "label": label}, "label: false marks an undesirable")
+            for label in (False, 0, 0.0, "0", "0.0", " False", "no")
+        ),
+        *(
+            (kind, {"prompt": "<image> a", **row, column: value}, f"{column}: pictures, sounds and videos are not taken")
+            for kind, row in [
+                (DEMO, {"completion": "b"}),
+                (PAIRS, {"chosen": "b", "rejected": "c"}),
+                ("prompts", {}),
+                ("rankings", {"responses": ["b", "c"], "ranks": [1, 2]}),
+            ]
+            for column, value in [("image", "cat.png"), ("images", ["a"]), ("video", {"path": "x"}), ("audios", [{"bytes": "x"}])]
+        ),
+        (DEMO, {"prompt": "a", "completion": "b", "documents": ["c"]}, "documents: are not given"),
+        (DEMO, {"messages": [{**HI, "image": "cat.png"}, HEY]}, "messages: image of a message: pictures"),
+        (DEMO, {"messages": [{**HI, "tools": [{"name": "f"}]}, HEY]}, "messages: tools of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "mask": False}]}, "messages: mask of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "train_detail": [{"begin": 0}]}]}, "messages: train_detail of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "weight": 1, "loss": False}]}, "messages: two weights of a message contradict"),
+        (PAIRS, {"prompt": [YO, HI], "chosen": [BE_KIND, HI, HEY], "rejected": [BE_KIND, HI, YO]}, "prompt: contradicts"),
+        (PAIRS, {"prompt": "other", "chosen": [HI, HEY], "rejected": [HI, YO]}, "prompt: contradicts"),
+        (PAIRS, {"prompt": [HI], "chosen": [HEY, HI, YO], "rejected": [YO, HI, HEY]}, "chosen: must be one assistant message"),
         (DEMO, {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
         (DEMO, {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
         (DEMO, {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
@@ -365,12 +444,30 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
         (DEMO, {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
-        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, is a list"),
+        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, .*image: pictures"),
     ],
 )  # fmt: skip
 def test_what_a_record_cannot_say_is_refused_and_never_left_out_in_silence(jsonl, kind, row, message):
     with pytest.raises(UserError, match=f"rows.jsonl:1:{message}"):
         read_rows(jsonl(row), kind)
+
+
+def test_columns_of_media_without_a_value_are_none(jsonl):
+    empty = {"images": [], "image": {"bytes": None, "path": None}, "audio": None, "videos": [None], "documents": ""}
+    path = jsonl({"messages": [{**HI, "images": []}, HEY], **empty})
+    assert read_one(path, DEMO) == Demo([HI], "hey", f"{path}:1")
+
+
+@pytest.mark.parametrize("kind", ["prompts", PAIRS])
+def test_a_prompt_that_the_assistant_ends_is_a_bad_row_like_others(jsonl, kind):
+    """[D8b] HH-RLHF has dialogues whose last two turns are the assistant's; as messages nothing can follow."""
+    twice = f"{DIALOGUE} wait\n\nAssistant:"
+    rows = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in (DIALOGUE, twice, twice)]
+    with pytest.raises(UserError, match=r"(?s)2 bad rows.*:2:prompt: ends with an assistant.*:3:prompt"):
+        read_rows(jsonl(*rows), kind, as_messages=True)
+    records, counts = read_rows(jsonl(*rows), kind, as_messages=True, on_bad_row="skip")
+    assert (len(records), counts.lost) == (1, 2)
+    assert read_rows(jsonl(*rows), kind)[1].kept == 3  # as text the prompt ends in an open turn
 
 
 def test_nothing_usable_is_an_error_even_when_skipping(jsonl):
