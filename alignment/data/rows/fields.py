@@ -39,20 +39,25 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys of messages. What a key in none of these tables holds is counted as unread.
 WEIGHTS = ("weight", "train", "loss", "training", "trainable", "loss_mask", "loss_weight")  # true where a turn counts
 READ_KEYS = {
-    "role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call", *REASONING, *WEIGHTS,
-}  # fmt: skip
-HARMLESS_KEYS = {
-    "id", "message_id", "index", "timestamp", "created_at", "language", "model", "annotations", "refusal",
-}  # fmt: skip
+    "role",
+    "content",
+    "from",
+    "value",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    *REASONING,
+    *WEIGHTS,
+}
+HARMLESS_KEYS = {"id", "index", "timestamp", "language", "model", "annotations", "refusal"}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 NO_MEDIA = "pictures, sounds and videos are not taken, and the text alone would be another row"
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # stand in a text for what a column holds
+OTHER_WEIGHTS = "is not understood; `weight` (0 or 1) says which messages count"
 REFUSED_KEYS = {  # they change what a message means
     **dict.fromkeys(MEDIA, NO_MEDIA),
-    **dict.fromkeys(
-        ("mask", "train_detail", "training_detail"),
-        f"says in a way of its own which tokens count; write {' or '.join(WEIGHTS[:2])} (0 or 1) for a whole message",
-    ),
+    **dict.fromkeys(("mask", "train_detail", "training_detail"), OTHER_WEIGHTS),
     "tools": "the tools of a dialogue belong into the row's column `tools`",
 }
 
@@ -193,8 +198,8 @@ def _message(message: object, key: str, where: str) -> Message:
     try:
         text = text_field(present, "content", may_be_empty=bool(calls) or ROLES[role] == "tool")
     except BadRow as bad:
-        why = bad.reason.removeprefix("content: ")
-        raise BadRow(key, f"content of a message {why}", where + _other_parts(content)) from bad
+        seen = f"{where}; {NO_MEDIA}" if isinstance(content, list) else where
+        raise BadRow(key, f"content of a message {bad.reason.removeprefix('content: ')}", seen) from bad
     clean = Message(role=ROLES[role], content=text)
     if calls:
         clean["tool_calls"] = calls
@@ -251,13 +256,6 @@ def _joined(content: object) -> object:
     return "".join(cast("list[str]", texts)) if all(isinstance(text, str) for text in texts) else content
 
 
-def _other_parts(content: object) -> str:
-    """The types of the parts of a content that are no text, for a message."""
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    types = dict.fromkeys(str(part.get("type")) for part in parts if part.get("type") != "text")
-    return f" has {', '.join(types)}: {NO_MEDIA}" if types else ""
-
-
 def tools_field(row: Columns, key: str = "tools") -> Tools | None:
     """The tool definitions under `key`, a list or JSON text, in OpenAI's form; None where there are none."""
     value = row.get(key)
@@ -296,13 +294,12 @@ def require_weight(row: Columns, key: str) -> None:
 
 def unread_keys(value: object) -> list[str]:
     """Keys of the messages in a list that nothing reads."""
-    messages = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-    known = READ_KEYS | HARMLESS_KEYS
+    messages = value if isinstance(value, list) else []
     return [
         str(key)
         for message in messages
-        if "role" in message or "from" in message
-        for key in message.keys() - known
+        if isinstance(message, dict) and not message.keys().isdisjoint(("role", "from"))
+        for key in message.keys() - READ_KEYS - HARMLESS_KEYS
         if is_given(message[key])
     ]
 

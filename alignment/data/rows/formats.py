@@ -241,20 +241,21 @@ def _joint_prompt(row: Columns, key: str, prompt: Messages, before: Messages) ->
 
     The column may hold as text the words of one message, or of all of them as they were rendered for a model.
     """
-    if _same_messages(before[-len(prompt) :], prompt) or _same_messages(before[: len(prompt)], prompt):
+    column = _said(prompt)
+    shared = _said(before)
+    if set(column) <= set(shared):
         return before
-    if _same_messages(prompt[-len(before) :], before):
+    if column[-len(shared) :] == shared:
         return prompt
     text = row[key]
-    said = [message["content"].strip() for message in before]
-    if isinstance(text, str) and (text.strip() in said or all(words in text for words in said)):
+    if isinstance(text, str) and all(words in text for _, words in shared):
         return before
     raise BadRow(key, "contradicts the messages that chosen and rejected begin with; leave one of the two out")
 
 
-def _same_messages(some: Messages, others: Messages) -> bool:
-    """True where the same roles say the same words, but for blanks around them."""
-    return [(m["role"], m["content"].strip()) for m in some] == [(m["role"], m["content"].strip()) for m in others]
+def _said(messages: Messages) -> list[tuple[str, str]]:
+    """Who says what, without blanks around it."""
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 # Labels

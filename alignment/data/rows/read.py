@@ -30,9 +30,43 @@ NO_EFFECT = (
     "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
     "or leave chat_template out"
 )
-OPTIONAL = {  # columns that rows may have beside those of their format
-    "input", "margin", "prompt", "instruction", "system", "history", "tools", "votes", "agreement", "annotator",
-}  # fmt: skip
+# Columns that rows may have beside those of their format. What no table names is counted as unread.
+BESIDE = {
+    "margin",
+    "score_chosen",
+    "score_rejected",
+    "system",
+    "history",
+    "tools",
+    "label",
+    "kto_tag",
+    "votes",
+    "agreement",
+    "annotator",
+}
+OPTIONAL = BESIDE | {"input", "prompt", "instruction"}
+HARMLESS = {  # they tell where a row is from
+    "id",
+    "uuid",
+    "idx",
+    "index",
+    "prompt_id",
+    "hash",
+    "timestamp",
+    "source",
+    "data_source",
+    "dataset",
+    "split",
+    "url",
+    "category",
+    "task",
+    "language",
+    "model",
+}
+REFUSED = {  # without them a row is another one
+    **dict.fromkeys(MEDIA, NO_MEDIA),
+    "documents": "are not given to a chat template; write them into a message",
+}
 
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
@@ -44,13 +78,11 @@ class RowFormat(NamedTuple):
 
     Attributes:
         paired: the records are rankings, of which all pairs are taken that one response leads.
-        beside: columns that rows of this format may have, too; None: every other column is kept.
     """
 
     columns: tuple[str, ...]
     parser: Callable[..., Record | list[Record]]
     paired: bool = False
-    beside: tuple[str, ...] | None = ()
 
 
 K_WAY = (
@@ -75,7 +107,7 @@ LABELED = tuple(
 )
 PAIR = ("chosen", "rejected")
 
-FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
+ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
     "text": (RowFormat(("text",), formats.parse_text),),
     "demonstrations": (
         RowFormat(("messages",), formats.parse_dialogue),
@@ -100,27 +132,6 @@ FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are th
         RowFormat(("question", "label"), rankings.parse_prm800k),
         RowFormat(("input", "label"), rankings.parse_tagged_steps),
     ),
-}
-BESIDE: dict[Kind, tuple[str, ...] | None] = {
-    "text": (),
-    "demonstrations": ("system", "tools", "history", "label", "kto_tag"),
-    "comparisons": ("system", "tools", "history", "margin"),
-    "prompts": None,
-    "labels": ("system", "tools", "history"),
-    "rankings": ("system", "tools", "history", "margin", "score_chosen", "score_rejected"),
-    "steps": ("system", "tools", "history"),
-}
-ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {
-    kind: tuple(each._replace(beside=BESIDE[kind]) for each in of_kind) for kind, of_kind in FORMATS.items()
-}
-HARMLESS = {  # columns that tell where a row is from; what neither these nor a row format names is counted as unread
-    "id", "uuid", "idx", "index", "__index_level_0__", "prompt_id", "question_id", "conversation_id", "hash", "timestamp",
-    "source", "data_source", "dataset", "subset", "split", "url", "category", "task", "topic", "language", "lang", "model",
-    "votes", "agreement", "annotator",
-}  # fmt: skip
-REFUSED = {  # columns without which a row is another one
-    **dict.fromkeys(MEDIA, NO_MEDIA),
-    "documents": "are not given to a chat template; write them into a message",
 }
 
 
@@ -253,24 +264,28 @@ class RecordParser:
     def __init__(self, row_format: RowFormat, as_messages: bool = False):
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
+        self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
 
     def unread(self, values: Columns) -> set[str]:
         """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
-        read, beside = set(self.row_format.columns), self.row_format.beside
-        if not read & {*formats.EXPLICIT, "text", "messages"}:
+        read = set(self.row_format.columns)
+        if read.isdisjoint((*formats.EXPLICIT, "messages", "text")):  # one column of a prompt is read, too
             read.update([key for key in formats.EXPLICIT if values.get(key) is not None][:1])
-        texts = [values.get(key) for key in sorted(read)]
-        names = [f"messages.{key}" for text in texts for key in unread_keys(text)]
-        names += [tag for tag in PLACEHOLDERS if tag in str(texts)]
-        if beside is not None:
-            context = {"input"} if "instruction" in read else set()
-            others = values.keys() - read - HARMLESS - context - set(beside)
-            names += [key for key in others if is_given(values[key])]
-        return set(names)
+        texts = [values.get(key) for key in read]
+        names = {f"messages.{key}" for text in texts for key in unread_keys(text)}
+        names.update(tag for tag in PLACEHOLDERS if tag in str(texts))
+        if not self.keeps_all:
+            known = read | HARMLESS | BESIDE
+            if "instruction" in read:
+                known.add("input")
+            if self.row_format.columns == PAIR:
+                known -= {"label", "kto_tag"}
+            names.update(key for key in values.keys() - known if is_given(values[key]))
+        return names
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
         for name, why in REFUSED.items():
-            if is_given(values.get(name)) and (self.row_format.beside is not None or name in MEDIA):
+            if is_given(values.get(name)) and (name in MEDIA or not self.keeps_all):
                 raise BadRow(name, why)
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages

@@ -136,13 +136,13 @@ def test_a_turn_with_any_known_flag_of_false_does_not_count(jsonl, flag):
 
 
 def test_columns_and_keys_that_nobody_reads_are_counted_in_one_line(jsonl):
-    row = {"messages": [{**HI, "id": 1, "mood": "odd"}, HEY], "prompt": "hi", "id": 1, "topic": "x", "tools": None}
+    row = {"messages": [{**HI, "id": 1, "mood": "odd"}, HEY], "prompt": "hi", "id": 1, "color": "x", "tools": None}
     counts = read_rows(jsonl(row, {**row, "score": 2}, {**row, "score": ""}, {**row, "prompt": None}), DEMO)[1]
-    assert counts.unread == {"prompt": 3, "messages.mood": 4, "score": 1}
+    assert counts.unread == {"prompt": 3, "messages.mood": 4, "color": 4, "score": 1}
     (line,) = counts.lines()[1:]
-    assert line.endswith("messages.mood (4), prompt (3), score (1)")
+    assert line.endswith("color (4), messages.mood (4), prompt (3), score (1)")
     both = counts.merged_with(read_rows(jsonl({**row, "prompt": "<image> hi"}), DEMO)[1])
-    assert both.unread == {"prompt": 4, "messages.mood": 5, "score": 1}
+    assert both.unread == {"prompt": 4, "messages.mood": 5, "color": 5, "score": 1}
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
         (DEMO, {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
-        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, .*image: pictures"),
+        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, is a .*pictures"),
     ],
 )  # fmt: skip
 def test_what_a_record_cannot_say_is_refused_and_never_left_out_in_silence(jsonl, kind, row, message):
@@ -485,5 +485,5 @@ def test_unknown_kind():
 def test_a_renamed_column_no_longer_stands_under_its_own_name(jsonl):
     path = jsonl({"messages": "hi", "response": "hey"})
     assert read_one(path, DEMO, columns={"prompt": "messages"}) == Demo("hi", "hey", f"{path}:1")
-    path = jsonl({"text": "hi", "topic": "x"})
-    assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"topic": "x"}
+    path = jsonl({"text": "hi", "color": "x"})
+    assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"color": "x"}
