@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -350,6 +350,25 @@ def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
         yield _object_row(f"{path}:{number}", values)
 
 
+def from_arrow(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without what only the other rows' messages and tools have.
+
+    All structs of a column have the same keys there, null where a row has none: arguments of another tool's call.
+    """
+    return {name: own_keys(value) for name, value in values.items()}
+
+
+def own_keys(value: Any, inside: bool = False) -> Any:
+    """The value without the null keys of tools, and of what is `inside` a message."""
+    if isinstance(value, list):
+        return [own_keys(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    bare = inside or not value.keys().isdisjoint(("function", "parameters"))
+    inside = bare or not value.keys().isdisjoint(("role", "from"))
+    return {key: own_keys(part, inside) for key, part in value.items() if part is not None or not bare}
+
+
 def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """The rows of a Parquet file; groups of rows before the position are not read."""
     import pyarrow as pa
@@ -364,7 +383,7 @@ def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
                 for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group]) if row < first else ():
                     for values in batch.slice(min(max(0, row - number), batch.num_rows)).to_pylist():
                         row += 1
-                        yield RawRow(f"{path}:{row}", values, end=row)
+                        yield RawRow(f"{path}:{row}", from_arrow(values), end=row)
                     number += batch.num_rows
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable parquet file: {error}") from error
@@ -393,4 +412,4 @@ def _hub_rows(
         dataset.load_state_dict(state)
     for number, values in enumerate(dataset, start=before + 1):
         end = [number, dataset.state_dict()] if streaming else None
-        yield RawRow(f"{label}:{number}", dict(values), end=end)
+        yield RawRow(f"{label}:{number}", from_arrow(values), end=end)
