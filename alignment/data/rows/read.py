@@ -230,7 +230,8 @@ def parse_rows(
         try:
             values = rename_columns(row.values, columns)
             records = parse(values, row.location)
-            parsed.counts.note_unread(unread(values))
+            for name in unread(values):
+                parsed.counts.note_unread(name, row.location)
             if len(records) > 1:
                 parsed.counts.rows += len(records) - 1
                 parsed.counts.note(EXPANDED, row.location)
@@ -253,9 +254,18 @@ def raise_bad_rows(problems: Sequence[str]) -> None:
 
 
 def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
-    """The row under our column names; `columns`: our column name -> the source's, where they differ."""
-    renamed = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
+    """The row under our column names; `columns`: our column name -> the source's, or COLUMN.KEY, where they differ."""
+    named = dict(_named_values(values)) if columns else {}
+    renamed = {ours: named[theirs] for ours, theirs in columns.items() if theirs in named}
     return {**{key: value for key, value in values.items() if key not in columns.values()}, **renamed}
+
+
+def _named_values(values: Columns) -> Iterator[tuple[str, object]]:
+    """The columns of a row, and as COLUMN.KEY what the objects among them hold."""
+    for name, value in values.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", part) for key, part in value.items())
 
 
 class RecordParser:
@@ -310,12 +320,13 @@ class RecordParser:
 def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
     """The format of the first readable row that matches one; where no row is readable, any."""
     if not rows:
-        raise UserError(f"{name}: 0 rows in {name}")
+        raise UserError(f"0 rows in {name}")
     readable = [row.values for row in rows if row.values is not None]
     if not readable:
         return ROW_FORMATS[kind][0]
     found = dict.fromkeys(str(key) for values in readable for key in values)
-    _check_columns(name, kind, columns, list(found))
+    inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
+    _check_columns(name, kind, columns, list(inside))
     for values in readable:
         present = {key for key, value in rename_columns(values, columns).items() if value is not None}
         for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
@@ -363,7 +374,7 @@ def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[s
     unknown = [
         f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
         for ours in columns
-        if ours not in known
+        if ours not in known and kind != "prompts"  # whose columns a judge or a reward reads, under any name
     ]
     missing = [
         f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}"

@@ -241,11 +241,7 @@ class Tally:
     drop = partialmethod(_count, "dropped")  # reason, row id: a row that is left out
     note_cut = partialmethod(_count, "cut")  # what, row id: a row that is kept, but cut
     note = partialmethod(_count, "noted")  # what, row id: a row that is used, and has something worth knowing
-
-    def note_unread(self, names: Iterable[str]) -> None:
-        """Count a row in each of these names of `unread`."""
-        for name in names:
-            self.unread[name] = self.unread.get(name, 0) + 1
+    note_unread = partialmethod(_count, "unread")  # name, row id: a row with a column or key that nothing reads
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally of tokenized rows with the numbers of those kept, of these documents and of their tokens filled in."""

@@ -8,7 +8,9 @@ import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
+from alignment.data.rows import files
 from alignment.data.rows.fields import BadRow
+from alignment.data.rows.files import read_chunks
 from alignment.data.rows.formats import alpaca_prompt, parse_comparison
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import EQUAL_PAIR, Prompt, Text
@@ -192,6 +194,50 @@ def test_every_file_format_gives_the_same_rows(tmp_path, name, write, places):
     assert [record.row_id for record in records] == [f"{tmp_path / name}:{place}" for place in places]
 
 
+@pytest.mark.parametrize(
+    ("name", "write", "places"),
+    [
+        ("lines.json", lambda rows: "\n".join(map(json.dumps, rows)), (1, 2)),
+        ("list.jsonl", json.dumps, (1, 2)),
+        ("pretty.jsonl", lambda rows: "\ufeff" + json.dumps(rows, indent=2), (1, 2)),
+        ("wrapped.json", lambda rows: json.dumps({"version": 1, "data": rows}, indent=2), (1, 2)),
+        ("one.json", lambda rows: json.dumps(rows[0], indent=2), (1,)),
+    ],
+)
+def test_json_is_read_whatever_its_name_says(tmp_path, name, write, places):
+    """[C17] Lines named .json, a list named .jsonl, an object around the list, one object alone."""
+    (tmp_path / name).write_text(write(ROWS))
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(write(ROWS).encode()))
+    for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+        config = DataConfig(str(path), cache=str(tmp_path / "cache"))
+        assert [record.row_id for record in read_rows(path, PAIRS)[0]] == [f"{path}:{place}" for place in places]
+        assert [raw.location for chunk in read_chunks(config.train, "train", 2**20) for raw in chunk.raw_rows()] == [
+            f"{path}:{place}" for place in places
+        ]
+
+
+def test_a_long_field_of_csv_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"text\n{'a' * 200_000}\nb\n")
+    assert [len(record.text) for record in read_rows(tmp_path / "rows.csv", "text")[0]] == [200_000, 1]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.txt.gz", "rows.csv", "rows.json.gz"])
+def test_a_line_beyond_bounds_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, bpe, name):
+    """[E10] A few megabytes of gzip may unpack to gigabytes."""
+    monkeypatch.setattr(files, "LINE_BYTES", 2**20)
+    monkeypatch.setattr(files, "WHOLE_BYTES", 2**20)
+    for function in (files._binary_lines, files._text_lines):
+        monkeypatch.setattr(function, "__defaults__", (*(function.__defaults__ or ())[:-1], 2**20))
+    content = b'{"text": "a"}\n' + b'{"text": "' + b"a" * 2**21 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for read in (
+        lambda: read_rows(tmp_path / name, "text"),
+        lambda: prepare(DataConfig(str(tmp_path / name)), "text", bpe),
+    ):
+        with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1 MiB"):
+            read()
+
+
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(jsonl):
     path = jsonl(b"\xef\xbb\xbf" + b'{"text": "a"}', b"", b'{"text": "b"}')
     records, counts = read_rows(path, "text")
@@ -300,13 +346,36 @@ def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     assert "data.columns.response=anser: no such column; did you mean 'answer'?" in str(caught.value)
 
 
+def test_what_an_object_holds_can_be_named_as_a_column(jsonl):
+    """[C16] verl's rows keep the reference answer in reward_model.ground_truth."""
+    rows = [
+        {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": n}, "info": {"q": "b"}} for n in ("1", "2")
+    ]
+    columns = {"answer": "reward_model.ground_truth"}
+    records, _ = read_rows(jsonl(*rows), "prompts", columns=columns)
+    assert [record.extra for record in records] == [
+        {"answer": n, **{k: v for k, v in row.items() if k != "prompt"}} for n, row in zip("12", rows, strict=True)
+    ]
+    assert read_rows(jsonl(*rows), DEMO, columns={"prompt": "info.q", "response": "prompt"})[0][0].prompt == "b"
+    with pytest.raises(
+        UserError, match=r"reward_model.truth: no such column; did you mean 'reward_model.ground_truth'"
+    ):
+        read_rows(jsonl(*rows), "prompts", columns={"answer": "reward_model.truth"})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "0 rows in"),
+        ("empty.jsonl", b"", r"^0 rows in \S+$"),
         ("list.json", b"[]", "0 rows in"),
         ("empty.csv", b"", "0 rows in"),
-        ("object.json", b'{"text": "a"}', "must hold a list of rows"),
+        ("number.json", b"\n1\n", "must hold a list of rows"),
+        ("sixteen.jsonl", b"\xff\xfe" + '{"text": "a"}'.encode("utf-16-le"), "UTF-16"),
+        ("sixteen.csv", b"\xfe\xff" + "text\na".encode("utf-16-be"), "UTF-16"),
+        ("returns.csv", b"text,more\ra,b\r", "carriage returns"),
+        ("twice.jsonl", b'{"text": "a", "more": {"b": 1, "b": 2}}', "1:1: .*stands twice: b"),
+        ("twice.json", b'[{"text": "a", "text": "b"}]', "stands twice: text"),
+        ("half.jsonl", b'{"text": "a", "\\ud800": 1}', "a key holds half a surrogate pair"),
         ("broken.json", b'[{"text": "a"},\n x]', r"broken.json:2:2: not JSON"),
         ("latin.csv", b"text\nfine\nb\xe4r\n", r"latin.csv:3: byte 2 of the line is not UTF-8"),
         ("short.csv", b"text,more\na\n", r"short.csv:2: 1 fields where the first line names 2"),
