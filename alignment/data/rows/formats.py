@@ -15,6 +15,7 @@ from alignment.data.rows.fields import (
     is_given,
     messages_field,
     number_field,
+    object_field,
     prompt_field,
     reply_field,
     reply_message,
@@ -306,6 +307,14 @@ def with_messages(record: Record) -> Record:
     if isinstance(record, Ranking):
         texts["responses"] = tuple(response.strip() for response in record.responses)
     return replace(record, prompt=messages, **texts)
+
+
+def add_template_variables(records: list[Record], row: Columns) -> None:
+    """Hand the row's `chat_template_kwargs` to the template by the first message; a null is as good as none (Arrow)."""
+    given = object_field(row, "chat_template_kwargs")
+    for prompt in (getattr(record, "prompt", "") for record in records):
+        if isinstance(prompt, list):
+            prompt[0]["chat_template_kwargs"] = {name: value for name, value in given.items() if value is not None}
 
 
 def complete(record: Record, row: Columns) -> Record:

@@ -38,6 +38,7 @@ BESIDE = {
     "system",
     "history",
     "tools",
+    "chat_template_kwargs",
     "label",
     "kto_tag",
     "votes",
@@ -308,6 +309,8 @@ class RecordParser:
         if self.as_messages:
             records = [formats.with_messages(record) for record in records]
         records = [formats.complete(record, values) for record in records]
+        if values.get("chat_template_kwargs"):
+            formats.add_template_variables(records, values)
         for form in (type(getattr(record, "prompt", "")) for record in records):
             if self.form is None:
                 self.form, self.form_location = form, location

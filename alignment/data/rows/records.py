@@ -28,12 +28,14 @@ class Message(Turn, total=False):
         tool_calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object.
         tool_call_id: of the call that a tool message answers.
         reasoning_content: the assistant's thoughts before its words; templates get them also as `thinking` and `reasoning`.
+        chat_template_kwargs: of the first message: variables that the template gets with this dialogue.
     """
 
     name: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     reasoning_content: str
+    chat_template_kwargs: dict[str, Any]
 
 
 Messages = list[Message]  # oldest first

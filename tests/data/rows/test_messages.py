@@ -4,6 +4,8 @@ import datasets
 import pytest
 
 from alignment.data.rows.read import read_rows
+from alignment.data.tokenize import TOKENIZE
+from alignment.errors import UserError
 
 HI = {"role": "user", "content": "hi"}
 HEY = {"role": "assistant", "content": "hey"}
@@ -69,6 +71,33 @@ def test_nulls_of_other_columns_of_arrow_are_kept(tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     records, _ = read_rows(tmp_path / "rows.parquet", "prompts")
     assert [record.extra["extra_info"] for record in records] == [row["extra_info"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("demonstrations", {"prompt": [HI], "completion": [HEY]}),
+        ("demonstrations", {"messages": [HI, HEY, HI, HEY], "system": "Be kind."}),
+        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}, HI, HEY]}),
+        ("comparisons", {"prompt": [HI], "chosen": "a", "rejected": "b"}),
+        ("prompts", {"prompt": [HI], "answer": "x"}),
+        ("labels", {"messages": [HI, HEY], "label": True}),
+        ("rankings", {"prompt": [HI], "responses": ["a", "b"], "ranks": [1, 2]}),
+    ],
+)
+def test_template_variables_of_a_row_reach_the_template(jsonl, chatml, kind, row):
+    """[C9] trl's column; a null is as good as none, since Arrow gives all rows the keys of every row."""
+    chatml.chat_template = "{% if mood is defined %}mood {{ mood }}{% endif %}" + chatml.chat_template
+    for variables, written in [({"mood": "calm"}, True), ({"mood": None}, False), ({"other": 1}, False), ({}, False)]:
+        records, counts = read_rows(jsonl({**row, "chat_template_kwargs": variables}), kind)
+        examples, _ = TOKENIZE[kind](records, chatml, 512)
+        text = chatml.decode(examples[0].documents[0])
+        assert ("mood calm" in text) is written and not counts.unread
+    with pytest.raises(UserError, match="chat_template_kwargs: must be an object"):
+        read_rows(jsonl({**row, "chat_template_kwargs": "mood"}), kind)
+    records, _ = read_rows(jsonl({**row, "chat_template_kwargs": {"messages": []}}), kind)
+    with pytest.raises(UserError, match="multiple values for keyword argument 'messages'"):
+        TOKENIZE[kind](records, chatml, 512)
 
 
 def test_sharegpt_with_system_tools_and_observations(jsonl):
