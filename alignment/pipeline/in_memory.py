@@ -128,11 +128,12 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
     """The file of these rows, JSON lines, named by their content: a later call with other rows is another run."""
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
-            f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a file is named in "
-            "the config of the stage's command"
+            f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a file is "
+            "named in the config of the stage's command"
         )
     lines, problems, missing = [], [], Counter[str]()
-    records = rows.to_dict("records") if hasattr(rows, "iterrows") else rows  # of a pandas.DataFrame
+    table: Any = rows
+    records = table.to_dict("records") if hasattr(rows, "iterrows") else rows  # of a pandas.DataFrame
     read = from_arrow if type(rows).__module__.startswith("datasets.") else dict
     for number, row in enumerate(records, 1):
         try:
@@ -157,6 +158,6 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
 
 def _of_numpy(value: object) -> object:
     """A scalar or an array of numpy as Python's; pandas keeps lists that it read from Parquet as arrays."""
-    if not hasattr(value, "tolist"):
+    if (tolist := getattr(value, "tolist", None)) is None:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return own_keys(value.tolist())
+    return own_keys(tolist())

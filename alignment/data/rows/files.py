@@ -1,7 +1,8 @@
 """Sources of rows by name (files, directories, globs, Hub data sets) and their raw rows, each with its location.
 
 Records are made of them in read.py. Every reader is a generator that can begin at a position, the one behind any row that it
-gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is read as a whole.
+gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is read as a
+whole.
 """
 
 import codecs
@@ -191,8 +192,8 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
     for path in found:
         if _format_of(path) == ".json":
             raise UserError(
-                f"{path}: data.streaming reads {', '.join(sorted(set(READERS) - {'.json'}))}, and this file is read as a "
-                "whole; write one row per line (.jsonl), or set data.streaming=false"
+                f"{path}: data.streaming reads {', '.join(sorted(set(READERS) - {'.json'}))}, and this file is "
+                "read as a whole; write one row per line (.jsonl), or set data.streaming=false"
             )
     return [
         OpenSource(str(path), [str(path), path.stat().st_size], partial(READERS[_format_of(path)], path))
@@ -271,7 +272,7 @@ def _from_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_object_of)
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError(f"one of these keys stands twice: {', '.join(values):.200}")
@@ -288,7 +289,7 @@ def _object_row(location: str, values: object, end: Position = None) -> RawRow:
 
 
 def _binary_lines(path: Path, start: int = 0, lines: int = 0, longest: int = LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed by gzip, from byte `start` of its content, which `lines` lines are before."""
+    """The lines of a file, which may be compressed by gzip, from byte `start` of its content, before which are `lines`."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             file.seek(start)
@@ -309,7 +310,7 @@ def _binary_lines(path: Path, start: int = 0, lines: int = 0, longest: int = LIN
 
 def _text_lines(path: Path, at: list[int], longest: int = LINE_BYTES) -> Iterator[str]:
     """The lines of a file as text; `at`: bytes and lines before the next one, moved on with each line given out."""
-    for line in _binary_lines(path, *at, longest):
+    for line in _binary_lines(path, at[0], at[1], longest):
         at[:] = at[0] + len(line), at[1] + 1
         try:
             yield line.decode("utf-8-sig" if at[1] == 1 else "utf-8")
@@ -368,7 +369,7 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 
 
 def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
-    """A JSON list of objects, also under `data`; one object; or a line for each; a row is located by its number in the list."""
+    """A JSON list of objects, also under `data`, or one object, or lines of them; a row is located by its number there."""
     text = _whole_text(path)
     if not text.strip():
         return
@@ -389,7 +390,7 @@ def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
         yield _object_row(f"{path}:{number}", values)
 
 
-def from_arrow(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_arrow(values: Mapping[str, object]) -> dict[str, object]:
     """A row of Arrow without what only the other rows' messages and tools have.
 
     All structs of a column have the same keys there, null where a row has none: arguments of another tool's call.
@@ -397,7 +398,7 @@ def from_arrow(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: own_keys(value) for name, value in values.items()}
 
 
-def own_keys(value: Any, inside: bool = False) -> Any:
+def own_keys(value: object, inside: bool = False) -> object:
     """The value without the null keys of tools, and of what is `inside` a message."""
     if isinstance(value, list):
         return [own_keys(item, inside) for item in value]
