@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -104,9 +105,7 @@ def read_one(path, kind, **options):
 )  # fmt: skip
 def test_every_shape_of_row(jsonl, kind, row, expected):
     record = read_one(jsonl(row), kind)
-    for name in expected.__slots__:
-        if name != "row_id":
-            assert getattr(record, name) == getattr(expected, name), name
+    assert replace(record, row_id="") == expected
     assert record.row_id.endswith("rows.jsonl:1")
 
 
@@ -224,17 +223,14 @@ def test_a_long_field_of_csv_is_read(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.txt.gz", "rows.csv", "rows.json.gz"])
 def test_a_line_beyond_bounds_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, bpe, name):
     """[E10] A few megabytes of gzip may unpack to gigabytes."""
-    monkeypatch.setattr(files, "LINE_BYTES", 2**20)
-    monkeypatch.setattr(files, "WHOLE_BYTES", 2**20)
-    for function in (files._binary_lines, files._text_lines):
-        monkeypatch.setattr(function, "__defaults__", (*(function.__defaults__ or ())[:-1], 2**20))
-    content = b'{"text": "a"}\n' + b'{"text": "' + b"a" * 2**21 + b'"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    monkeypatch.setattr(files, "WHOLE_BYTES", 2**26, raising=False)  # of a list, which is one line of gigabytes
+    content = b'{"text": "a"}\n{"text": "' + b"a" * 2**26 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
     for read in (
         lambda: read_rows(tmp_path / name, "text"),
         lambda: prepare(DataConfig(str(tmp_path / name)), "text", bpe),
     ):
-        with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1 MiB"):
+        with pytest.raises(UserError, match=rf"{name}:2: a line of more than 64 MiB"):
             read()
 
 
