@@ -37,7 +37,7 @@ UNANSWERABLE = "ends with an assistant message, so nothing is left to answer"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 # Keys of messages. What a key in none of these tables holds is counted as unread.
-WEIGHTS = ("weight", "train", "loss", "training", "trainable", "loss_mask", "loss_weight")  # true where a turn counts
+WEIGHTS = {"weight", "train", "loss", "training", "trainable", "loss_mask", "loss_weight"}  # true where a turn counts
 READ_KEYS = {
     "role",
     "content",
@@ -51,7 +51,7 @@ READ_KEYS = {
     *WEIGHTS,
 }
 HARMLESS_KEYS = {"id", "index", "timestamp", "language", "model", "annotations", "refusal"}
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 NO_MEDIA = "pictures, sounds and videos are not taken, and the text alone would be another row"
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # stand in a text for what a column holds
 OTHER_WEIGHTS = "is not understood; `weight` (0 or 1) says which messages count"
@@ -184,9 +184,9 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
 def _message(message: object, key: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadRow(key, "a message must be an object with role and content", f"{where} is {type_name(message)}")
-    for name, why in REFUSED_KEYS.items():
-        if is_given(message.get(name)):
-            raise BadRow(key, f"{name} of a message: {why}", where)
+    for name in message.keys() & REFUSED_KEYS.keys():
+        if is_given(message[name]):
+            raise BadRow(key, f"{name} of a message: {REFUSED_KEYS[name]}", where)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(key, "unknown role", f"{where} has {role!r}; known: {', '.join(ROLES)}")
@@ -274,7 +274,7 @@ def turn_weights(row: Columns, key: str) -> list[bool | None]:
     """True for each message under `key` that counts, by one of its `WEIGHTS`; None where it does not say."""
     weights: list[bool | None] = []
     for message in as_chatml(cast("list[object]", row[key])):
-        given = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+        given = {name: message[name] for name in sorted(message.keys() & WEIGHTS) if message[name] is not None}
         flags = {as_flag(value) for value in given.values()}
         if None in flags:
             raise BadRow(key, "the weight of a message must be 0 or 1", ", ".join(map(repr, given.values()))[:40])

@@ -259,7 +259,7 @@ def _json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow |
     location, end = f"{path}:{number}", [start + len(line), number]
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
-        return _object_row(location, _from_json(text), end) if text else None
+        return _object_row(location, DECODER.decode(text), end) if text else None
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of the line (byte {start + error.start + 1} of the file)"
         return RawRow(location, None, f"{location}: {byte} is not UTF-8", "not UTF-8", end)
@@ -268,17 +268,17 @@ def _json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow |
         return RawRow(location, None, why, "not JSON", end)
 
 
-def _from_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_object_of)
-
-
 def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError(f"one of these keys stands twice: {', '.join(values):.200}")
-    if HALF_PAIR.search("".join(values)):
+    keys = "".join(values)
+    if not keys.isascii() and HALF_PAIR.search(keys):
         raise ValueError("a key holds half a surrogate pair, which is no text")
     return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _object_row(location: str, values: object, end: Position = None) -> RawRow:
@@ -374,7 +374,7 @@ def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     if not text.strip():
         return
     try:
-        rows = _from_json(text)
+        rows = DECODER.decode(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         if "\n" not in text[: getattr(error, "pos", len(text))].strip():  # a file of lines, or of one line
             yield from json_line_rows(path)

@@ -64,10 +64,6 @@ HARMLESS = {  # they tell where a row is from
     "language",
     "model",
 }
-REFUSED = {  # without them a row is another one
-    **dict.fromkeys(MEDIA, NO_MEDIA),
-    "documents": "are not given to a chat template; write them into a message",
-}
 
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
@@ -230,6 +226,9 @@ def parse_rows(
             continue
         try:
             values = rename_columns(row.values, columns)
+            for name in values.keys() & MEDIA:
+                if is_given(values[name]):
+                    raise BadRow(name, NO_MEDIA)
             records = parse(values, row.location)
             for name in unread(values):
                 parsed.counts.note_unread(name, row.location)
@@ -276,28 +275,29 @@ class RecordParser:
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
         self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
+        self.known = HARMLESS | BESIDE
+        if row_format.columns == PAIR:
+            self.known -= {"label", "kto_tag"}
+        of_prompts = {*formats.EXPLICIT, "messages", "text"}
+        self.prompts = formats.EXPLICIT if of_prompts.isdisjoint(row_format.columns) else ()  # one of them is read, too
 
     def unread(self, values: Columns) -> set[str]:
         """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
-        read = set(self.row_format.columns)
-        if read.isdisjoint((*formats.EXPLICIT, "messages", "text")):  # one column of a prompt is read, too
-            read.update([key for key in formats.EXPLICIT if values.get(key) is not None][:1])
+        prompts = [key for key in self.prompts if values.get(key) is not None]
+        read = (*self.row_format.columns, *prompts[:1])
         texts = [values.get(key) for key in read]
+        written = str(texts)
         names = {f"messages.{key}" for text in texts for key in unread_keys(text)}
-        names.update(tag for tag in PLACEHOLDERS if tag in str(texts))
+        names.update(tag for tag in PLACEHOLDERS if tag in written)
         if not self.keeps_all:
-            known = read | HARMLESS | BESIDE
-            if "instruction" in read:
-                known.add("input")
-            if self.row_format.columns == PAIR:
-                known -= {"label", "kto_tag"}
-            names.update(key for key in values.keys() - known if is_given(values[key]))
+            context = ("input",) if "instruction" in read else ()
+            others = values.keys() - self.known - {*read, *context}
+            names.update(key for key in others if is_given(values[key]))
         return names
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
-        for name, why in REFUSED.items():
-            if is_given(values.get(name)) and (name in MEDIA or not self.keeps_all):
-                raise BadRow(name, why)
+        if not self.keeps_all and is_given(values.get("documents")):
+            raise BadRow("documents", "are not given to a chat template; write them into a message")
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         found = self.row_format.parser(values, location, *self.row_format.columns)
