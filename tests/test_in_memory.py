@@ -1,15 +1,20 @@
 """Stages on rows in memory: the run of the command on the same rows, its model and metrics, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
 
 import alignment
+from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
+from alignment.pipeline.in_memory import write_lines
 
 TINY = {"training": {"max_steps": 2, "batch_size": 4}, "optim": {"learning_rate": 1e-3}, "data": {"max_length": 256}}
 
@@ -158,6 +163,32 @@ def test_pretraining_and_fine_tuning_give_models_that_are_used_at_once(tmp_path,
     assert tuned.model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 2)
 
 
+def test_rows_of_pandas_numpy_and_datasets_are_those_of_the_same_lists(tmp_path, capsys):
+    """[C19] pandas gives arrays and NaN; Arrow gives each object the keys of all others (null), which nobody wrote."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    other = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "g", "arguments": {"b": "2"}}}]}
+    wanted = [{"messages": [{"role": "user", "content": "q"}, each]} for each in (call, other)]
+    held = datasets.Dataset.from_list(wanted)
+    held.to_parquet(str(tmp_path / "rows.parquet"))
+    frame = pd.read_parquet(tmp_path / "rows.parquet")
+    given = wanted, held, frame, frame.to_dict("records")
+    read = [read_rows(write_lines(rows, tmp_path, "train"), "demonstrations")[0] for rows in given]
+    read.append(read_rows(tmp_path / "rows.parquet", "demonstrations")[0])
+    assert [[record.messages for record in records] for records in read] == [
+        [record.messages for record in read[0]]
+    ] * 5
+    assert read[0][1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"b": "2"}
+    numbers = [
+        {"margin": np.float32(2), "label": np.bool_(True), "k": np.arange(2)},
+        {"margin": math.nan, "label": False},
+    ]
+    lines = [json.loads(line) for line in Path(write_lines(numbers, tmp_path, "train")).read_text().splitlines()]
+    assert lines == [{"margin": 2.0, "label": True, "k": [0, 1]}, {"margin": None, "label": False}]
+    assert "{'margin': 1}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="train: row 1: Out of range"):
+        write_lines([{"k": [math.nan]}], tmp_path, "train")
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
@@ -165,7 +196,7 @@ def test_pretraining_and_fine_tuning_give_models_that_are_used_at_once(tmp_path,
         ("rows.jsonl", {}, "got str; rows are a list of mappings"),
         ([{"prompt": "a", "completion": "b"}, ["c"]], {}, "train: row 2: a row is a mapping of columns, got list"),
         ([{"prompt": "a", "completion": {1, 2}}], {}, "train: row 1: .* set is not JSON serializable"),
-        ([{"prompt": "a", "completion": float("nan")}], {}, "train: row 1: "),
+        ([{"prompt": "a", "completion": float("inf")}], {}, "train: row 1: "),
         ([{"prompt": "a"}], {"optim": {"learning_rat": 1.0}}, r"sft\(\.\.\.\): optim.learning_rat"),
         ([{"prompt": "a"}], {"data": {"train": "x.jsonl"}}, "data.train: rows are given too"),
         ([{"prompt": "a"}], {"data": "x.jsonl"}, "data: give its settings as a mapping"),

@@ -275,7 +275,8 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     """Parse and tokenize one chunk; it is not tokenized where it has bad rows that end the run."""
     from alignment.data.checks import Checks
 
-    parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
+    unread = job.parser.unread
+    parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows, unread=unread)
     done = Prepared(parsed.counts, problems=parsed.problems if job.config.on_bad_row == "error" else [])
     if done.problems:
         return done

@@ -6,7 +6,9 @@ resumed and recorded alike.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from alignment.algorithms.finetune.scoring import load_finetuned
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
+from alignment.data.rows.files import from_arrow, own_keys
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_text
@@ -25,6 +28,7 @@ from alignment.rewards.functions import with_names
 from alignment.training.distributed import launched_rank, propagate_failures
 from alignment.training.run.directory import OnUpdate, update_callback
 
+MISSING = ("nan", "<NA>", "NaT")  # in rows of pandas
 Rows = Iterable[Mapping[str, Any]]
 
 
@@ -61,7 +65,8 @@ def run_on_rows(
 
     Args:
         stage: its verb.
-        rows: mappings with the columns that a file of such rows has, or a `datasets.Dataset`; written to `output`/rows.
+        rows: mappings with the columns that a file of such rows has, a `datasets.Dataset` or a `pandas.DataFrame`;
+            written to `output`/rows. Values of numpy become Python's, and NaN becomes null, which is told.
         output: the run's directory; the same call again resumes an interrupted run.
         evaluation_rows: rows held out, evaluated as `training.evaluate_every_steps` says.
         on_update: called after each update (iteration, of PPO and online DPO) with its line of metrics.jsonl, in the
@@ -123,20 +128,36 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
     """The file of these rows, JSON lines, named by their content: a later call with other rows is another run."""
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
-            f"{name}: got {type(rows).__name__}; rows are a list of mappings or a datasets.Dataset, and a file is named in "
-            "the config of the stage's command"
+            f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a file is "
+            "named in the config of the stage's command"
         )
-    lines, problems = [], []
-    for number, row in enumerate(rows, 1):
+    lines, problems, missing = [], [], Counter[str]()
+    table: Any = rows
+    records = table.to_dict("records") if hasattr(rows, "iterrows") else rows  # of a pandas.DataFrame
+    read = from_arrow if type(rows).__module__.startswith("datasets.") else dict
+    for number, row in enumerate(records, 1):
         try:
             if not isinstance(row, Mapping):
                 raise TypeError(f"a row is a mapping of columns, got {type(row).__name__}")
-            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+            values = read(row)
+            absent = [key for key, value in values.items() if not isinstance(value, Sized) and str(value) in MISSING]
+            missing.update(absent)
+            values |= dict.fromkeys(absent)
+            lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False, default=_of_numpy) + "\n")
         except (TypeError, ValueError) as error:
             problems.append(f"{name}: row {number}: {error}")
     raise_all(problems if lines or problems else [f"{name}: there are no rows"])
+    if missing and launched_rank() == 0:
+        print(f"{name}: NaN is read as null; rows with it, by column: {dict(missing)}", file=sys.stderr)
     text = "".join(lines)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not path.is_file():  # else an earlier call with the same rows wrote it
         write_text(path, text)
     return str(path)
+
+
+def _of_numpy(value: object) -> object:
+    """A scalar or an array of numpy as Python's; pandas keeps lists that it read from Parquet as arrays."""
+    if (tolist := getattr(value, "tolist", None)) is None:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return own_keys(tolist())

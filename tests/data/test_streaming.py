@@ -496,7 +496,7 @@ def test_settings_that_streaming_cannot_follow_are_refused(settings, message):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("rows.json", "one list, which is read as a whole"), ("none.jsonl", "no such file"), ("empty.jsonl", "0 rows")],
+    [("rows.json", "read as a whole"), ("none.jsonl", "no such file"), ("empty.jsonl", "0 rows")],
 )
 def test_sources_that_cannot_be_streamed_are_refused(bpe, tmp_path, name, message):
     (tmp_path / "rows.json").write_text("[]")

@@ -12,7 +12,8 @@ from typing import Any, SupportsFloat, cast
 
 from alignment.data.rows.records import Columns, Message, Messages, Tools, is_plain
 
-FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
+# As files write them, in CSV and spreadsheets too
+FLAGS = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
 ROLES = {  # name of a role in data files -> chat templates' name
     "system": "system",
@@ -32,7 +33,33 @@ ROLES = {  # name of a role in data files -> chat templates' name
 }
 CALL_ROLE = "function_call"  # ShareGPT: the text of the message is the call
 TEXT_ONLY = "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
+UNANSWERABLE = "ends with an assistant message, so nothing is left to answer"
 REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# Keys of messages. What a key in none of these tables holds is counted as unread.
+WEIGHTS = {"weight", "train", "loss", "training", "trainable", "loss_mask", "loss_weight"}  # true where a turn counts
+READ_KEYS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    *REASONING,
+    *WEIGHTS,
+}
+HARMLESS_KEYS = {"id", "index", "timestamp", "language", "model", "annotations", "refusal"}
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
+NO_MEDIA = "pictures, sounds and videos are not taken, and the text alone would be another row"
+PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # stand in a text for what a column holds
+OTHER_WEIGHTS = "is not understood; `weight` (0 or 1) says which messages count"
+REFUSED_KEYS = {  # they change what a message means
+    **dict.fromkeys(MEDIA, NO_MEDIA),
+    **dict.fromkeys(("mask", "train_detail", "training_detail"), OTHER_WEIGHTS),
+    "tools": "the tools of a dialogue belong into the row's column `tools`",
+}
 
 
 class BadRow(Exception):
@@ -53,6 +80,12 @@ def type_name(value: object) -> str:
     """The type of a JSON value, in words for a message."""
     names = {type(None): "null", bool: "true/false", int: "a number", float: "a number", str: "text"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
+
+
+def is_given(value: object) -> bool:
+    """False for null, empty text, an empty list or object, and one that holds nothing but these."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return any(part not in (None, "", [], {}) for part in parts)
 
 
 def _present(row: Columns, key: str) -> Any:
@@ -92,10 +125,14 @@ def number_field(row: Columns, key: str) -> float | None:
 def flag_field(row: Columns, key: str) -> bool:
     """True or false under `key`, also written as 0 or 1, or as text (CSV)."""
     value = _present(row, key)
-    word = str(value).strip().lower() if isinstance(value, str | bool | int | float) else ""
-    if word not in FLAGS:
+    if (flag := as_flag(value)) is None:
         raise BadRow(key, "must be true or false (or 1 or 0)", repr(value)[:40])
-    return FLAGS[word]
+    return flag
+
+
+def as_flag(value: object) -> bool | None:
+    """The flag that a value is, in any of the spellings of `FLAGS`; None where it is none."""
+    return FLAGS.get(str(value).strip().lower()) if isinstance(value, str | bool | int | float) else None
 
 
 def list_field(row: Columns, key: str, *, may_be_empty: bool = False) -> list[Any]:
@@ -147,6 +184,9 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
 def _message(message: object, key: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadRow(key, "a message must be an object with role and content", f"{where} is {type_name(message)}")
+    for name in message.keys() & REFUSED_KEYS.keys():
+        if is_given(message[name]):
+            raise BadRow(key, f"{name} of a message: {REFUSED_KEYS[name]}", where)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(key, "unknown role", f"{where} has {role!r}; known: {', '.join(ROLES)}")
@@ -158,7 +198,8 @@ def _message(message: object, key: str, where: str) -> Message:
     try:
         text = text_field(present, "content", may_be_empty=bool(calls) or ROLES[role] == "tool")
     except BadRow as bad:
-        raise BadRow(key, f"content of a message {bad.reason.removeprefix('content: ')}", where) from bad
+        seen = f"{where}; {NO_MEDIA}" if isinstance(content, list) else where
+        raise BadRow(key, f"content of a message {bad.reason.removeprefix('content: ')}", seen) from bad
     clean = Message(role=ROLES[role], content=text)
     if calls:
         clean["tool_calls"] = calls
@@ -230,16 +271,37 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
 
 
 def turn_weights(row: Columns, key: str) -> list[bool | None]:
-    """True for each message under `key` that counts, by its own `weight` (0 or 1) or `train`; None where it does not say."""
+    """True for each message under `key` that counts, by one of its `WEIGHTS`; None where it does not say."""
     weights: list[bool | None] = []
     for message in as_chatml(cast("list[object]", row[key])):
-        value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
-        if value is not None and value not in (0, 1):
-            raise BadRow(key, "the weight of a message must be 0 or 1", repr(value)[:40])
-        if value and ROLES[message["role"]] != "assistant":
+        given = {name: message[name] for name in sorted(message.keys() & WEIGHTS) if message[name] is not None}
+        flags = {as_flag(value) for value in given.values()}
+        if None in flags:
+            raise BadRow(key, "the weight of a message must be 0 or 1", ", ".join(map(repr, given.values()))[:40])
+        if len(flags) > 1:
+            raise BadRow(key, "two weights of a message contradict each other", ", ".join(given))
+        if True in flags and ROLES[message["role"]] != "assistant":
             raise BadRow(key, "only the assistant's messages can count, another has weight 1", message["role"])
-        weights.append(None if value is None else bool(value))
+        weights.append(flags.pop() if flags else None)
     return weights
+
+
+def require_weight(row: Columns, key: str) -> None:
+    """Refuse messages under `key` of which the last, the one that is trained on, has weight 0."""
+    if turn_weights(row, key)[-1] is False:
+        raise BadRow(key, "has weight 0, so nothing in the row counts")
+
+
+def unread_keys(value: object) -> list[str]:
+    """Keys of the messages in a list that nothing reads."""
+    messages = value if isinstance(value, list) else []
+    return [
+        str(key)
+        for message in messages
+        if isinstance(message, dict) and not message.keys().isdisjoint(("role", "from"))
+        for key in message.keys() - READ_KEYS - HARMLESS_KEYS
+        if is_given(message[key])
+    ]
 
 
 def prompt_field(row: Columns, key: str) -> str | Messages:
@@ -248,7 +310,7 @@ def prompt_field(row: Columns, key: str) -> str | Messages:
         return text_field(row, key)
     messages = messages_field(row, key)
     if messages[-1]["role"] == "assistant":
-        raise BadRow(key, "ends with an assistant message, so nothing is left to answer")
+        raise BadRow(key, UNANSWERABLE)
     return messages
 
 
@@ -257,9 +319,11 @@ def reply_message(row: Columns, key: str) -> Message:
     value = row.get(key)
     if not isinstance(value, list | dict):
         return Message(role="assistant", content=text_field(row, key))
-    messages = messages_field({key: [value] if isinstance(value, dict) else value}, key)
+    row = {key: [value] if isinstance(value, dict) else value}
+    messages = messages_field(row, key)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise BadRow(key, "must be one assistant message", f"roles: {', '.join(m['role'] for m in messages)}")
+    require_weight(row, key)
     return messages[0]
 
 

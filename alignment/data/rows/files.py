@@ -1,23 +1,25 @@
 """Sources of rows by name (files, directories, globs, Hub data sets) and their raw rows, each with its location.
 
 Records are made of them in read.py. Every reader is a generator that can begin at a position, the one behind any row that it
-gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is one list, which
-is read as a whole.
+gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is read as a
+whole.
 """
 
+import codecs
 import csv
 import glob
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from alignment.data.rows.fields import HALF_PAIR
 from alignment.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet", ".txt", ".txt.gz")
@@ -137,6 +139,8 @@ Position = Any  # JSON-like, of the reader that gave it; None is the beginning
 PARQUET_ROWS = 1024  # that are in memory
 FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
 CHUNK_ROWS = 1024  # of a chunk that cannot be read by its position in the file
+LINE_BYTES = 64 * 2**20  # of the longest line, so that no file, compressed or not, fills the memory
+WHOLE_BYTES = 2**30  # of the longest line of a file that is read as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ def read_whole(source: str) -> list[RawRow]:
 
 
 def _whole_text(path: Path) -> str:
-    return "".join(_text_lines(path, [0, 0]))
+    return "".join(_text_lines(path, [0, 0], WHOLE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,8 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
     for path in found:
         if _format_of(path) == ".json":
             raise UserError(
-                f"{path}: data.streaming reads {', '.join(sorted(set(READERS) - {'.json'}))}, and this file is one list, "
-                "which is read as a whole; write one row per line (.jsonl), or set data.streaming=false"
+                f"{path}: data.streaming reads {', '.join(sorted(set(READERS) - {'.json'}))}, and this file is "
+                "read as a whole; write one row per line (.jsonl), or set data.streaming=false"
             )
     return [
         OpenSource(str(path), [str(path), path.stat().st_size], partial(READERS[_format_of(path)], path))
@@ -214,7 +218,7 @@ class Chunk:
 def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
     """The rows of a source in order, of files of JSON lines in chunks of about `size` bytes, the first one smaller."""
     files = source_files(source, split) or []
-    if files and all(path.name.endswith(".jsonl") for path in files):
+    if files and all(path.suffix == _format_of(path) == ".jsonl" for path in files):
         for path in files:
             yield from line_chunks(path, size, first=min(size, FIRST_BYTES))
     else:
@@ -228,7 +232,12 @@ def chunks_of(rows: Iterator[RawRow]) -> Iterator[Chunk]:
 
 
 def _format_of(path: Path) -> str:
-    return suffix_of(path.name).removesuffix(".gz")
+    """The key of `READERS` for a file; a list that is named .jsonl is read as .json."""
+    suffix = suffix_of(path.name).removesuffix(".gz")
+    if suffix != ".jsonl":
+        return suffix
+    first = next((line for line in _binary_lines(path) if line.strip()), b"")
+    return ".json" if first.lstrip(codecs.BOM_UTF8).startswith(b"[") else suffix
 
 
 # Lines
@@ -237,7 +246,7 @@ def _format_of(path: Path) -> str:
 def json_line_rows(path: Path, position: Position = None, stop: int | None = None) -> Iterator[RawRow]:
     """One JSON object per line, up to byte `stop`; decoded line by line, so that a broken byte costs one row only."""
     start, number = position or (0, 0)
-    for line in _binary_lines(path, start) if stop is None or start < stop else ():
+    for line in _binary_lines(path, start, number) if stop is None or start < stop else ():
         before, start, number = start, start + len(line), number + 1
         if (row := _json_line_row(path, line, number, before)) is not None:
             yield row
@@ -250,13 +259,26 @@ def _json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow |
     location, end = f"{path}:{number}", [start + len(line), number]
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
-        return _object_row(location, json.loads(text), end) if text else None
+        return _object_row(location, DECODER.decode(text), end) if text else None
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of the line (byte {start + error.start + 1} of the file)"
         return RawRow(location, None, f"{location}: {byte} is not UTF-8", "not UTF-8", end)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         why = f"{location}:{getattr(error, 'colno', 1)}: not JSON: {getattr(error, 'msg', error)}"
         return RawRow(location, None, why, "not JSON", end)
+
+
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"one of these keys stands twice: {', '.join(values):.200}")
+    keys = "".join(values)
+    if not keys.isascii() and HALF_PAIR.search(keys):
+        raise ValueError("a key holds half a surrogate pair, which is no text")
+    return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def _object_row(location: str, values: object, end: Position = None) -> RawRow:
@@ -266,21 +288,29 @@ def _object_row(location: str, values: object, end: Position = None) -> RawRow:
     return RawRow(location, None, why, "not a JSON object", end)
 
 
-def _binary_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed by gzip, from byte `start` of its content."""
+def _binary_lines(path: Path, start: int = 0, lines: int = 0, longest: int = LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a file, which may be compressed by gzip, from byte `start` of its content, before which are `lines`."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             file.seek(start)
-            yield from file
+            while line := file.readline(longest + 1):
+                lines += 1
+                if len(line) > longest:
+                    raise UserError(
+                        f"{path}:{lines}: a line of more than {longest >> 20} MiB; cut it into several rows"
+                    )
+                if lines == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise UserError(f"{path}: the text is UTF-16; save the file as UTF-8")
+                yield line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken or incomplete gzip file ({error}); fetch it again") from error
     except PermissionError as error:
         raise UserError(f"{path}: may not be read: permission denied") from error
 
 
-def _text_lines(path: Path, at: list[int]) -> Iterator[str]:
+def _text_lines(path: Path, at: list[int], longest: int = LINE_BYTES) -> Iterator[str]:
     """The lines of a file as text; `at`: bytes and lines before the next one, moved on with each line given out."""
-    for line in _binary_lines(path, at[0]):
+    for line in _binary_lines(path, at[0], at[1], longest):
         at[:] = at[0] + len(line), at[1] + 1
         try:
             yield line.decode("utf-8-sig" if at[1] == 1 else "utf-8")
@@ -294,7 +324,7 @@ def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
     start, lines = 0, 0
     with open(path, "rb") as file:
         while block := file.read(size if start else first):
-            block += file.readline()
+            block += file.readline(LINE_BYTES)  # whoever reads a longer line refuses it
             yield Chunk(path, [start, lines], start + len(block))
             start, lines = start + len(block), lines + block.count(b"\n")
 
@@ -318,6 +348,7 @@ def _text_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """Comma-separated, first line the column names; every value is text."""
     at: list[int] = list(position or (0, 0))
+    csv.field_size_limit(LINE_BYTES)
     try:
         names = next(csv.reader(_text_lines(path, [0, 0] if at[0] else at), strict=True), [])
         if len(set(names)) < len(names):
@@ -331,23 +362,51 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
                 why = f"{location}: {len(values)} fields where the first line names {len(names)}"
                 yield RawRow(location, None, why, "wrong number of fields", list(at))
     except csv.Error as error:
-        raise UserError(f"{path}:{at[1]}: not CSV: {error}") from error
+        returns = (
+            "; its lines end in carriage returns alone, save it with line feeds" if "new-line" in str(error) else ""
+        )
+        raise UserError(f"{path}:{at[1]}: not CSV: {error}{returns}") from error
 
 
 def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
-    """A JSON list of objects; a row is located by its number in the list."""
+    """A JSON list of objects, also under `data`, or one object, or lines of them; a row is located by its number there."""
     text = _whole_text(path)
     if not text.strip():
         return
     try:
-        rows = json.loads(text)
+        rows = DECODER.decode(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
+        if "\n" not in text[: getattr(error, "pos", len(text))].strip():  # a file of lines, or of one line
+            yield from json_line_rows(path)
+            return
         location = f"{path}:{getattr(error, 'lineno', 1)}:{getattr(error, 'colno', 1)}"
         raise UserError(f"{location}: not JSON: {getattr(error, 'msg', error)}") from error
+    if isinstance(rows, dict):
+        data = rows.get("data")
+        rows = data if isinstance(data, list) else [rows]
     if not isinstance(rows, list):
-        raise UserError(f"{path}: a .json file must hold a list of rows; one object per line belongs in a .jsonl file")
+        raise UserError(f"{path}: a .json file must hold a list of rows, or one object per line")
     for number, values in enumerate(rows, start=1):
         yield _object_row(f"{path}:{number}", values)
+
+
+def from_arrow(values: Mapping[str, object]) -> dict[str, object]:
+    """A row of Arrow without what only the other rows' messages and tools have.
+
+    All structs of a column have the same keys there, null where a row has none: arguments of another tool's call.
+    """
+    return {name: own_keys(value) for name, value in values.items()}
+
+
+def own_keys(value: object, inside: bool = False) -> object:
+    """The value without the null keys of tools, and of what is `inside` a message."""
+    if isinstance(value, list):
+        return [own_keys(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    bare = inside or not value.keys().isdisjoint(("function", "parameters"))
+    inside = bare or not value.keys().isdisjoint(("role", "from"))
+    return {key: own_keys(part, inside) for key, part in value.items() if part is not None or not bare}
 
 
 def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
@@ -364,7 +423,7 @@ def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
                 for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group]) if row < first else ():
                     for values in batch.slice(min(max(0, row - number), batch.num_rows)).to_pylist():
                         row += 1
-                        yield RawRow(f"{path}:{row}", values, end=row)
+                        yield RawRow(f"{path}:{row}", from_arrow(values), end=row)
                     number += batch.num_rows
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable parquet file: {error}") from error
@@ -393,4 +452,4 @@ def _hub_rows(
         dataset.load_state_dict(state)
     for number, values in enumerate(dataset, start=before + 1):
         end = [number, dataset.state_dict()] if streaming else None
-        yield RawRow(f"{label}:{number}", dict(values), end=end)
+        yield RawRow(f"{label}:{number}", from_arrow(values), end=end)

@@ -8,13 +8,18 @@ from dataclasses import replace
 
 from alignment.data.rows.fields import (
     TEXT_ONLY,
+    UNANSWERABLE,
     BadRow,
+    as_flag,
     flag_field,
+    is_given,
     messages_field,
     number_field,
+    object_field,
     prompt_field,
     reply_field,
     reply_message,
+    require_weight,
     text_field,
     tools_field,
     turn_weights,
@@ -135,10 +140,7 @@ def _dialogue(row: Columns, key: str) -> Messages:
 
 def parse_demonstration(row: Columns, row_id: str, prompt: str, response: str) -> Demonstration:
     """A prompt, or an instruction, and one reply."""
-    record = _answered(prompt_in(row, prompt), reply_message(row, response), response, row_id)
-    if isinstance(row[response], list) and False in turn_weights(row, response):
-        raise BadRow(response, "has weight 0, so nothing in the row counts")
-    return record
+    return _answered(prompt_in(row, prompt), reply_message(row, response), response, row_id)
 
 
 def parse_chosen_side(row: Columns, row_id: str, *_: str) -> Demonstration:
@@ -212,21 +214,49 @@ def _split_dialogue(row: Columns, key: str) -> tuple[str, str]:
 
 
 def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
-    """Message lists: the replies alone beside an explicit prompt, or whole dialogues with the prompt in them."""
+    """Message lists: the replies alone, after an explicit prompt, or whole dialogues with the prompt in them."""
     pair = {key: messages_field(row, key) for key in ("chosen", "rejected")}
-    explicit = any(row.get(key) is not None for key in EXPLICIT)
-    if explicit and all(len(messages) == 1 for messages in pair.values()):
+    for key in pair:
+        require_weight(row, key)
+    explicit = next((key for key in EXPLICIT if is_given(row.get(key))), None)
+    both = enumerate(zip(pair["chosen"], pair["rejected"], strict=False))
+    shared = next((number for number, (one, other) in both if one != other), min(map(len, pair.values())) - 1)
+    before = pair["chosen"][:shared]
+    if explicit is not None:
         prompt = explicit_prompt(row)
         if isinstance(prompt, str):  # plain text before a message list is what the user said
             prompt = [Message(role="user", content=prompt)]
+        dialogues = bool(before) and before[0]["role"] != "assistant"  # else completions, which may begin alike
+        prompt = _joint_prompt(row, explicit, prompt, before) if dialogues else [*prompt, *before]
+    elif shared == 0:
+        raise BadRow("rejected", "shares no first message with chosen, so there is no prompt")
     else:
-        both = enumerate(zip(pair["chosen"], pair["rejected"], strict=False))
-        shared = next((number for number, (one, other) in both if one != other), min(map(len, pair.values())) - 1)
-        if shared == 0:
-            raise BadRow("rejected", "shares no first message with chosen, so there is no prompt")
-        prompt = prompt_field({"prompt": pair["chosen"][:shared]}, "prompt")
-        pair = {key: messages[shared:] for key, messages in pair.items()}
+        prompt = before
+    prompt = prompt_field({"prompt": prompt}, "prompt")
+    pair = {key: messages[shared:] for key, messages in pair.items()}
     return prompt, reply_message(pair, "chosen"), reply_message(pair, "rejected")
+
+
+def _joint_prompt(row: Columns, key: str, prompt: Messages, before: Messages) -> Messages:
+    """The prompt that a row has twice, in a column and as the beginning of its dialogues: the longer of the two.
+
+    The column may hold as text the words of one message, or of all of them as they were rendered for a model.
+    """
+    column = _said(prompt)
+    shared = _said(before)
+    if set(column) <= set(shared):
+        return before
+    if column[-len(shared) :] == shared:
+        return prompt
+    text = row[key]
+    if isinstance(text, str) and all(words in text for _, words in shared):
+        return before
+    raise BadRow(key, "contradicts the messages that chosen and rejected begin with; leave one of the two out")
+
+
+def _said(messages: Messages) -> list[tuple[str, str]]:
+    """Who says what, without blanks around it."""
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 # Labels
@@ -240,6 +270,7 @@ def parse_labeled(row: Columns, row_id: str, prompt: str, response: str, label: 
 def parse_labeled_dialogue(row: Columns, row_id: str, key: str, label: str) -> LabeledResponse:
     """A dialogue whose last message the label judges."""
     messages = _dialogue(row, key)
+    require_weight(row, key)
     return LabeledResponse(messages[:-1], reply_field({key: messages[-1]}, key), flag_field(row, label), row_id)
 
 
@@ -278,6 +309,14 @@ def with_messages(record: Record) -> Record:
     return replace(record, prompt=messages, **texts)
 
 
+def add_template_variables(records: list[Record], row: Columns) -> None:
+    """Hand the row's `chat_template_kwargs` to the template by the first message; a null is as good as none (Arrow)."""
+    given = object_field(row, "chat_template_kwargs")
+    for prompt in (getattr(record, "prompt", "") for record in records):
+        if isinstance(prompt, list):
+            prompt[0]["chat_template_kwargs"] = {name: value for name, value in given.items() if value is not None}
+
+
 def complete(record: Record, row: Columns) -> Record:
     """The record with what its row says beside the columns of its format: tools and the system message of a dialogue.
 
@@ -285,10 +324,13 @@ def complete(record: Record, row: Columns) -> Record:
     """
     if isinstance(record, Demonstration):  # KTO's rows are none where their mark is false
         for key in ("label", "kto_tag"):
-            if row.get(key) is False or str(row.get(key)).strip().lower() == "false":
+            if as_flag(row.get(key)) is False:
                 raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
     if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
         return record
+    whole = isinstance(record, Demonstration) and record.messages is not None
+    if not whole and isinstance(record.prompt, list) and record.prompt[-1]["role"] == "assistant":
+        raise BadRow("prompt", UNANSWERABLE)
     if row.get("history"):
         raise BadRow("history", NO_HISTORY)
     if tools := tools_field(row):

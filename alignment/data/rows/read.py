@@ -9,7 +9,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_ar
 
 from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
-from alignment.data.rows.fields import BadRow
+from alignment.data.rows.fields import MEDIA, NO_MEDIA, PLACEHOLDERS, BadRow, is_given, unread_keys
 from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.records import (
     ALL_TIED,
@@ -30,9 +30,40 @@ NO_EFFECT = (
     "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
     "or leave chat_template out"
 )
-OPTIONAL = {  # columns that rows may have beside those of their format
-    "input", "margin", "prompt", "instruction", "system", "history", "tools", "votes", "agreement", "annotator",
-}  # fmt: skip
+# Columns that rows may have beside those of their format. What no table names is counted as unread.
+BESIDE = {
+    "margin",
+    "score_chosen",
+    "score_rejected",
+    "system",
+    "history",
+    "tools",
+    "chat_template_kwargs",
+    "label",
+    "kto_tag",
+    "votes",
+    "agreement",
+    "annotator",
+}
+OPTIONAL = BESIDE | {"input", "prompt", "instruction"}
+HARMLESS = {  # they tell where a row is from
+    "id",
+    "uuid",
+    "idx",
+    "index",
+    "prompt_id",
+    "hash",
+    "timestamp",
+    "source",
+    "data_source",
+    "dataset",
+    "split",
+    "url",
+    "category",
+    "task",
+    "language",
+    "model",
+}
 
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
@@ -137,7 +168,7 @@ def read_rows(
     def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
         raw, names = list(read_raw(each.source, str(each.split))), each.columns or {}
         parser = RecordParser(choose_row_format(each.source, raw, kind, names), as_messages)
-        return parse_rows(raw, parser, columns=names, max_rows=left)
+        return parse_rows(raw, parser, columns=names, max_rows=left, unread=parser.unread)
 
     return read_sources(as_sources(source, split=split, columns=columns), read, max_rows, on_bad_row)
 
@@ -173,9 +204,17 @@ def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | No
 
 
 def parse_rows(
-    raw: Iterable[RawRow], parse: Parse[Row], *, columns: Mapping[str, str], max_rows: int | None
+    raw: Iterable[RawRow],
+    parse: Parse[Row],
+    *,
+    columns: Mapping[str, str],
+    max_rows: int | None,
+    unread: Callable[[Columns], Iterable[str]] = lambda values: (),
 ) -> ParsedRows[Row]:
-    """The rows of one source as `parse` makes them, until `max_rows` of them are good."""
+    """The rows of one source as `parse` makes them, until `max_rows` of them are good.
+
+    `unread` names what a row holds and `parse` does not read, which is counted.
+    """
     parsed: ParsedRows[Row] = ParsedRows()
     for row in raw:
         if max_rows is not None and len(parsed.rows) >= max_rows:
@@ -186,7 +225,13 @@ def parse_rows(
             parsed.problems.append(row.problem)
             continue
         try:
-            records = parse(rename_columns(row.values, columns), row.location)
+            values = rename_columns(row.values, columns)
+            for name in values.keys() & MEDIA:
+                if is_given(values[name]):
+                    raise BadRow(name, NO_MEDIA)
+            records = parse(values, row.location)
+            for name in unread(values):
+                parsed.counts.note_unread(name, row.location)
             if len(records) > 1:
                 parsed.counts.rows += len(records) - 1
                 parsed.counts.note(EXPANDED, row.location)
@@ -209,9 +254,18 @@ def raise_bad_rows(problems: Sequence[str]) -> None:
 
 
 def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
-    """The row under our column names; `columns`: our column name -> the source's, where they differ."""
-    renamed = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
+    """The row under our column names; `columns`: our column name -> the source's, or COLUMN.KEY, where they differ."""
+    named = dict(_named_values(values)) if columns else {}
+    renamed = {ours: named[theirs] for ours, theirs in columns.items() if theirs in named}
     return {**{key: value for key, value in values.items() if key not in columns.values()}, **renamed}
+
+
+def _named_values(values: Columns) -> Iterator[tuple[str, object]]:
+    """The columns of a row, and as COLUMN.KEY what the objects among them hold."""
+    for name, value in values.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", part) for key, part in value.items())
 
 
 class RecordParser:
@@ -220,8 +274,30 @@ class RecordParser:
     def __init__(self, row_format: RowFormat, as_messages: bool = False):
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
+        self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
+        self.known = HARMLESS | BESIDE
+        if row_format.columns == PAIR:
+            self.known -= {"label", "kto_tag"}
+        of_prompts = {*formats.EXPLICIT, "messages", "text"}
+        self.prompts = formats.EXPLICIT if of_prompts.isdisjoint(row_format.columns) else ()  # one of them is read, too
+
+    def unread(self, values: Columns) -> set[str]:
+        """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
+        prompts = [key for key in self.prompts if values.get(key) is not None]
+        read = (*self.row_format.columns, *prompts[:1])
+        texts = [values.get(key) for key in read]
+        written = str(texts)
+        names = {f"messages.{key}" for text in texts for key in unread_keys(text)}
+        names.update(tag for tag in PLACEHOLDERS if tag in written)
+        if not self.keeps_all:
+            context = ("input",) if "instruction" in read else ()
+            others = values.keys() - self.known - {*read, *context}
+            names.update(key for key in others if is_given(values[key]))
+        return names
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
+        if not self.keeps_all and is_given(values.get("documents")):
+            raise BadRow("documents", "are not given to a chat template; write them into a message")
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         found = self.row_format.parser(values, location, *self.row_format.columns)
@@ -233,6 +309,8 @@ class RecordParser:
         if self.as_messages:
             records = [formats.with_messages(record) for record in records]
         records = [formats.complete(record, values) for record in records]
+        if values.get("chat_template_kwargs"):
+            formats.add_template_variables(records, values)
         for form in (type(getattr(record, "prompt", "")) for record in records):
             if self.form is None:
                 self.form, self.form_location = form, location
@@ -245,12 +323,13 @@ class RecordParser:
 def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
     """The format of the first readable row that matches one; where no row is readable, any."""
     if not rows:
-        raise UserError(f"{name}: 0 rows in {name}")
+        raise UserError(f"0 rows in {name}")
     readable = [row.values for row in rows if row.values is not None]
     if not readable:
         return ROW_FORMATS[kind][0]
     found = dict.fromkeys(str(key) for values in readable for key in values)
-    _check_columns(name, kind, columns, list(found))
+    inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
+    _check_columns(name, kind, columns, list(inside))
     for values in readable:
         present = {key for key, value in rename_columns(values, columns).items() if value is not None}
         for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
@@ -298,7 +377,7 @@ def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[s
     unknown = [
         f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
         for ours in columns
-        if ours not in known
+        if ours not in known and kind != "prompts"  # whose columns a judge or a reward reads, under any name
     ]
     missing = [
         f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}"

@@ -28,12 +28,14 @@ class Message(Turn, total=False):
         tool_calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object.
         tool_call_id: of the call that a tool message answers.
         reasoning_content: the assistant's thoughts before its words; templates get them also as `thinking` and `reasoning`.
+        chat_template_kwargs: of the first message: variables that the template gets with this dialogue.
     """
 
     name: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     reasoning_content: str
+    chat_template_kwargs: dict[str, Any]
 
 
 Messages = list[Message]  # oldest first
@@ -211,6 +213,7 @@ class Tally:
         rows: rows read; each of several records in one row counts.
         documents, tokens: of the rows kept, once they are tokenized; a pair is two documents.
         dropped, cut, noted: rows that were lost, shortened, or used as they are, by reason.
+        unread: rows with a column, or a key of messages, that nothing reads, by its name.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
@@ -222,6 +225,7 @@ class Tally:
     dropped: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     noted: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
     trained_on: list[str] = field(default_factory=list)
 
@@ -239,6 +243,7 @@ class Tally:
     drop = partialmethod(_count, "dropped")  # reason, row id: a row that is left out
     note_cut = partialmethod(_count, "cut")  # what, row id: a row that is kept, but cut
     note = partialmethod(_count, "noted")  # what, row id: a row that is used, and has something worth knowing
+    note_unread = partialmethod(_count, "unread")  # name, row id: a row with a column or key that nothing reads
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
         """The tally of tokenized rows with the numbers of those kept, of these documents and of their tokens filled in."""
@@ -255,7 +260,7 @@ class Tally:
         return Tally(**numbers, **self._reasons_with(other))
 
     def _reasons_with(self, other: "Tally") -> dict[str, Any]:
-        tables = ("dropped", "cut", "noted")
+        tables = ("dropped", "cut", "noted", "unread")
         sums = {name: dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in tables}
         names = {**self.first, **other.first}
         first = {key: (self.first.get(key, []) + other.first.get(key, []))[:SHOWN_IDS] for key in names}
@@ -283,6 +288,9 @@ class Tally:
             head += f", {self.documents} documents, {self.tokens} tokens"
         tables = {"dropped": self.dropped, "cut": self.cut, "noted": self.noted}
         lines = [head, *(line for verb, table in tables.items() for line in self._reasons(table, verb))]
+        if self.unread:
+            names = ", ".join(f"{name} ({rows})" for name, rows in sorted(self.unread.items()))
+            lines.append(f"  columns and keys of messages that are not read (rows): {names}")
         if self.trained_on:
             shown = ", ".join(self.trained_on[:SHOWN_IDS]) + (", ..." if len(self.trained_on) > SHOWN_IDS else "")
             lines.append(f"  held out {len(self.trained_on)}: the prompt or text is also trained on ({shown})")

@@ -145,6 +145,8 @@ def serve() -> None:
 def _answer(compiled: Callable[[], Any], task: RenderTask, variables: Mapping[str, object]) -> dict[str, Any]:
     """{"texts": [...]}, or {"error": ..., "ended": ...} of the first that failed; each text has its own limit of time."""
     texts = []
+    first: Mapping[str, Any] = task.messages[0] if task.messages else {}
+    variables = {**variables, **first.get("chat_template_kwargs", {})}
     try:
         for number, open_turn in task.cuts:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)

@@ -1,8 +1,11 @@
 """Dialogues as data files have them: OpenAI's tool calls, ShareGPT's roles, reasoning."""
 
+import datasets
 import pytest
 
 from alignment.data.rows.read import read_rows
+from alignment.data.tokenize import TOKENIZE
+from alignment.errors import UserError
 
 HI = {"role": "user", "content": "hi"}
 HEY = {"role": "assistant", "content": "hey"}
@@ -38,6 +41,63 @@ def test_every_way_to_write_a_tool_call_is_one_call(jsonl, turn):
 def test_ids_of_calls_and_of_what_they_answer_are_kept(jsonl):
     turns = [HI, {**CALLING, "tool_calls": [{**CALL, "id": "c1"}]}, {**ANSWER, "tool_call_id": "c1"}, HEY]
     assert read_one(jsonl({"messages": turns})).messages == turns
+
+
+def test_nulls_of_arrow_are_no_keys_of_calls_and_tools_and_those_of_json_are(tmp_path, jsonl):
+    """[C5] A column of Arrow has one struct for all rows, so each call has the arguments of every other, as null."""
+    rows = []
+    for argument in ("city", "zone"):
+        call = {"type": "function", "function": {"name": f"get_{argument}", "arguments": {argument: "x"}}}
+        properties = {argument: {"type": "string"}}
+        tool = {"name": f"get_{argument}", "parameters": {"type": "object", "properties": properties}}
+        turns = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"messages": turns, "tools": [tool], f"only_{argument}": 1})
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    read = [read_rows(path, "demonstrations")[0] for path in (jsonl(*rows), tmp_path / "rows.parquet")]
+    assert [[(each.messages, each.tools) for each in records] for records in read] == [
+        [
+            ([HI, {**row["messages"][1], "content": ""}], [{"type": "function", "function": row["tools"][0]}])
+            for row in rows
+        ]
+    ] * 2
+    null = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    record = read_one(jsonl({"messages": [HI, {**CALLING, "tool_calls": [null]}], "tools": [TOOL]}))
+    assert record.messages[1]["tool_calls"] == [null]
+
+
+def test_nulls_of_other_columns_of_arrow_are_kept(tmp_path):
+    """A reward function is given what its column holds."""
+    rows = [{"prompt": "a", "extra_info": {"x": 1, "y": None}}, {"prompt": "b", "extra_info": {"x": None, "y": 2}}]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    records, _ = read_rows(tmp_path / "rows.parquet", "prompts")
+    assert [record.extra["extra_info"] for record in records] == [row["extra_info"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("demonstrations", {"prompt": [HI], "completion": [HEY]}),
+        ("demonstrations", {"messages": [HI, HEY, HI, HEY], "system": "Be kind."}),
+        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}, HI, HEY]}),
+        ("comparisons", {"prompt": [HI], "chosen": "a", "rejected": "b"}),
+        ("prompts", {"prompt": [HI], "answer": "x"}),
+        ("labels", {"messages": [HI, HEY], "label": True}),
+        ("rankings", {"prompt": [HI], "responses": ["a", "b"], "ranks": [1, 2]}),
+    ],
+)
+def test_template_variables_of_a_row_reach_the_template(jsonl, chatml, kind, row):
+    """[C9] trl's column; a null is as good as none, since Arrow gives all rows the keys of every row."""
+    chatml.chat_template = "{% if mood is defined %}mood {{ mood }}{% endif %}" + chatml.chat_template
+    for variables, written in [({"mood": "calm"}, True), ({"mood": None}, False), ({"other": 1}, False), ({}, False)]:
+        records, counts = read_rows(jsonl({**row, "chat_template_kwargs": variables}), kind)
+        examples, _ = TOKENIZE[kind](records, chatml, 512)
+        text = chatml.decode(examples[0].documents[0])
+        assert ("mood calm" in text) is written and not counts.unread
+    with pytest.raises(UserError, match="chat_template_kwargs: must be an object"):
+        read_rows(jsonl({**row, "chat_template_kwargs": "mood"}), kind)
+    records, _ = read_rows(jsonl({**row, "chat_template_kwargs": {"messages": []}}), kind)
+    with pytest.raises(UserError, match="multiple values for keyword argument 'messages'"):
+        TOKENIZE[kind](records, chatml, 512)
 
 
 def test_sharegpt_with_system_tools_and_observations(jsonl):

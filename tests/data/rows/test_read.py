@@ -3,12 +3,15 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
+from alignment.data.rows import files
 from alignment.data.rows.fields import BadRow
+from alignment.data.rows.files import read_chunks
 from alignment.data.rows.formats import alpaca_prompt, parse_comparison
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import EQUAL_PAIR, Prompt, Text
@@ -58,6 +61,18 @@ def read_one(path, kind, **options):
             {"prompt": "hi", "chosen": [HI, HEY], "rejected": [HI, YO]},
             Pair([HI], "hey", "yo", None, ""),
         ),
+        *(
+            (PAIRS, {"prompt": prompt, "chosen": [*before, HEY], "rejected": [*before, YO]}, Pair(whole, "hey", "yo", None, ""))
+            for prompt, before, whole in [
+                ([BE_KIND, HI], [HI], [BE_KIND, HI]),  # dialogues without the system message
+                ([HI], [BE_KIND, HI], [BE_KIND, HI]),
+                ([HI], [HI, HEY, HI], [HI, HEY, HI]),
+                ("<|user|>hi<|assistant|>", [HI], [HI]),  # the dialogue as it was rendered
+                ([HI], [YO, HI], [HI, YO, HI]),  # completions of several messages
+                ("hi", [YO, HI], [HI, YO, HI]),
+                ("", [HI], [HI]),
+            ]
+        ),
         (PAIRS, {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"}, Pair(DIALOGUE, " yes", " no", None, "")),
         (
             PAIRS,
@@ -90,9 +105,7 @@ def read_one(path, kind, **options):
 )  # fmt: skip
 def test_every_shape_of_row(jsonl, kind, row, expected):
     record = read_one(jsonl(row), kind)
-    for name in expected.__slots__:
-        if name != "row_id":
-            assert getattr(record, name) == getattr(expected, name), name
+    assert replace(record, row_id="") == expected
     assert record.row_id.endswith("rows.jsonl:1")
 
 
@@ -104,6 +117,50 @@ def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
     assert (record.prompt, record.response) == ([HI, HEY, HI, YO, HI], "hey")
     assert record.messages == [HI, HEY, HI, YO, HI, HEY]
     assert record.trained == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [{"loss": False}, {"training": 0}, {"trainable": "false"}, {"loss_mask": 0.0}, {"loss_weight": 0}, {"train": "no"}],
+)
+def test_a_turn_with_any_known_flag_of_false_does_not_count(jsonl, flag):
+    assert read_one(jsonl({"messages": [HI, {**HEY, **flag}, HI, YO]}), DEMO) == read_one(
+        jsonl({"messages": [HI, {**HEY, "weight": 0}, HI, YO]}), DEMO
+    )
+    for kind, row in [
+        (PAIRS, {"chosen": [HI, {**HEY, **flag}], "rejected": [HI, YO]}),
+        ("labels", {"messages": [HI, {**HEY, **flag}], "label": True}),
+        (DEMO, {"prompt": "hi", "completion": {**HEY, **flag}}),
+    ]:
+        with pytest.raises(UserError, match="has weight 0"):
+            read_rows(jsonl(row), kind)
+
+
+def test_columns_and_keys_that_nobody_reads_are_counted_in_one_line(jsonl):
+    row = {"messages": [{**HI, "id": 1, "mood": "odd"}, HEY], "prompt": "hi", "id": 1, "color": "x", "tools": None}
+    counts = read_rows(jsonl(row, {**row, "score": 2}, {**row, "score": ""}, {**row, "prompt": None}), DEMO)[1]
+    assert counts.unread == {"prompt": 3, "messages.mood": 4, "color": 4, "score": 1}
+    (line,) = counts.lines()[1:]
+    assert line.endswith("color (4), messages.mood (4), prompt (3), score (1)")
+    both = counts.merged_with(read_rows(jsonl({**row, "prompt": "<image> hi"}), DEMO)[1])
+    assert both.unread == {"prompt": 4, "messages.mood": 5, "color": 5, "score": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "unread"),
+    [
+        (PAIRS, {"prompt": "a", "instruction": "b", "chosen": "c", "rejected": "d", "label": 1, "margin": 2}, {"instruction", "label"}),
+        (DEMO, {"prompt": "a", "response": "b", "input": "c", "completion": None}, {"input"}),
+        (DEMO, {"instruction": "a", "output": "b", "input": "c", "text": "d"}, {"text"}),
+        (DEMO, {"messages": [HI, HEY], "chat": "x"}, {"chat"}),
+        (DEMO, {"prompt": "<image> a", "response": "b"}, {"<image>"}),
+        ("prompts", {"prompt": [{**HI, "mood": "odd"}], "facts": [1]}, {"messages.mood"}),
+        ("rankings", {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2, "score_rejected": 1}, set()),
+        ("text", {"text": "a", "messages": [HI]}, {"messages"}),
+    ],
+)  # fmt: skip
+def test_what_each_format_reads(jsonl, kind, row, unread):
+    assert set(read_rows(jsonl(row), kind)[1].unread) == unread
 
 
 ROWS = [{"prompt": "hi", "chosen": "ä", "rejected": 'b, "c"\nd'}, {"prompt": "ho", "chosen": "e", "rejected": "f"}]
@@ -134,6 +191,47 @@ def test_every_file_format_gives_the_same_rows(tmp_path, name, write, places):
         (r["prompt"], r["chosen"], r["rejected"]) for r in ROWS
     ]
     assert [record.row_id for record in records] == [f"{tmp_path / name}:{place}" for place in places]
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "places"),
+    [
+        ("lines.json", lambda rows: "\n".join(map(json.dumps, rows)), (1, 2)),
+        ("list.jsonl", json.dumps, (1, 2)),
+        ("pretty.jsonl", lambda rows: "\ufeff" + json.dumps(rows, indent=2), (1, 2)),
+        ("wrapped.json", lambda rows: json.dumps({"version": 1, "data": rows}, indent=2), (1, 2)),
+        ("one.json", lambda rows: json.dumps(rows[0], indent=2), (1,)),
+    ],
+)
+def test_json_is_read_whatever_its_name_says(tmp_path, name, write, places):
+    """[C17] Lines named .json, a list named .jsonl, an object around the list, one object alone."""
+    (tmp_path / name).write_text(write(ROWS))
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(write(ROWS).encode()))
+    for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+        config = DataConfig(str(path), cache=str(tmp_path / "cache"))
+        assert [record.row_id for record in read_rows(path, PAIRS)[0]] == [f"{path}:{place}" for place in places]
+        assert [raw.location for chunk in read_chunks(config.train, "train", 2**20) for raw in chunk.raw_rows()] == [
+            f"{path}:{place}" for place in places
+        ]
+
+
+def test_a_long_field_of_csv_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"text\n{'a' * 200_000}\nb\n")
+    assert [len(record.text) for record in read_rows(tmp_path / "rows.csv", "text")[0]] == [200_000, 1]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.txt.gz", "rows.csv", "rows.json.gz"])
+def test_a_line_beyond_bounds_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, bpe, name):
+    """[E10] A few megabytes of gzip may unpack to gigabytes."""
+    monkeypatch.setattr(files, "WHOLE_BYTES", 2**26, raising=False)  # of a list, which is one line of gigabytes
+    content = b'{"text": "a"}\n{"text": "' + b"a" * 2**26 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+    for read in (
+        lambda: read_rows(tmp_path / name, "text"),
+        lambda: prepare(DataConfig(str(tmp_path / name)), "text", bpe),
+    ):
+        with pytest.raises(UserError, match=rf"{name}:2: a line of more than 64 MiB"):
+            read()
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(jsonl):
@@ -244,13 +342,36 @@ def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     assert "data.columns.response=anser: no such column; did you mean 'answer'?" in str(caught.value)
 
 
+def test_what_an_object_holds_can_be_named_as_a_column(jsonl):
+    """[C16] verl's rows keep the reference answer in reward_model.ground_truth."""
+    rows = [
+        {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": n}, "info": {"q": "b"}} for n in ("1", "2")
+    ]
+    columns = {"answer": "reward_model.ground_truth"}
+    records, _ = read_rows(jsonl(*rows), "prompts", columns=columns)
+    assert [record.extra for record in records] == [
+        {"answer": n, **{k: v for k, v in row.items() if k != "prompt"}} for n, row in zip("12", rows, strict=True)
+    ]
+    assert read_rows(jsonl(*rows), DEMO, columns={"prompt": "info.q", "response": "prompt"})[0][0].prompt == "b"
+    with pytest.raises(
+        UserError, match=r"reward_model.truth: no such column; did you mean 'reward_model.ground_truth'"
+    ):
+        read_rows(jsonl(*rows), "prompts", columns={"answer": "reward_model.truth"})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"", "0 rows in"),
+        ("empty.jsonl", b"", r"^0 rows in \S+$"),
         ("list.json", b"[]", "0 rows in"),
         ("empty.csv", b"", "0 rows in"),
-        ("object.json", b'{"text": "a"}', "must hold a list of rows"),
+        ("number.json", b"\n1\n", "must hold a list of rows"),
+        ("sixteen.jsonl", b"\xff\xfe" + '{"text": "a"}'.encode("utf-16-le"), "UTF-16"),
+        ("sixteen.csv", b"\xfe\xff" + "text\na".encode("utf-16-be"), "UTF-16"),
+        ("returns.csv", b"text,more\ra,b\r", "carriage returns"),
+        ("twice.jsonl", b'{"text": "a", "more": {"b": 1, "b": 2}}', "1:1: .*stands twice: b"),
+        ("twice.json", b'[{"text": "a", "text": "b"}]', "stands twice: text"),
+        ("half.jsonl", b'{"text": "a", "\\ud800": 1}', "a key holds half a surrogate pair"),
         ("broken.json", b'[{"text": "a"},\n x]', r"broken.json:2:2: not JSON"),
         ("latin.csv", b"text\nfine\nb\xe4r\n", r"latin.csv:3: byte 2 of the line is not UTF-8"),
         ("short.csv", b"text,more\na\n", r"short.csv:2: 1 fields where the first line names 2"),
@@ -353,6 +474,29 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
     ("kind", "row", "message"),
     [
         (DEMO, {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
+        *(
+            (DEMO, {"prompt": "a", "completion": "b", "label": label}, "label: false marks an undesirable")
+            for label in (False, 0, 0.0, "0", "0.0", " False", "no")
+        ),
+        *(
+            (kind, {"prompt": "<image> a", **row, column: value}, f"{column}: pictures, sounds and videos are not taken")
+            for kind, row in [
+                (DEMO, {"completion": "b"}),
+                (PAIRS, {"chosen": "b", "rejected": "c"}),
+                ("prompts", {}),
+                ("rankings", {"responses": ["b", "c"], "ranks": [1, 2]}),
+            ]
+            for column, value in [("image", "cat.png"), ("images", ["a"]), ("video", {"path": "x"}), ("audios", [{"bytes": "x"}])]
+        ),
+        (DEMO, {"prompt": "a", "completion": "b", "documents": ["c"]}, "documents: are not given"),
+        (DEMO, {"messages": [{**HI, "image": "cat.png"}, HEY]}, "messages: image of a message: pictures"),
+        (DEMO, {"messages": [{**HI, "tools": [{"name": "f"}]}, HEY]}, "messages: tools of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "mask": False}]}, "messages: mask of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "train_detail": [{"begin": 0}]}]}, "messages: train_detail of a message"),
+        (DEMO, {"messages": [HI, {**HEY, "weight": 1, "loss": False}]}, "messages: two weights of a message contradict"),
+        (PAIRS, {"prompt": [YO, HI], "chosen": [BE_KIND, HI, HEY], "rejected": [BE_KIND, HI, YO]}, "prompt: contradicts"),
+        (PAIRS, {"prompt": "other", "chosen": [HI, HEY], "rejected": [HI, YO]}, "prompt: contradicts"),
+        (PAIRS, {"prompt": [HI], "chosen": [HEY, HI, YO], "rejected": [YO, HI, HEY]}, "chosen: must be one assistant message"),
         (DEMO, {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
         (DEMO, {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
         (DEMO, {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
@@ -365,12 +509,30 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
         (DEMO, {"messages": [{**HI, "weight": 1}, HEY]}, "messages: only the assistant's messages can count"),
         (DEMO, {"messages": [HI, {**HEY, "weight": 0.5}]}, "messages: the weight of a message must be 0 or 1 .0.5."),
         (DEMO, {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
-        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, is a list"),
+        ("prompts", {"prompt": [{**HI, "content": [{"type": "image"}]}]}, "prompt: content of a message must be text, is a .*pictures"),
     ],
 )  # fmt: skip
 def test_what_a_record_cannot_say_is_refused_and_never_left_out_in_silence(jsonl, kind, row, message):
     with pytest.raises(UserError, match=f"rows.jsonl:1:{message}"):
         read_rows(jsonl(row), kind)
+
+
+def test_columns_of_media_without_a_value_are_none(jsonl):
+    empty = {"images": [], "image": {"bytes": None, "path": None}, "audio": None, "videos": [None], "documents": ""}
+    path = jsonl({"messages": [{**HI, "images": []}, HEY], **empty})
+    assert read_one(path, DEMO) == Demo([HI], "hey", f"{path}:1")
+
+
+@pytest.mark.parametrize("kind", ["prompts", PAIRS])
+def test_a_prompt_that_the_assistant_ends_is_a_bad_row_like_others(jsonl, kind):
+    """[D8b] HH-RLHF has dialogues whose last two turns are the assistant's; as messages nothing can follow."""
+    twice = f"{DIALOGUE} wait\n\nAssistant:"
+    rows = [{"prompt": text, "chosen": "a", "rejected": "b"} for text in (DIALOGUE, twice, twice)]
+    with pytest.raises(UserError, match=r"(?s)2 bad rows.*:2:prompt: ends with an assistant.*:3:prompt"):
+        read_rows(jsonl(*rows), kind, as_messages=True)
+    records, counts = read_rows(jsonl(*rows), kind, as_messages=True, on_bad_row="skip")
+    assert (len(records), counts.lost) == (1, 2)
+    assert read_rows(jsonl(*rows), kind)[1].kept == 3  # as text the prompt ends in an open turn
 
 
 def test_nothing_usable_is_an_error_even_when_skipping(jsonl):
@@ -388,5 +550,5 @@ def test_unknown_kind():
 def test_a_renamed_column_no_longer_stands_under_its_own_name(jsonl):
     path = jsonl({"messages": "hi", "response": "hey"})
     assert read_one(path, DEMO, columns={"prompt": "messages"}) == Demo("hi", "hey", f"{path}:1")
-    path = jsonl({"text": "hi", "topic": "x"})
-    assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"topic": "x"}
+    path = jsonl({"text": "hi", "color": "x"})
+    assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"color": "x"}
