@@ -31,6 +31,7 @@ from alignment.data.pretraining.prepare import (
     Noise,
     SentencePairBatch,
     SpanBatch,
+    check_texts,
     collate_in_one,
     collate_masked,
     collate_sentence_pairs,
@@ -388,6 +389,8 @@ def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Par
     examples, counts = prepare_text(config.data, config.objective.kind, tokenizer, part)
     for line in (*counts.lines(), *describe_cache(examples)):
         run.note(f"{part} text: {line}")
+    if isinstance(config.objective, SentencePairs) and config.objective.task == "next_sentence":
+        check_texts(examples, part)
     compare_rows(f"data.{part}", examples)
     return examples
 

@@ -125,6 +125,19 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
         assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["next_sentence_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("share", "part"), [(0.1, "evaluation"), (0.9, "train")])
+def test_passages_of_one_text_are_refused_after_the_split(share, part, make, tmp_path):
+    """[A4] No other text of that part has a second sentence for them, and drawing one would never end."""
+    texts = [" ".join(f"{noun} {state} once." for state in STATES) for noun in NOUNS]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    data = DataConfig(train=str(file), evaluation_share=share, max_length=32)
+    with pytest.raises(UserError, match=f"{part} text are of one text"):
+        pretrain.run(make("sentence pairs", data=data))
+    order = replace(SentencePairs(), task="sentence_order")
+    assert pretrain.run(make("sentence pairs", "order", data=data, objective=order)).exists()
+
+
 def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head(make, tmp_path, read_metrics):
     rows = [f"at dawn the {noun} was {state}. at dusk the {noun} left." for noun in NOUNS for state in STATES]
     data = tmp_path / "rows.jsonl"
