@@ -328,7 +328,9 @@ def reference_of(
     if source is None and policy.disabled_is_start:
         return Reference(engine, None)
     device = engine.process_group.device
-    return Reference(engine, load_frozen_model(source or policy.source or "", bases or SharedWeights(), device))
+    model = load_frozen_model(source or policy.source or "", bases or SharedWeights(), device)
+    model.known_tokens = policy.model.known_tokens
+    return Reference(engine, model)
 
 
 def save_policy(

@@ -25,6 +25,7 @@ from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import last_span
+from alignment.data.tokenizers.tokenizer import known_tokens
 from alignment.errors import UserError
 from alignment.loading import architecture_of, load_tokenizer, preparation_for
 from alignment.losses.language import TokenLoss
@@ -208,7 +209,8 @@ def response_writer(
         with evaluation_mode(model), engine.backend.full_parameters():
             if run.is_main:
                 stops = sorted(stop_token_ids(tokenizer))
-                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start)
+                known = known_tokens(tokenizer)
+                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start, vocabulary=known)
                 rows = [
                     {"prompt": prompt, "response": response_text(tokenizer, tokens, ended, start)}
                     for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True)

@@ -353,7 +353,7 @@ def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _centered(groups: Tensor) -> Tensor:
-    """Rewards less the mean of their group, [groups, n]; those of a group that differs by roundings of its mean become 0."""
+    """Rewards less the mean of their group, [groups, n]; 0 where those of a group differ by roundings of its mean."""
     mean = groups.mean(1, keepdim=True)
     centered = groups - mean
     rounding = _rounding_of(mean)

@@ -232,8 +232,8 @@ def check_texts(passages: Sequence[Example], part: Part) -> None:
     first = passages[0].values["text"] if len(passages) else None
     if all(passage.values["text"] == first for passage in passages):
         raise UserError(
-            f"data: all {len(passages)} passages of the {part} text are of one text, and the second sentence of a pair comes "
-            "from another one; hold other rows out (data.evaluation_share), add texts, or set objective.task=sentence_order"
+            f"data: all {len(passages)} passages of the {part} text are of one text, and the second sentence of a pair "
+            "comes from another one; change data.evaluation_share, add texts, or set objective.task=sentence_order"
         )
 
 
