@@ -290,6 +290,22 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
+def note_balance(run: Run, model: NativeModel[Any] | ExternalModel, *, added: bool = False) -> None:
+    """Note what becomes of the load-balancing loss that a mixture of experts asks for; `added`: the stage adds it."""
+    if not (model.config.get("output_router_logits") and model.config.get("router_aux_loss_coef", 1.0)):
+        return
+    if added and model.source == "native":
+        run.note(
+            "balance_loss: of a mixture of experts, is computed from each micro-batch on each process: it changes a little "
+            "with training.micro_batch_tokens and with the number of processes, which change nothing else"
+        )
+    else:
+        run.note(
+            "balance_loss: config.json asks for it (output_router_logits), and it is not added in this stage: only sft and "
+            "pretrain add it, to models of our own families"
+        )
+
+
 class Reference:
     """A reference, called on a batch for log-probabilities, or for the logits behind its targets, without gradients.
 

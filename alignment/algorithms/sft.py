@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_memory, save_policy
+from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_balance, note_memory, save_policy
 from alignment.algorithms.runs import (
     check_rows,
     collate_for,
@@ -146,6 +146,7 @@ def run(config: SFTConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
+        note_balance(run, policy.model, added=True)
         fit(
             engine, stream, collate_for(policy.model, collate_whole if config.loss_on == "all" else collate),
             language_loss_fn(engine.model, sources_of(config.data), config.token_loss),

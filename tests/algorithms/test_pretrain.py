@@ -243,6 +243,21 @@ def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metric
     assert lines[-1]["held_out_loss"] < lines[0]["hard_loss"]
 
 
+def test_a_teacher_may_be_padded_differently(make, tmp_path, read_metrics):
+    """[C15] The logits beyond the smaller of two vocabularies of one tokenizer are left out on both sides."""
+    teacher = str(pretrain.run(make("causal", "teacher", model=CASES["causal"][1] | {"vocab_size": 340})))
+    own = {"vocabulary": None, "tokenizer_kind": "bpe", "tokenizer": teacher, "sentinels": None}
+    own["training"] = TrainingConfig(batch_size=16, max_steps=2)
+    distillation = DistillationConfig(teacher, soft_coef=1.0, hard_coef=0.0)
+    for size in (320, 360):
+        model = CASES["causal"][1] | {"vocab_size": size}
+        pretrain.run(make("causal", f"{size}", model=model, distillation=distillation, **own))
+        assert 0 < read_metrics(tmp_path / f"{size}")[0]["soft_loss"] < 20
+    copies = replace(distillation, copy_layers=True)
+    with pytest.raises(UserError, match="needs its teacher's tokenizer"):
+        pretrain.run(make("causal", "copied", model=model, distillation=copies, **own))
+
+
 def test_the_distillation_loss_is_its_three_terms():
     torch.manual_seed(0)
     student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))

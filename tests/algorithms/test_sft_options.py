@@ -120,3 +120,23 @@ def test_a_chat_template_that_none_of_the_rows_enters_is_refused_before_the_mode
     run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", chat_template="zephyr")
     with pytest.raises(UserError, match="as_messages"):
         run(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("sft", "each micro-batch"), ("pretrain", "each micro-batch"), ("reward", "not added"), ("dpo", "not added"),
+        ("distill", "not added"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_the_balance_of_experts_is_noted(stage, said, write_checkpoint, ran, tmp_path, capsys):
+    """[A5] It is not additive over micro-batches; and preferences and samples are learned without it."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.5}
+    training = TrainingConfig(batch_size=4, max_steps=1)
+    for asked in (True, False):
+        policy = write_checkpoint(tmp_path / f"{asked}", "llama", **experts, output_router_logits=asked)
+        more = {"teacher": policy} if stage == "distill" else {}
+        more |= {"tokenizer": policy} if stage == "pretrain" else {}
+        ran(stage, policy, tmp_path / f"run {asked}", training=training, **more)
+        notes = capsys.readouterr().err
+        assert ("balance_loss: " in notes) == (said in notes) == asked
