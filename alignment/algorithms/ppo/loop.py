@@ -23,7 +23,7 @@ from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training import TrainingConfig, load_run_state, save_run_state
-from alignment.training.loop import is_due
+from alignment.training.loop import is_due, note_warmup
 from alignment.training.result import Result
 from alignment.training.run.directory import Run
 
@@ -45,6 +45,7 @@ def update_on_rollouts(
     result = Result(run, state.policy, training, save, evaluated=held_out is not None)
     note_dropout_off(state.start, run)
     note_balance(run, state.start.model)
+    note_warmup(run, state.engines.values())
     state.rollout_weights = choose_rollout_weights(config, data.prompts.rows, state, run)
     note_memory(run, state.roles)
     saved = load_run_state(run, state.engines, training)
