@@ -37,6 +37,7 @@ from alignment.models.huggingface.checkpoint import (
     save_model,
     saved_names,
 )
+from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
 from alignment.models.new_weights import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.outputs import LanguageOutput, LogitsOutput
@@ -290,19 +291,19 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
-def note_balance(run: Run, model: NativeModel[Any] | ExternalModel, *, added: bool = False) -> None:
+def note_balance(run: Run, model: Model, *, added: bool = False) -> None:
     """Note what becomes of the load-balancing loss that a mixture of experts asks for; `added`: the stage adds it."""
     if not (model.config.get("output_router_logits") and model.config.get("router_aux_loss_coef", 1.0)):
         return
     if added and model.source == "native":
         run.note(
-            "balance_loss: of a mixture of experts, is computed from each micro-batch on each process: it changes a little "
-            "with training.micro_batch_tokens and with the number of processes, which change nothing else"
+            "balance_loss: of a mixture of experts, is computed from each micro-batch on each process: it changes a "
+            "little with training.micro_batch_tokens and with the number of processes, which change nothing else"
         )
     else:
         run.note(
-            "balance_loss: config.json asks for it (output_router_logits), and it is not added in this stage: only sft and "
-            "pretrain add it, to models of our own families"
+            "balance_loss: config.json asks for it (output_router_logits), and it is not added in this stage: only sft "
+            "and pretrain add it, to models of our own families"
         )
 
 

@@ -116,7 +116,7 @@ def fit(
 
 
 def note_warmup(run: Run, engines: Iterable[Engine]) -> None:
-    """Note a warm-up that lasts beyond the end of the run, so that the learning rate never arrives; once if they agree."""
+    """Note a warm-up that lasts beyond the end of the run, so that the learning rate never arrives at its peak."""
     for warmup, total in sorted({(engine.config.warmup_steps, engine.total_steps) for engine in engines}):
         if 0 < total <= warmup:
             run.note(
