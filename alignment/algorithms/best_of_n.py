@@ -25,7 +25,7 @@ from alignment.data.rows.read import ROW_FORMATS
 from alignment.data.rows.records import Kind, Message
 from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
 from alignment.files import write_figures, write_json_lines
 from alignment.generation import SamplingConfig, decode_responses, response_text
@@ -237,7 +237,7 @@ def sample_and_score(
         some = rows[start : start + at_once]
         sampled = decode_responses(
             policy, [list(row.ids) for row in some], sampling, stop_ids,
-            rows=range(start, start + len(some)), batch_size=config.batch_size,
+            rows=range(start, start + len(some)), batch_size=config.batch_size, vocabulary=known_tokens(tokenizer),
         )  # fmt: skip
         given.append(rewards.part_scores(some, sampled.token_ids, sampled.ended))
         texts += [response_text(tokenizer, *pair) for pair in zip(sampled.token_ids, sampled.ended, strict=True)]

@@ -26,6 +26,7 @@ from alignment.algorithms.ppo.state import SamplingState
 from alignment.algorithms.runs import check_rows, open_run
 from alignment.data.batches import Example, collate
 from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
 from alignment.loading import load_frozen_model, load_tokenizer, same_vocabulary
 from alignment.models.external.models import ExternalLanguageModel
@@ -171,10 +172,7 @@ def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillStat
     teacher = load_frozen_model(config.teacher, bases, policy.process_group.device)
     if not isinstance(teacher, LanguageModel | ExternalLanguageModel):
         raise UserError(f"teacher: {config.teacher} is no decoder; take one that continues prompts as the student does")
-    if (rows := teacher.spec.vocabulary) != (own := start.model.spec.vocabulary):
-        raise UserError(
-            f"teacher: {config.teacher} has logits of {rows} tokens, {config.policy} of {own}; they must agree"
-        )
+    check_vocabulary(data.tokenizer, teacher.spec.vocabulary)
     check_rows(teacher, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     return DistillState(
         policy,

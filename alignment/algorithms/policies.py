@@ -37,6 +37,7 @@ from alignment.models.huggingface.checkpoint import (
     save_model,
     saved_names,
 )
+from alignment.models.model import Model
 from alignment.models.native_model import NativeModel
 from alignment.models.new_weights import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.outputs import LanguageOutput, LogitsOutput
@@ -290,6 +291,22 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
+def note_balance(run: Run, model: Model, *, added: bool = False) -> None:
+    """Note what becomes of the load-balancing loss that a mixture of experts asks for; `added`: the stage adds it."""
+    if not (model.config.get("output_router_logits") and model.config.get("router_aux_loss_coef", 1.0)):
+        return
+    if added and model.source == "native":
+        run.note(
+            "balance_loss: of a mixture of experts, is computed from each micro-batch on each process: it changes a "
+            "little with training.micro_batch_tokens and with the number of processes, which change nothing else"
+        )
+    else:
+        run.note(
+            "balance_loss: config.json asks for it (output_router_logits), and it is not added in this stage: only sft "
+            "and pretrain add it, to models of our own families"
+        )
+
+
 class Reference:
     """A reference, called on a batch for log-probabilities, or for the logits behind its targets, without gradients.
 
@@ -328,7 +345,9 @@ def reference_of(
     if source is None and policy.disabled_is_start:
         return Reference(engine, None)
     device = engine.process_group.device
-    return Reference(engine, load_frozen_model(source or policy.source or "", bases or SharedWeights(), device))
+    model = load_frozen_model(source or policy.source or "", bases or SharedWeights(), device)
+    model.known_tokens = policy.model.known_tokens
+    return Reference(engine, model)
 
 
 def save_policy(

@@ -18,6 +18,7 @@ from alignment.algorithms.policies import (
     Policy,
     check_new_tokens,
     load_pretraining_start,
+    note_balance,
     save_policy,
     tokenizer_settings,
     with_new_tokens,
@@ -31,6 +32,7 @@ from alignment.data.pretraining.prepare import (
     Noise,
     SentencePairBatch,
     SpanBatch,
+    check_texts,
     collate_in_one,
     collate_masked,
     collate_sentence_pairs,
@@ -52,8 +54,8 @@ from alignment.data.text.templates import read_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
 from alignment.errors import UserError
-from alignment.loading import find_directory, load_tokenizer
-from alignment.losses.language import distillation_loss, hidden_cosine_loss, label_loss
+from alignment.loading import find_directory, load_tokenizer, same_vocabulary
+from alignment.losses.language import distillation_loss, hidden_cosine_loss, known_logits, label_loss
 from alignment.models.build import build_model
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained
@@ -345,6 +347,7 @@ def run(config: PretrainConfig) -> Path:
             attach_span_boundary(policy.model)
             run.note("span-boundary head: trained with the model, left out of output/model")
         engine, stream = prepare_training(policy.model.train(), config, train, run)
+        note_balance(run, policy.model, added=config.distillation is None)
         sources = sources_of(config.data)
         of_kind = language_loss_fn
         if isinstance(config.objective, SentencePairs):
@@ -388,6 +391,8 @@ def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Par
     examples, counts = prepare_text(config.data, config.objective.kind, tokenizer, part)
     for line in (*counts.lines(), *describe_cache(examples)):
         run.note(f"{part} text: {line}")
+    if isinstance(config.objective, SentencePairs) and config.objective.task == "next_sentence":
+        check_texts(examples, part)
     compare_rows(f"data.{part}", examples)
     return examples
 
@@ -431,7 +436,10 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
         return policy, None
     teacher = load_pretrained(find_directory(distillation.teacher), task).requires_grad_(False)
     check_kind(config.objective, teacher)
-    if teacher.spec.vocabulary != policy.model.spec.vocabulary:
+    padded_alike = teacher.spec.vocabulary == policy.model.spec.vocabulary
+    if not padded_alike and (
+        distillation.copy_layers or not same_vocabulary(tokenizer, load_tokenizer(distillation.teacher))
+    ):
         raise UserError(
             f"distillation.teacher: {distillation.teacher} has {teacher.spec.vocabulary} tokens, the model "
             f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
@@ -561,7 +569,9 @@ def distillation_loss_fn(
         with torch.no_grad():
             teacher_output = teacher(batch=batch, return_logits=True)
         output = student(batch=batch, return_logits=True)
-        soft_each = distillation_loss(output.logits, teacher_output.logits, temperature=config.temperature)
+        shared = min(output.logits.shape[-1], teacher_output.logits.shape[-1])  # what is beyond pads one of the two
+        both = (known_logits(each.logits, shared) for each in (output, teacher_output))
+        soft_each = distillation_loss(*both, temperature=config.temperature)
         soft = soft_each.sum()
         documents = batch.decoder if isinstance(batch, Seq2Seq) else batch
         targets = documents.tokens[documents.target_index] if documents.labels is None else documents.labels

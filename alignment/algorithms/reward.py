@@ -18,7 +18,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from alignment.adapters.specs import AdapterSpec
-from alignment.algorithms.policies import Policy, Role, note_memory
+from alignment.algorithms.policies import Policy, Role, note_balance, note_memory
 from alignment.algorithms.reward_networks import (
     EnsembleConfig,
     NormalizeConfig,
@@ -203,6 +203,7 @@ def run(config: RewardConfig) -> Path:
             run.note(line)
         engine, stream = prepare_training(reward_model.model.train(), config, train, run)
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
+        note_balance(run, reward_model.model)
         bootstrap = None
         if config.ensemble is not None and config.ensemble.bootstrap:
             bootstrap = partial(bootstrap_counts, seed=config.training.seed, members=config.ensemble.members)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
-from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_memory, save_policy
+from alignment.algorithms.policies import GENERATORS, Policy, Role, load_policy, note_balance, note_memory, save_policy
 from alignment.algorithms.runs import (
     check_rows,
     collate_for,
@@ -25,6 +25,7 @@ from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import last_span
+from alignment.data.tokenizers.tokenizer import known_tokens
 from alignment.errors import UserError
 from alignment.loading import architecture_of, load_tokenizer, preparation_for
 from alignment.losses.language import TokenLoss
@@ -145,6 +146,7 @@ def run(config: SFTConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
+        note_balance(run, policy.model, added=True)
         fit(
             engine, stream, collate_for(policy.model, collate_whole if config.loss_on == "all" else collate),
             language_loss_fn(engine.model, sources_of(config.data), config.token_loss),
@@ -208,7 +210,8 @@ def response_writer(
         with evaluation_mode(model), engine.backend.full_parameters():
             if run.is_main:
                 stops = sorted(stop_token_ids(tokenizer))
-                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start)
+                known = known_tokens(tokenizer)
+                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start, vocabulary=known)
                 rows = [
                     {"prompt": prompt, "response": response_text(tokenizer, tokens, ended, start)}
                     for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True)

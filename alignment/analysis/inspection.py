@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
-from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.html import render_page
 from alignment.files import write_figures
@@ -127,7 +127,8 @@ def target_ids(
     if not targets:
         settings = SamplingConfig(max_new_tokens=WRITTEN, temperature=0.0)
         stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        written = decode_responses(model, documents, settings, stops, start_token=start).token_ids
+        known = known_tokens(tokenizer)
+        written = decode_responses(model, documents, settings, stops, start_token=start, vocabulary=known).token_ids
         return [[start, *ids] for ids in written]
     if len(targets) != len(documents):
         raise UserError(f"{len(documents)} --text and {len(targets)} --target; give one target for each text, or none")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from alignment.adapters import check_adapters, load_adapter, load_adapters
 from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import read_prompts
@@ -136,7 +136,8 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
     )
 
     def make_engine() -> DecodingEngine:
-        return DecodingEngine(model, max_rows=config.max_batch, start_token=start, tokenizer=decoding)
+        known = known_tokens(decoding)
+        return DecodingEngine(model, max_rows=config.max_batch, start_token=start, tokenizer=decoding, vocabulary=known)
 
     with ModelThread(make_engine) as thread:
         yield served, thread

@@ -19,7 +19,7 @@ from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judge_config import BestOfConfig, EndpointConfig, WinRateConfig
@@ -198,6 +198,7 @@ def sample_responses(
             rows=rows,
             batch_size=batch_size,
             start_token=start,
+            vocabulary=known_tokens(tokenizer),
         )
         ids = zip(sampled.token_ids, sampled.ended, strict=True)
         found.append(replace(sampled, texts=[response_text(tokenizer, *each, start) for each in ids]))

@@ -59,6 +59,7 @@ def beam_search(
     *,
     batch_size: int = 64,
     start_token: int | None = None,
+    vocabulary: int | None = None,
 ) -> Generation:
     """The best response to each prompt that a search with `config.num_beams` beams finds.
 
@@ -76,7 +77,7 @@ def beam_search(
     found: dict[int, tuple[list[int], list[float]]] = {}
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
-        searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token)
+        searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token, known=vocabulary)
         rows = (column[:, 0].tolist() for column in searched[1:])
         for i, tokens, log_probs, length in zip(group, *rows, strict=True):
             found[i] = tokens[:length], log_probs[:length]
@@ -115,14 +116,20 @@ class _Beams(NamedTuple):
 
 
 def _search_group(
-    model: Model, prompts: list[Sequence[int]], config: BeamConfig, stop_ids: Sequence[int], start_token: int | None
+    model: Model,
+    prompts: list[Sequence[int]],
+    config: BeamConfig,
+    stop_ids: Sequence[int],
+    start_token: int | None,
+    *,
+    known: int | None,
 ) -> _Beams:
     """Finished hypotheses [B, K] of prompts that share one cache, the best first."""
     device = next(model.parameters()).device
     steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     cache, logits, history = _prefill(model, prompts, steps, start_token)
-    vocabulary = logits.shape[-1]
+    vocabulary = min(logits.shape[-1], known or logits.shape[-1])
     if vocabulary - len(stops) < beams:
         raise ValueError(
             f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
@@ -139,10 +146,7 @@ def _search_group(
     logits = logits[rows]
     done = torch.zeros(count, dtype=torch.bool, device=device)
     for step in range(steps):
-        log_probs = logits.float().log_softmax(-1)
-        if config.repetition_penalty != 1 or config.no_repeat_ngram_size:
-            seen = history.seen(torch.arange(len(logits), device=device))
-            log_probs = limit_repeats(log_probs, seen, config.repetition_penalty, config.no_repeat_ngram_size)
+        log_probs = _processed(logits[:, :vocabulary], history, config)
         if step < config.min_new_tokens:
             log_probs = log_probs.index_fill(-1, stops, -torch.inf)
         candidates, parents = _extend(running, log_probs.unflatten(0, (-1, beams)), kept, step)
@@ -186,6 +190,15 @@ def _prefill(
     batch = batch if start_token is None else Seq2Seq(batch, Ragged.build(continued))
     cache = model.new_cache(len(prompts), longest)
     return cache, model.prefill(batch.to(device), cache), history
+
+
+def _processed(logits: Tensor, history: TokenHistory, config: BeamConfig) -> Tensor:
+    """Log-probabilities of the next token after the logits processors, from logits [B, V]."""
+    log_probs = logits.float().log_softmax(-1)
+    if config.repetition_penalty == 1 and not config.no_repeat_ngram_size:
+        return log_probs
+    seen = history.seen(torch.arange(len(logits), device=logits.device))
+    return limit_repeats(log_probs, seen, config.repetition_penalty, config.no_repeat_ngram_size)
 
 
 def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_Beams, Tensor]:

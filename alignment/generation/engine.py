@@ -26,6 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -72,6 +73,7 @@ class DecodingEngine:
         start_token: int | None = None,
         tokenizer: Tokenizer | None = None,
         cuda_graphs: bool = False,
+        vocabulary: int | None = None,
     ):
         """An engine without requests, of which `max_rows` are decoded side by side.
 
@@ -80,11 +82,14 @@ class DecodingEngine:
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
             cuda_graphs: start the kernels of a step by one call, see cuda_graphs.py; UserError where that cannot be.
+            vocabulary: number of ids that have a token, see `known_tokens`; the others of a padded vocabulary have no
+                probability. None: all ids have.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
         self._device = next(model.parameters()).device
+        self._vocabulary = vocabulary
         self._graphs = GraphedDecoder(model) if cuda_graphs else None
         self._filler = PromptFiller(model, self._device, start_token)
         self._skip_special_tokens = start_token is not None
@@ -219,7 +224,8 @@ class DecodingEngine:
         )
         self._remember(prompts, slots, admitted)
         self._sampler = None
-        drawn = RowSampler(admitted, self._device, slots=slots).draw(logits, self._history)
+        sampler = RowSampler(admitted, self._device, slots=slots, vocabulary=self._vocabulary)
+        drawn = sampler.draw(logits, self._history)
         where = torch.tensor(slots, device=self._device)
         grown = self._newest.new_zeros(len(self.running))
         grown[: len(self._newest)] = self._newest[: len(grown)]
@@ -239,7 +245,8 @@ class DecodingEngine:
                 logits = self._model.decode(self._newest, self._filler.cache)
         self._filler.advance()
         if self._sampler is None:
-            self._sampler = RowSampler(self.running, self._device, steps=self._most_unseen)
+            steps = self._most_unseen
+            self._sampler = RowSampler(self.running, self._device, steps=steps, vocabulary=self._vocabulary)
         drawn = self._sampler.draw(logits, self._history)
         self._newest = drawn.tokens
         self._unseen.append(drawn)
@@ -360,6 +367,7 @@ def decode_responses(
     tokenizer: Tokenizer | None = None,
     adapters: Sequence[str | None] | None = None,
     cuda_graphs: bool = False,
+    vocabulary: int | None = None,
 ) -> Generation:
     """Sample one response for each prompt.
 
@@ -375,7 +383,7 @@ def decode_responses(
         stop: texts that end a response, whose tokens reach to the one that completes the text.
         tokenizer: for `stop`.
         adapters: of each prompt, as in `DecodingRequest`; None: none has one.
-        cuda_graphs: as in `DecodingEngine`.
+        cuda_graphs, vocabulary: as in `DecodingEngine`.
 
     Raises:
         UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in `rows`.
@@ -385,9 +393,8 @@ def decode_responses(
     # Prompts of similar length side by side share the width of the cache with little waste; no response depends on it.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     try:
-        engine = DecodingEngine(
-            model, max_rows=batch_size, start_token=start_token, tokenizer=tokenizer, cuda_graphs=cuda_graphs
-        )
+        options: dict[str, Any] = {"start_token": start_token, "tokenizer": tokenizer, "cuda_graphs": cuda_graphs}
+        engine = DecodingEngine(model, max_rows=batch_size, vocabulary=vocabulary, **options)
         if order:
             engine.expect(prompts[order[-1]], config.max_new_tokens)
         request = partial(DecodingRequest, sampling=config, stop_ids=stop_ids, stop=stop)

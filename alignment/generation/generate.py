@@ -7,7 +7,7 @@ from typing import Any, Literal
 from alignment.data.encoder_inputs import encode_sources
 from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import prompt_ids, stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError, raise_all
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.engine import Generation, decode_responses
@@ -95,14 +95,17 @@ def _generate(
             for number, tokens in enumerate(ids)
         ]
         check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
+    vocabulary = known_tokens(tokenizer)
     with evaluation_mode(model):
         if isinstance(config, BeamConfig):
             prompts_at_once = max(1, batch_size // config.num_beams)
-            found = beam_search(model, ids, config, stop_ids, batch_size=prompts_at_once, start_token=start_token)
+            found = beam_search(
+                model, ids, config, stop_ids, batch_size=prompts_at_once, start_token=start_token, vocabulary=vocabulary
+            )
         else:
             found = decode_responses(
                 model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, stop=stop,
-                tokenizer=tokenizer if stop else None, adapters=adapters,
+                tokenizer=tokenizer if stop else None, adapters=adapters, vocabulary=vocabulary,
             )  # fmt: skip
     texts = found.texts or [
         response_text(tokenizer, tokens, ended, start_token)

@@ -215,10 +215,20 @@ class RowSampler:
     Args:
         slots: cache row of each, for the history; None: 0, 1, ...
         steps: tokens that are drawn before the next rows of random numbers are made, which on a GPU are sent at once.
+        vocabulary: ids from here on have no token, and no probability; None: all may be drawn.
     """
 
-    def __init__(self, rows: Rows, device: torch.device, *, slots: Sequence[int] | None = None, steps: int = 1):
+    def __init__(
+        self,
+        rows: Rows,
+        device: torch.device,
+        *,
+        slots: Sequence[int] | None = None,
+        steps: int = 1,
+        vocabulary: int | None = None,
+    ):
         self.rows, self._device, self._steps = tuple(rows), device, steps
+        self._vocabulary = vocabulary
         self._slots = torch.tensor(range(len(rows)) if slots is None else slots, device=device)
         live = [row.request for row in rows if row is not None]
         self._with_processors = [
@@ -236,7 +246,7 @@ class RowSampler:
 
     def draw(self, logits: Tensor, history: TokenHistory | None) -> SampledTokens:
         """Tokens from the logits of all rows, [B, V]."""
-        logits = logits.float()
+        logits = logits[:, : self._vocabulary].float()
         processed = self._process(logits, history)
         if self._greedy:
             log_probs = greedy_log_probs(processed)

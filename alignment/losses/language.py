@@ -53,9 +53,12 @@ class TeacherLoss:
         return [replace(self, states=states) for states in self.states.split(size)]
 
     def of_logits(self, logits: Tensor, temperature: float) -> Tensor:
-        """The loss of a student's logits / temperature, [M, V], at each target, [M]; the teacher's are divided likewise."""
+        """The loss of a student's logits / temperature, [M, V], at each target, [M].
+
+        The teacher's are divided likewise. Of a teacher with a larger vocabulary the first V logits count.
+        """
         with torch.no_grad():
-            wanted = self.head(self.states).float() / temperature
+            wanted = known_logits(self.head(self.states), logits.shape[-1]).float() / temperature
         return reverse_kl(logits, wanted, likeliest=self.likeliest)
 
 
@@ -70,6 +73,11 @@ class TokenOutputs(NamedTuple):
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probabilities over the last axis, float32 at least: bfloat16 keeps 8 bits, and sums drift by whole nats."""
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def known_logits(logits: Tensor, known: int | None) -> Tensor:
+    """Logits [..., V] without those of ids from `known` on; as they are where there are none, or it is None."""
+    return logits if known is None or known >= logits.shape[-1] else logits[..., :known]
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -269,6 +277,7 @@ def chunked_token_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     loss: TokenLoss | TeacherLoss | None = None,
+    known: int | None = None,
 ) -> TokenOutputs:
     """`token_log_probs` of head(hidden) / temperature, with the logits of few rows in memory at a time.
 
@@ -280,10 +289,11 @@ def chunked_token_log_probs(
         entropy: also return the entropy of each row's distribution; with a gradient where `loss` is not given.
         loss: also return the `smoothed_token_loss` of each row, or the loss from a teacher, whose logits are made and
             freed like the student's; the log-probabilities then have no gradient.
+        known: logits of ids from here on are left out; None: all count.
     """
     device, vocabulary = hidden.device.type, head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
-    of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy)
+    of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
     if len(tokens) <= chunk:
         return of_chunk(hidden, tokens, loss)
     kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
@@ -304,8 +314,9 @@ def _chunk_outputs(
     *,
     temperature: float,
     with_entropy: bool,
+    known: int | None,
 ) -> TokenOutputs:
-    logits = head(hidden).float()
+    logits = known_logits(head(hidden), known).float()
     if temperature != 1.0:
         logits = logits / temperature
     if loss is not None:

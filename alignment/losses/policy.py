@@ -137,8 +137,7 @@ def whiten(
     mean = total / count.clamp(min=1)
     centered = _kept(kept - mean, mask)
     variance = reduce(centered.square().sum()) / count.clamp(min=1)
-    rounding = (16 * torch.finfo(kept.dtype).eps * mean).square()
-    whitened = torch.where(variance <= rounding, 0.0, centered * torch.rsqrt(variance + 1e-8))
+    whitened = torch.where(variance <= _rounding_of(mean).square(), 0.0, centered * torch.rsqrt(variance + 1e-8))
     if not shift_mean:
         whitened = _kept(whitened + mean, mask)
     return torch.where(count < 2, kept, whitened)
@@ -322,7 +321,7 @@ def grpo_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> T
     Args:
         rewards: of whole responses, [B].
         group_size: n, at least 2.
-        eps: keeps a group of equal rewards at 0.
+        eps: bounds the advantages of a group whose rewards differ by little; equal ones have 0 without it.
 
     Returns:
         [B].
@@ -354,7 +353,16 @@ def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _centered(groups: Tensor) -> Tensor:
-    return groups - groups.mean(1, keepdim=True)
+    """Rewards less the mean of their group, [groups, n]; 0 where those of a group differ by roundings of its mean."""
+    mean = groups.mean(1, keepdim=True)
+    centered = groups - mean
+    rounding = _rounding_of(mean)
+    return torch.where(centered.abs().amax(1, keepdim=True) <= rounding, 0.0, centered)
+
+
+def _rounding_of(mean: Tensor) -> Tensor:
+    """The largest deviation from a mean that is that of equal values: 16 roundings of the mean."""
+    return 16 * torch.finfo(mean.dtype).eps * mean.abs()
 
 
 def _of_groups(rewards: Tensor, group_size: int, compare: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import TeacherLoss, TokenLoss, chunked_token_log_probs
+from alignment.losses.language import TeacherLoss, TokenLoss, chunked_token_log_probs, known_logits
 from alignment.models.heads import ClassificationHead, SpanBoundaryHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
@@ -64,9 +64,15 @@ class LanguageModel(NativeModel[TransformerSpec]):
             read = self.read(self.trunk, batch, prefix=self.active_prefix(), select=select)
         before = read.states
         if return_logits:
-            return LogitsOutput(self.head(before), before)
+            return LogitsOutput(known_logits(self.head(before), self.known_tokens), before)
         found = chunked_token_log_probs(
-            self.head, before, batch.target_labels, temperature=temperature, entropy=entropy, loss=token_loss
+            self.head,
+            before,
+            batch.target_labels,
+            temperature=temperature,
+            entropy=entropy,
+            loss=token_loss,
+            known=self.known_tokens,
         )
         if values and self.value_head is None:
             raise ValueError("the model has no value head: see attach_value_head")

@@ -31,6 +31,8 @@ class Model(nn.Module):
         prefix_enabled: False: `prefix` does not act.
         soft_prompt: module whose call gives the vectors that are read as the first tokens of every document, [P, E].
         soft_prompt_enabled: False: `soft_prompt` does not act.
+        known_tokens: ids from here on have no token, and `outputs` leaves their logits out, in stages that learn from
+            their own samples; None: all of the vocabulary count.
         row_adapters: `RowAdapters`, of which each document has its own, see `load_adapters`; None: there are none.
     """
 
@@ -41,6 +43,7 @@ class Model(nn.Module):
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
     generation_config: dict[str, Any] | None = None
+    known_tokens: int | None = None
     row_adapters: Any = None
 
     def __init__(self, config: HFConfig, task: str):

@@ -320,7 +320,7 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
     if twice := [name for name in given if given.count(name) > 1]:
         raise ValueError(f"rewards: two entries are named {twice[0]!r}; names have to differ")
     for spec in specs:
-        base = re.findall(r"\w+", spec.function)[-1] if spec.function is not None else spec.kinds[0]
+        base = re.findall(r"\w+", spec.function)[-1] if spec.function is not None else (spec.kinds or [""])[0]
         free = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
         names.append(spec.name or next(name for name in free if name not in (*given, *names)))
     return names

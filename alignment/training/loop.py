@@ -5,7 +5,7 @@ PPO has a loop of its own, and shares `load_run_state` and `save_run_state`. The
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -91,6 +91,7 @@ def fit(
         remembers: what `update` knows of the updates before, for checkpoints.
     """
     run.show_first_rows(stream.rows_at)
+    note_warmup(run, [engine])
     to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
@@ -112,6 +113,16 @@ def fit(
         save_run_state(run, engine, training, step + 1, state())
         if step + 1 == run.total and result.best is not None:
             result.write()
+
+
+def note_warmup(run: Run, engines: Iterable[Engine]) -> None:
+    """Note a warm-up that lasts beyond the end of the run, so that the learning rate never arrives at its peak."""
+    for warmup, total in sorted({(engine.config.warmup_steps, engine.total_steps) for engine in engines}):
+        if 0 < total <= warmup:
+            run.note(
+                f"optim.warmup_steps: {warmup} updates of warm-up in a run of {total}: the learning rate ends at "
+                f"{(total - 1) / warmup:.3g} of its peak; lower it, or set optim.warmup_ratio in its place"
+            )
 
 
 def go_on(

@@ -71,8 +71,9 @@ class TrainingConfig(Settings):
         epochs: passes over the rows; ignored where max_steps is set.
         max_steps: updates of the whole run.
         batch_size: rows per update over all ranks.
-        micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result. auto: the largest
-            number that fits, found at the start of the run, whose config.yaml then holds it.
+        micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result, but for the
+            load-balancing loss of a mixture of experts, which is that of each forward. auto: the largest number that
+            fits, found at the start of the run, whose config.yaml then holds it.
         seed: of data order, initialization and dropout.
         precision: of the computation; weights and optimizer state are float32 with each. tf32: float32 whose products a
             GPU from Ampere on rounds to 10 bits, many times as fast.

@@ -125,6 +125,19 @@ def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metri
         assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["next_sentence_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("share", "part"), [(0.1, "evaluation"), (0.9, "train")])
+def test_passages_of_one_text_are_refused_after_the_split(share, part, make, tmp_path):
+    """[A4] No other text of that part has a second sentence for them, and drawing one would never end."""
+    texts = [" ".join(f"{noun} {state} once." for state in STATES) for noun in NOUNS]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    data = DataConfig(train=str(file), evaluation_share=share, max_length=32)
+    with pytest.raises(UserError, match=f"{part} text are of one text"):
+        pretrain.run(make("sentence pairs", data=data))
+    order = replace(SentencePairs(), task="sentence_order")
+    assert pretrain.run(make("sentence pairs", "order", data=data, objective=order)).exists()
+
+
 def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head(make, tmp_path, read_metrics):
     rows = [f"at dawn the {noun} was {state}. at dusk the {noun} left." for noun in NOUNS for state in STATES]
     data = tmp_path / "rows.jsonl"
@@ -228,6 +241,21 @@ def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metric
     assert lines[-1]["soft_loss"] < lines[0]["soft_loss"] - 0.2
     assert lines[0]["loss"] == pytest.approx(lines[0]["soft_loss"], rel=1e-5)
     assert lines[-1]["held_out_loss"] < lines[0]["hard_loss"]
+
+
+def test_a_teacher_may_be_padded_differently(make, tmp_path, read_metrics):
+    """[C15] The logits beyond the smaller of two vocabularies of one tokenizer are left out on both sides."""
+    teacher = str(pretrain.run(make("causal", "teacher", model=CASES["causal"][1] | {"vocab_size": 340})))
+    own = {"vocabulary": None, "tokenizer_kind": "bpe", "tokenizer": teacher, "sentinels": None}
+    own["training"] = TrainingConfig(batch_size=16, max_steps=2)
+    distillation = DistillationConfig(teacher, soft_coef=1.0, hard_coef=0.0)
+    for size in (320, 360):
+        model = CASES["causal"][1] | {"vocab_size": size}
+        pretrain.run(make("causal", f"{size}", model=model, distillation=distillation, **own))
+        assert 0 < read_metrics(tmp_path / f"{size}")[0]["soft_loss"] < 20
+    copies = replace(distillation, copy_layers=True)
+    with pytest.raises(UserError, match="needs its teacher's tokenizer"):
+        pretrain.run(make("causal", "copied", model=model, distillation=copies, **own))
 
 
 def test_the_distillation_loss_is_its_three_terms():

@@ -4,6 +4,7 @@ The stand-in speaks vLLM's protocol and refuses what is out of turn. It decodes 
 given, and draws as this process would for the same seed and number.
 """
 
+import dataclasses
 import json
 import threading
 import time
@@ -100,8 +101,9 @@ class StandIn(ThreadingHTTPServer):
         assert params["ignore_eos"] and params["stop_token_ids"] and params["top_k"] == -1
         sampling = SamplingConfig(params["max_tokens"], params["temperature"], seed=params["seed"] >> 32)
         drawn = decode_responses(
-            model, [body["token_ids"]], sampling, params["stop_token_ids"], rows=[params["seed"] % 2**32]
-        )
+            model, [body["token_ids"]], sampling, params["stop_token_ids"], rows=[params["seed"] % 2**32],
+            vocabulary=min(map(int, params.get("logit_bias", ())), default=None),
+        )  # fmt: skip
         content = [{"token_id": t, "logprob": p} for t, p in zip(drawn.token_ids[0], drawn.log_probs[0], strict=True)]
         choice = {
             "index": 0, "token_ids": drawn.token_ids[0], "logprobs": {"content": content},
@@ -184,6 +186,16 @@ def test_a_run_is_that_of_our_own_engine(ppo, start, read_metrics, tmp_path, ada
     assert counts["/inference/v1/generate"] == 3 * 8
     assert counts["/v1/load_lora_adapter" if adapter else "/finish_weight_update"] == 3 - behind
     assert len(list((tmp_path / "weights").iterdir())) == 1  # the folders of earlier weights are gone
+
+
+def test_a_server_draws_no_id_without_a_token(write_checkpoint, tokenizer, ppo, start, read_metrics, tmp_path):
+    """Of a padded vocabulary; the log-probabilities of training are of the others alone, and would have none for it."""
+    policy = write_checkpoint(tmp_path / "padded", "llama", vocab_size=len(tokenizer) + 400)
+    with standing_in(policy) as server:
+        training = TrainingConfig(batch_size=4, max_steps=1)
+        run, config = ppo("served", training=training, servers=servers_of(server, tmp_path), value_model="policy")
+        run(dataclasses.replace(config, policy=policy))
+    assert read_metrics(tmp_path / "served")[0]["sampling_error"] < 1e-3
 
 
 def test_weights_that_were_not_asked_for_end_the_run(ppo, start, tmp_path):

@@ -120,3 +120,35 @@ def test_a_chat_template_that_none_of_the_rows_enters_is_refused_before_the_mode
     run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", chat_template="zephyr")
     with pytest.raises(UserError, match="as_messages"):
         run(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("sft", "each micro-batch"), ("pretrain", "each micro-batch"), ("reward", "not added"), ("dpo", "not added"),
+        ("distill", "not added"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_the_balance_of_experts_is_noted(stage, said, write_checkpoint, ran, tmp_path, capsys):
+    """[A5] It is not additive over micro-batches; and preferences and samples are learned without it."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.5}
+    training = TrainingConfig(batch_size=4, max_steps=1)
+    for asked in (True, False):
+        policy = write_checkpoint(tmp_path / f"{asked}", "llama", **experts, output_router_logits=asked)
+        more = {"teacher": policy} if stage == "distill" else {}
+        more |= {"tokenizer": policy} if stage == "pretrain" else {}
+        ran(stage, policy, tmp_path / f"run {asked}", training=training, **more)
+        notes = capsys.readouterr().err
+        assert ("balance_loss: " in notes) == (said in notes) == asked
+
+
+@pytest.mark.parametrize(("updates", "noted"), [(2, True), (50, True), (51, False)])
+@pytest.mark.parametrize("stage", ["sft", "distill"])
+def test_a_warmup_that_outlasts_the_run_is_noted_once(stage, updates, noted, checkpoints, make_stage, tmp_path, capsys):
+    """The first update has a rate of 0, so that 51 updates are the fewest that reach the peak after 50."""
+    policy, training = checkpoints["llama"], TrainingConfig(batch_size=1, max_steps=updates)
+    more = {"teacher": policy, "epochs": 1, "minibatches": 1, "max_new_tokens": 1} if stage == "distill" else {}
+    optim = OptimConfig(learning_rate=1e-3, warmup_steps=50)
+    run, config = make_stage(stage, policy, tmp_path / "run", training=training, optim=optim, **more)
+    run(config)
+    assert capsys.readouterr().err.count("optim.warmup_steps: 50") == noted

@@ -166,6 +166,7 @@ def test_refused_messages_are_told_for_all_rows_and_each_refusal_once(chatml, te
         ("prompts", {"prompt": letters(40)}, PROMPT_CUT),
         ("demonstrations", {"prompt": "hi", "completion": letters(40)}, RESPONSE_CUT),
         ("comparisons", {"prompt": "hi", "chosen": "a", "rejected": letters(40)}, RESPONSE_CUT),
+        ("comparisons", {"prompt": "hi", "chosen": letters(40), "rejected": "a"}, RESPONSE_CUT),
     ],
 )
 def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):

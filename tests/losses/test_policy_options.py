@@ -114,6 +114,21 @@ def test_grpo_divides_by_the_deviation_and_dr_grpo_does_not():
 
 
 @pytest.mark.parametrize("advantages", [rloo_advantages, grpo_advantages, dr_grpo_advantages])
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(advantages, size):
+    """[E8c] Their mean is off by a rounding, which 1 / 1e-4 would make 10,000 times as large; one in two groups has it."""
+    rewards = 1000 * torch.randn(200, generator=torch.Generator().manual_seed(0))
+    equal = rewards.repeat_interleave(size)
+    assert not advantages(equal, size).any()
+    rounded = torch.where(torch.arange(len(equal)) % size == 0, equal.nextafter(torch.tensor(math.inf)), equal)
+    assert not advantages(rounded, size).any()  # sums of equal numbers in another order
+    missing = torch.where(torch.arange(len(equal)) % size == 1, math.nan, equal)
+    assert not advantages(missing, size).any()
+    different = equal * (1 + 1e-5 * (torch.arange(len(equal)) % size))
+    assert advantages(different, size).view(-1, size)[:, 1:].any(1).all()
+
+
+@pytest.mark.parametrize("advantages", [rloo_advantages, grpo_advantages, dr_grpo_advantages])
 def test_a_missing_reward_leaves_the_group_without_it(advantages):
     """Of four responses the second has none; a prompt that has one or no reward left tells nothing."""
     nan = math.nan

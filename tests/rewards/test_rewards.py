@@ -548,3 +548,37 @@ def test_a_wrong_entry_is_named_with_its_line():
         build(PPOConfig, parse_yaml(YAML.replace("{max: 5}", "{}"), "ppo.yaml"))
     with pytest.raises(UserError, match=r"ppo.yaml:6: rewards\[0\].*found reward_model and regex"):
         build(PPOConfig, parse_yaml(YAML.replace("{reward_model: r,", "{reward_model: r, regex: a,"), "ppo.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ("reward_model: r", "reward_model"),
+        ("rewards: [{reward_model: r}, {answer: gsm8k}]", "reward_model"),
+        ("rewards: [{answer: gsm8k}]", "policy"),
+        ("rewards: [{answer: gsm8k}]\nvalue_model: shared", "shared"),
+        ("reward_model: r\nvalue_model: policy", "policy"),
+        (
+            "rewards: [{answer: gsm8k}]\nadvantages: rloo\nresponses_per_prompt: 2",
+            "reward_model",
+        ),  # none, as it was written
+    ],
+)
+def test_the_critic_starts_from_the_reward_model_where_there_is_one(settings, start):
+    assert (
+        build(PPOConfig, parse_yaml(f"policy: p\noutput: o\ndata: {{train: t}}\n{settings}\n", "a")).value_model
+        == start
+    )
+
+
+@pytest.mark.parametrize(("settings", "key"), [("", "rewards"), ("value_model: reward_model", "rewards")])
+def test_ppo_without_rewards_gives_one_error(settings, key):
+    with pytest.raises(UserError) as error:
+        build(PPOConfig, parse_yaml(f"policy: p\noutput: o\ndata: {{train: t}}\n{settings}\n", "ppo.yaml"))
+    (line,) = str(error.value).splitlines()
+    assert f" {key}: say what is rewarded" in line
+
+
+def test_a_misspelled_kind_of_reward_is_named():
+    with pytest.raises(UserError, match="functoin: unknown key; did you mean 'function'"):
+        build(PPOConfig, parse_yaml(YAML.replace("- code: {}", "- functoin: a"), "ppo.yaml"))

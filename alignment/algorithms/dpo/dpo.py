@@ -22,6 +22,7 @@ from alignment.algorithms.policies import (
     GENERATORS,
     Role,
     load_policy,
+    note_balance,
     note_dropout_off,
     note_memory,
     reference_of,
@@ -61,6 +62,7 @@ def run(config: DPOConfig) -> Path:
         )
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
+        note_balance(run, policy.model)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
 
         reference, roles = None, [Role("policy", engine.backend.unwrapped, engine)]

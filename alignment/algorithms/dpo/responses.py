@@ -90,7 +90,7 @@ def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> No
     for loss in losses:
         if loss.spec.needs == "margins":
             lowest = 0.0 if loss.parameters["offset_scale"] == "log" else -math.inf
-            bad = [row.row_id for rows in parts for row in rows if row.margin is None or row.margin <= lowest]
+            bad = [row.row_id for rows in parts for row in rows if row.values.get("margin", lowest) <= lowest]
             shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
             what = "a margin above 0" if lowest == 0 else "a margin"
             raise_all([f"{shown}: no {what}, of which {loss.name} makes its offset; take loss=sigmoid"] if bad else [])

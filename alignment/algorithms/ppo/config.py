@@ -212,9 +212,10 @@ class UpdateSettings(Settings):
         whiten_rewards: scale the rewards of all tokens to variance 1, keeping their mean, before `gae`.
         whiten_advantages: shift and scale the advantages of all tokens to mean 0 and variance 1; None: with gae and
             reinforce++ alone.
-        value_model: whose trunk the value model (critic) of `gae` starts from. Its head starts at zero where scores are
-            normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it. shared:
-            a value head, zero at the start, on the trunk of the policy itself: one forward and one update for both.
+        value_model: whose trunk the value model (critic) of `gae` starts from; None: the first reward model's, or the
+            policy's where no reward is a model. Its head starts at zero where scores are normalized, else it keeps the
+            reward model's. A reward model with another vocabulary cannot become it. shared: a value head, zero at the
+            start, on the trunk of the policy itself: one forward and one update for both.
         value_coef: weight of the value loss beside the policy loss, with value_model=shared.
         value_warmup_steps: first iterations in which the value model learns alone.
     """
@@ -231,7 +232,7 @@ class UpdateSettings(Settings):
     target_kl: PositiveFloat | None = None
     whiten_rewards: bool = False
     whiten_advantages: bool | None = None
-    value_model: Literal["reward_model", "policy", "shared"] = "reward_model"
+    value_model: Literal["reward_model", "policy", "shared"] | None = None
     value_coef: PositiveFloat = 0.5
     value_warmup_steps: NonNegativeInt = 0
 
@@ -262,7 +263,7 @@ class UpdateSettings(Settings):
         *(
             Rule(
                 name,
-                lambda c, name=name, default=default: not c.has_value_model and getattr(c, name) != default,
+                lambda c, name=name, default=default: not c.has_value_model and getattr(c, name) not in (None, default),
                 "goes with advantages=gae: advantages={self.advantages} has no value model; leave it out",
             )
             for name, default in (("value_model", "reward_model"), ("value_warmup_steps", 0), ("whiten_rewards", False))
@@ -423,8 +424,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         ),
         Rule(
             "value_model",
-            lambda c: c.has_value_model and c.value_model == "reward_model" and not c.reward_models,
-            "reward_model: no entry of rewards is a reward model; set value_model=policy",
+            lambda c: c.has_value_model and c.value_model == "reward_model" and c.rewards and not c.reward_models,
+            "reward_model: no entry of rewards is a reward model; leave it out, or set value_model=policy",
         ),
         Rule(
             "reward_std_coef",
@@ -476,6 +477,12 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             + " and ".join(HELD_OUT_METRICS),
         ),
     )
+
+    def __post_init__(self) -> None:
+        if self.value_model is None:  # resolved here, so that config.yaml says what the run has
+            scored = bool(self.reward_models) or not self.has_value_model
+            object.__setattr__(self, "value_model", "reward_model" if scored else "policy")
+        super().__post_init__()
 
     @property
     def reward_models(self) -> list[str]:

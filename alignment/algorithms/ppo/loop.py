@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.algorithms.policies import note_dropout_off, note_memory, save_policy
+from alignment.algorithms.policies import note_balance, note_dropout_off, note_memory, save_policy
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.metrics import kl_columns, report
 from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
@@ -23,7 +23,7 @@ from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training import TrainingConfig, load_run_state, save_run_state
-from alignment.training.loop import is_due
+from alignment.training.loop import is_due, note_warmup
 from alignment.training.result import Result
 from alignment.training.run.directory import Run
 
@@ -44,6 +44,8 @@ def update_on_rollouts(
     save = partial(save_policy, state.policy, state.start, run.output, max_shard_size=training.max_shard_size)
     result = Result(run, state.policy, training, save, evaluated=held_out is not None)
     note_dropout_off(state.start, run)
+    note_balance(run, state.start.model)
+    note_warmup(run, state.engines.values())
     state.rollout_weights = choose_rollout_weights(config, data.prompts.rows, state, run)
     note_memory(run, state.roles)
     saved = load_run_state(run, state.engines, training)

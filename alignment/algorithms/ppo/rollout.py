@@ -183,7 +183,7 @@ def sample(
         return decode_responses(
             sampler, prompts, sampling, state.stop_ids,
             rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
-            cuda_graphs=state.cuda_graphs and not sharded,
+            cuda_graphs=state.cuda_graphs and not sharded, vocabulary=sampler.known_tokens,
         )  # fmt: skip
 
 

@@ -106,6 +106,9 @@ class ServerSampler:
             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": (sampling.seed << 32 | number) % 2**63,
             "stop_token_ids": stop_ids, "ignore_eos": True, "logprobs": 1, "skip_special_tokens": False,
         }  # fmt: skip
+        model = self.policy.model
+        if model.known_tokens is not None and model.known_tokens < model.spec.vocabulary:  # no token has the last ids
+            params["logit_bias"] = {str(number): -100.0 for number in range(model.known_tokens, model.spec.vocabulary)}
         body: dict[str, object] = {"token_ids": prompt, "sampling_params": params}
         answer = self._call(
             url, "inference/v1/generate", body | ({"model": self._version} if self.policy.adapter else {})

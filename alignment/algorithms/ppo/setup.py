@@ -29,7 +29,7 @@ from alignment.data.batches import Example, collate
 from alignment.data.stream import Stream, stream_of
 from alignment.data.table import column_of
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
 from alignment.models.external.models import ExternalModel
@@ -179,8 +179,9 @@ def build_engines(config: PPOConfig, data: RolloutData, bases: SharedWeights) ->
 
 
 def load_start(config: SamplingSettings, data: RolloutData, bases: SharedWeights) -> Policy:
-    """The policy to train, which can read all prompts."""
+    """The policy to train, which can read all prompts, and draws no id without a token."""
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
+    start.model.known_tokens = known_tokens(data.tokenizer)
     check_prompts(start, config, data)
     return start
 

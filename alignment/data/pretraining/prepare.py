@@ -227,6 +227,16 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
     return passages, counts
 
 
+def check_texts(passages: Sequence[Example], part: Part) -> None:
+    """Refuse passages of a single text, to which no other text gives a second sentence; ends at the second text."""
+    first = passages[0].values["text"] if len(passages) else None
+    if all(passage.values["text"] == first for passage in passages):
+        raise UserError(
+            f"data: all {len(passages)} passages of the {part} text are of one text, and the second sentence of a pair "
+            "comes from another one; change data.evaluation_share, add texts, or set objective.task=sentence_order"
+        )
+
+
 def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
     """Successive groups of at least two sentences, each of at most `budget` tokens unless two sentences are longer."""
     edges, filled = [0], 0

@@ -245,6 +245,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
             write_atomic(target, lambda temporary, path=path: shutil.copyfile(path, temporary))
 
 
+def known_tokens(tokenizer: Tokenizer) -> int:
+    """One more than the largest id of a token: a model's vocabulary may be padded with rows from there on."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
     """Refuse a tokenizer that can give ids for which the model's embedding of `vocabulary` rows has none."""
     too_high = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocabulary}

@@ -21,7 +21,7 @@ from alignment.data.encoder_inputs import encode_sources
 from alignment.data.rows.records import Message, Prompt
 from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.text.special_tokens import bos_adder, special_token_template
-from alignment.data.tokenizers.tokenizer import Tokenizer, encode
+from alignment.data.tokenizers.tokenizer import Tokenizer, encode, known_tokens
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
@@ -269,7 +269,8 @@ class LanguageScorer:
         self._tell_cut(list(map(len, ids)), room)
         kept = [tokens[-room:] for tokens in ids]
         coder = self.tokenizer
-        return decode_responses(self.model, kept, sampling, stops, stop=stop, tokenizer=coder, start_token=start).texts
+        options = {"tokenizer": coder, "start_token": start, "vocabulary": known_tokens(coder)}
+        return decode_responses(self.model, kept, sampling, stops, stop=stop, **options).texts
 
 
 def likelihood_of(scores: Tensor, tail: Sequence[int]) -> Likelihood:

@@ -15,6 +15,7 @@ from alignment.errors import UserError
 from alignment.losses.language import (
     TeacherLoss,
     TokenLoss,
+    known_logits,
     smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
@@ -193,7 +194,7 @@ class ExternalLanguageModel(ExternalDecoder):
         token_loss: TokenLoss | TeacherLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
-        logits = self.token_logits(batch, batch.before)
+        logits = known_logits(self.token_logits(batch, batch.before), self.known_tokens)
         return _target_output(logits, batch, temperature, entropy, return_logits, token_loss=token_loss)
 
     def teacher_loss(self, batch: Ragged, likeliest: int | None = None) -> TeacherLoss:
