@@ -92,9 +92,9 @@ def merged_state(model: nn.Module, state: State) -> State:
     """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is."""
     kinds = (_lora, _ia3)
     plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
+    replace_extras(model, state, plain)  # first: the update of a tied head lies on the trained rows
     for kind in kinds:
         kind.put_into(model, state, plain)
-    replace_extras(model, state, plain)
     return plain
 
 

@@ -4,6 +4,7 @@ The model's own weights stay as they are: trained rows of the token embedding an
 copies that take their place while the adapter acts.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from alignment.adapters.files import CONFIG, SPEC, build_spec, read_adapter_conf
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
 from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
-from alignment.models.external.models import ExternalModel, ExternalScalarModel
+from alignment.models.external.models import ExternalModel, ExternalScalarModel, ExternalSeq2SeqModel
 from alignment.models.heads import LanguageHead
 from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
@@ -129,8 +130,11 @@ def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
             f"adapter.token_rows: there is no row for token {max(tokens)}, only {len(embedding.weight)} rows"
         )
     model.token_rows = rows = TokenRows(embedding.weight, tokens)
-    for module in list(model.modules()):  # the rows act wherever the embedding's weight is used
-        if getattr(module, "weight", None) is embedding.weight:
+    for module in list(model.modules()):  # the rows act wherever the embedding's weight is used, below a head's update
+        shares = getattr(module, "weight", None) is embedding.weight
+        if shares and any(getattr(module, "use_dora", {}).values()):
+            raise UserError("adapter.token_rows: dora on a tied head takes the length of the old rows; use kind: lora")
+        if shares and not hasattr(module, "base_layer"):
             hook = _replace_vectors if isinstance(module, nn.Embedding) else _replace_logits
             rows.hooks.append(module.register_forward_hook(partial(hook, rows)))
 
@@ -172,9 +176,38 @@ def _train_module(model: AnyModel, name: str) -> None:
     module = model.get_submodule(name)
     if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
         raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
+    if isinstance(module, nn.Embedding) and _holders(model, nn.Embedding)[module.weight] > 1:
+        raise UserError(
+            f"adapter.modules_to_save: the table of {name} is one of several modules, which a file holds once; train rows of "
+            "it (adapter.token_rows), or every weight of the model (leave `adapter` out)"
+        )
     wrapper = ModulesToSaveWrapper(module, DEFAULT)
     wrapper.modules_to_save.float().requires_grad_(True)
     model.set_submodule(name, wrapper)
+
+
+def _holders(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Counter[nn.Parameter]:
+    """The number of modules of a kind that have each parameter: 2 for a token table that is also the head."""
+    holders = Counter[nn.Parameter]()
+    for module in model.modules():
+        if isinstance(module, kind):
+            holders.update(module.parameters(recurse=False))
+    return holders
+
+
+def _give_own_weights(model: AnyModel, changing: Iterable[nn.Module]) -> None:
+    """Copy what modules about to change share with others, and say in the config that head and table differ."""
+    holders, untied = _holders(model), False
+    for module in changing:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if holders[parameter] > 1:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                untied = True
+    # transformers' encoder-decoders keep the key, which also ties the tables of both stacks; transformers sees two tensors.
+    if untied and not isinstance(model, ExternalSeq2SeqModel):
+        model.config = model.config | {"tie_word_embeddings": False}
+        if isinstance(model, ExternalModel):
+            model.inner.config.tie_word_embeddings = False
 
 
 def _modules_named(model: AnyModel, text: str) -> list[str]:
@@ -213,14 +246,18 @@ def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tu
 
 
 @torch.no_grad()
-def _merge_extras(model: nn.Module) -> None:
-    """Put the trained rows and modules in the place of the model's own."""
+def _merge_rows(model: nn.Module) -> None:
+    """Put the trained rows in the place of the embedding's own."""
     if (rows := token_rows(model)) is not None:
         weight = _embedding(model).weight
         weight[rows.ids] = rows.rows.to(weight.dtype)
         for hook in rows.hooks:
             hook.remove()
         del model.token_rows
+
+
+def _merge_modules(model: nn.Module) -> None:
+    """Put the modules that are trained whole in the place of the model's own."""
     for name, wrapper in wrappers(model).items():
         trained = wrapper.modules_to_save[DEFAULT]
         for parameter, old in zip(trained.parameters(), wrapper.original_module.parameters(), strict=True):
@@ -238,8 +275,8 @@ def replace_extras(model: nn.Module, state: State, plain: State) -> None:
         embedding = _embedding(model).weight
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is embedding:
-                old = plain[name].cpu()
-                plain[name] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
+                old = plain[plain_name(name)].cpu()
+                plain[plain_name(name)] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
 
 
 def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, object]]:
@@ -339,11 +376,18 @@ class InjectedKind(AdapterKind):
         return self.weights in name or name == ROWS or COPY in name
 
     def merge(self, model: nn.Module) -> None:
-        """Put the adapter into the weights and remove it; all parameters are trainable afterwards."""
-        for layer in self.layers(model).values():
+        """Put the adapter into the weights and remove it; all parameters are trainable afterwards.
+
+        A head that shares the token table's weight gets one of its own, and the table keeps its own.
+        """
+        layers = self.layers(model).values()
+        _merge_rows(model)  # first: the update of a tied head lies on them
+        bases = [layer.get_base_layer() for layer in layers]
+        _give_own_weights(model, bases + [wrapper.original_module for wrapper in wrappers(model).values()])
+        for layer in layers:
             layer.merge(safe_merge=True)
         self.detach(model)
-        _merge_extras(model)
+        _merge_modules(model)
         model.requires_grad_(True)
 
     def detach(self, model: nn.Module) -> None:
