@@ -1,6 +1,7 @@
 """Attach an adapter to a model, switch it off for a while, merge it into the weights, read and write its directory."""
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,8 +33,9 @@ from alignment.models.external.models import (
 )
 from alignment.models.language_model import LanguageModel
 from alignment.models.native_model import NativeModel
-from alignment.models.quantization import quantization_of
+from alignment.models.quantization import quantization_of, read_quantization
 from alignment.models.safetensors_files import read_safetensors
+from alignment.models.weights_config import Quantization
 
 if TYPE_CHECKING:
     from alignment.models.row_adapters import RowAdapter
@@ -161,12 +163,17 @@ def save_adapter(
     write_json(directory / CONFIG, config | sets)
 
 
-def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:
+def load_adapter(
+    model: Loaded, directory: Path, *, with_head: bool = True, rounded: Quantization | None = None
+) -> Loaded:
     """Attach the adapter of a directory to its base model and return the model.
+
+    A warning says where the adapter was trained on weights of another quantization than those of the model.
 
     Args:
         model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
         with_head: load the score head of a reward model's adapter; False keeps that of `model`.
+        rounded: the quantization whose values the model's plain weights have.
     """
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
@@ -182,6 +189,14 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
             weight = tensors.pop(next((name for name in tensors if name.endswith("score.weight")), ""), None)
             wanted |= {str(_head_name(model)): weight} if with_head else {}
     _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
+    trained_on = read_quantization(directory)
+    here = rounded or quantization_of(model)
+    if trained_on not in (None, here):
+        warnings.warn(
+            f"{directory}: the adapter was trained on weights in {trained_on}, and lies on {here or 'full'} ones here, so "
+            f"that its outputs differ a little; load it with quantize={trained_on}, or merge it with `alignment export`",
+            stacklevel=2,
+        )
     return model
 
 

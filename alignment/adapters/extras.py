@@ -178,8 +178,8 @@ def _train_module(model: AnyModel, name: str) -> None:
         raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
     if isinstance(module, nn.Embedding) and _holders(model, nn.Embedding)[module.weight] > 1:
         raise UserError(
-            f"adapter.modules_to_save: the table of {name} is one of several modules, which a file holds once; train rows of "
-            "it (adapter.token_rows), or every weight of the model (leave `adapter` out)"
+            f"adapter.modules_to_save: the table of {name} is one of several modules, which a file holds once; train "
+            "rows of it (adapter.token_rows), or every weight of the model (leave `adapter` out)"
         )
     wrapper = ModulesToSaveWrapper(module, DEFAULT)
     wrapper.modules_to_save.float().requires_grad_(True)
@@ -197,13 +197,14 @@ def _holders(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Counter[nn.
 
 def _give_own_weights(model: AnyModel, changing: Iterable[nn.Module]) -> None:
     """Copy what modules about to change share with others, and say in the config that head and table differ."""
-    holders, untied = _holders(model), False
+    holders = _holders(model)
+    untied = False
     for module in changing:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if holders[parameter] > 1:
                 setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
                 untied = True
-    # transformers' encoder-decoders keep the key, which also ties the tables of both stacks; transformers sees two tensors.
+    # In transformers' encoder-decoders the key also ties the tables of both stacks: there two tensors in the file suffice.
     if untied and not isinstance(model, ExternalSeq2SeqModel):
         model.config = model.config | {"tie_word_embeddings": False}
         if isinstance(model, ExternalModel):

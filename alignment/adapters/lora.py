@@ -243,7 +243,8 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
             alpha = layer.lora_alpha[each] * (grown**0.5 if stabilized else grown)
         else:  # the start's alone, by the other rule
             alpha = updates[name].scale * (sqrt(rank) if stabilized else rank)
-        ranks[name], alphas[name] = rank, alpha
+        ranks[name] = rank
+        alphas[name] = alpha
     rank, alpha = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
     return (DoRASpec if one.use_dora[first] else LoRASpec)(
         rank=rank,

@@ -117,7 +117,7 @@ def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None,
             f"{worst:.2g} at most and by {mean:.2g} on average over {len(errors)} matrices",
             file=sys.stderr,
         )
-    merged = merge_adapter(load_adapter(model, updates))
+    merged = merge_adapter(load_adapter(model, updates, rounded=quantize))
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(types.get(name, torch.float32))
     return merged
