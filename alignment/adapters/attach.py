@@ -193,8 +193,8 @@ def load_adapter(
     here = rounded or quantization_of(model)
     if trained_on not in (None, here):
         warnings.warn(
-            f"{directory}: the adapter was trained on weights in {trained_on}, and lies on {here or 'full'} ones here, so "
-            f"that its outputs differ a little; load it with quantize={trained_on}, or merge it with `alignment export`",
+            f"{directory}: the adapter was trained on weights in {trained_on}, and lies on {here or 'full'} ones here: "
+            f"its outputs differ a little; load it with quantize={trained_on}, or merge it with `alignment export`",
             stacklevel=2,
         )
     return model

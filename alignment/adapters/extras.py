@@ -204,7 +204,7 @@ def _give_own_weights(model: AnyModel, changing: Iterable[nn.Module]) -> None:
             if holders[parameter] > 1:
                 setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
                 untied = True
-    # In transformers' encoder-decoders the key also ties the tables of both stacks: there two tensors in the file suffice.
+    # In transformers' encoder-decoders the key also ties the tables of both stacks; two tensors in the file suffice.
     if untied and not isinstance(model, ExternalSeq2SeqModel):
         model.config = model.config | {"tie_word_embeddings": False}
         if isinstance(model, ExternalModel):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, merge_adapter, save_adapter
+from alignment.adapters import IA3Spec, LoRASpec, PrefixSpec, attach, disabled, merge_adapter, save_adapter
 from alignment.adapters.lora import keep_as_start
 from alignment.errors import UserError
 from alignment.loading import load_model
@@ -89,6 +89,22 @@ def test_a_start_of_the_other_scaling_rule_is_read_as_it_acted(base, plain, ids,
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         (PrefixSpec if "tokens" in settings else LoRASpec)(**settings)
+
+
+def test_factors_leave_experts_as_they_are_and_peft_opens_the_file(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_language_model(MIXTRAL), tmp_path / "base")
+    model = disturb(attach(load_language_model(tmp_path / "base"), IA3Spec())).eval()
+    trained = {name.split(".ia3_l")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"trunk.blocks.{block}.attention.{part}" for block in (0, 1) for part in ("key", "value")}
+    save_adapter(model, tmp_path / "a", base=str(tmp_path / "base"))
+    ids = torch.arange(3, 22)[None]
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a").eval()
+    with torch.no_grad():
+        assert torch.equal(load_model(str(tmp_path / "a"))(ids).logits, model(ids).logits)
+        assert_close(theirs(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_every_expert_is_adapted_but_not_the_router_and_peft_opens_the_file(tmp_path):
