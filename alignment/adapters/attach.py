@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.adapters.bottleneck import BottleneckKind
-from alignment.adapters.extras import State, changed, plain_name, replace_extras
+from alignment.adapters.extras import InjectedKind, State, changed, check_file, plain_name, replace_extras
 from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
@@ -179,8 +179,11 @@ def load_adapter(
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
     spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    kind = KINDS[spec.kind]
     try:
-        wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
+        if isinstance(kind, InjectedKind):
+            check_file(model, tensors, directory, kind.weights.rstrip("."))
+        wanted = kind.from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     if isinstance(model, ScalarModel | ExternalScalarModel):

@@ -4,6 +4,8 @@ The model's own weights stay as they are: trained rows of the token embedding an
 copies that take their place while the adapter acts.
 """
 
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.adapters.files import CONFIG, SPEC, build_spec, read_adapter_config, read_own_settings
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, read_adapter_config, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
 from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
@@ -25,10 +27,12 @@ from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
+from alignment.settings import compile_pattern, refusal, search_names
 
 DEFAULT = "default"  # peft's name of the one adapter that is trained
 ROWS, COPY = "token_rows.rows", f".modules_to_save.{DEFAULT}."
 ROWS_IN_FILE = ".token_adapter.trainable_tokens_delta"
+MERGE = "merge the adapter with peft (merge_and_unload) and give the result"
 OPTIONS = {  # of peft's config, for every kind
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
@@ -323,6 +327,84 @@ def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
     named = tuple(f".{name}" for name in read_adapter_config(directory).get("modules_to_save") or [])
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
     return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
+
+
+# A file beside its base and its config
+
+
+def check_file(model: AnyModel, tensors: State, directory: Path, leaf: str) -> None:
+    """Refuse updates that this model cannot have or that the config leaves out; warn of those that it names in vain.
+
+    Args:
+        tensors: a file's; the layers that peft saves beside their updates, which must be the base's, are taken out.
+        leaf: begins the names of an update's tensors behind the name of its layer.
+    """
+    config, weights, holders = read_adapter_config(directory), model.state_dict(keep_vars=True), _holders(model)
+    linear = {layer.file_name for layer in file_layers(model)}
+    updated = {name.removeprefix(BEFORE).partition(leaf)[0] for name in tensors if leaf in name}
+    whole = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
+    saved = (f".{name}" for name in cast(Iterable[str], config.get("modules_to_save") or ()))
+    lost = tuple(
+        name for name in saved if not any(f".{module}".endswith(name) for module in whole | {"score", "classifier"})
+    )
+    problems, known = list[str](), set[str]()
+    for ours, location in _locations(model).items():
+        module, _, part = location.name.rpartition(".")
+        base = tensors.pop(f"{BEFORE}{module}.base_layer.{part}", None)
+        if base is not None and not _same_values(base, weights[ours]):
+            problems.append(f"{WEIGHTS}: {module}.base_layer, saved beside its update, is not the base's; {MERGE}")
+        if f".{module}".endswith(lost):
+            problems.append(
+                f"{CONFIG}: modules_to_save names {module}, of which {WEIGHTS} holds nothing; save it again"
+            )
+        if module in updated - linear:
+            known.add(module)
+            problems.append(
+                f"{CONFIG}: target_modules: {module} is no plain linear layer here, to take updates; {MERGE}"
+            )
+        if config.get("ensure_weight_tying") and holders[weights[ours]] > 1 and module in updated | whole:
+            known.add(module)
+            problems.append(f"{CONFIG}: ensure_weight_tying is not supported where {module} is trained; {MERGE}")
+    fitting = _fitting(config, linear, updated)
+    problems += [
+        f"{CONFIG}: target_modules or layers_to_transform leave out {layer}, which has an update; peft would drop it: name "
+        "it there, or take its tensors out of the file"
+        for layer in sorted(updated - fitting - known)
+    ]
+    raise_all(dict.fromkeys(problems))
+    missing = sorted(fitting - updated - whole)
+    if missing and not config.get("exclude_modules"):
+        warnings.warn(
+            f"{directory}: {CONFIG} names layers of which {WEIGHTS} holds no update: {', '.join(missing[:3])}",
+            stacklevel=3,
+        )
+
+
+def _same_values(saved: Tensor, weight: Tensor) -> bool:
+    """True where a saved weight is the model's, in the lower of their two types."""
+    stored = getattr(weight, "stored", None)  # not read yet, see weight_map.py
+    weight = weight.detach().cpu() if stored is None else stored.read()
+    dtype = min(saved.dtype, weight.dtype, key=lambda each: each.itemsize)
+    return torch.equal(saved.to(dtype), weight.to(dtype))
+
+
+def _fitting(config: Mapping[str, object], linear: set[str], updated: set[str]) -> set[str]:
+    """Those of a file's layers that target_modules and layers_to_transform of a peft config mean."""
+    targets, indices = config.get("target_modules"), config.get("layers_to_transform")
+    layers = linear | updated
+    if isinstance(targets, str) and targets != "all-linear":
+        if problem := refusal(compile_pattern, targets):
+            raise UserError(f"{CONFIG}: target_modules: {problem}")
+        layers = set(search_names(f"^({targets})$", sorted(layers), "target_modules"))
+    elif isinstance(targets, list):
+        ends = tuple(f".{name}" for name in targets)
+        layers = {layer for layer in layers if f".{layer}".endswith(ends)}
+    else:
+        layers = updated
+    if indices is None or indices == [] or config.get("layers_pattern"):
+        return layers
+    wanted = set(map(str, indices if isinstance(indices, list) else [indices]))
+    return {layer for layer in layers if wanted & set(re.findall(r"(?<=\.)\d+(?=\.)", layer)[:1])}
 
 
 # What the kinds share

@@ -268,7 +268,7 @@ class LoRAKind(InjectedKind):
     peft_type, weights = "LORA", ".lora_"
     options = frozenset({
         "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern",
-        "rank_pattern", "alpha_pattern", "trainable_token_indices",
+        "rank_pattern", "alpha_pattern", "trainable_token_indices", "ensure_weight_tying",
     })  # fmt: skip
 
     def layers(self, model: nn.Module) -> "dict[str, LoraLayer]":
