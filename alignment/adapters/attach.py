@@ -31,6 +31,7 @@ from alignment.models.external.models import (
     ExternalScalarModel,
     ExternalSeq2SeqModel,
 )
+from alignment.models.heads import NO_LANGUAGE_MODEL
 from alignment.models.language_model import LanguageModel
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantization_of, read_quantization
@@ -178,6 +179,8 @@ def load_adapter(
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
+    if is_scalar_adapter(directory) and hasattr(model, "new_cache"):
+        raise UserError(f"{directory}: {NO_LANGUAGE_MODEL}")
     spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
     kind = KINDS[spec.kind]
     try:
