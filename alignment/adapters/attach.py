@@ -187,7 +187,7 @@ def load_adapter(
         if isinstance(kind, InjectedKind):
             check_file(model, tensors, directory, kind.weights.rstrip("."))
         wanted = kind.from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
-    except UserError as error:
+    except ValueError as error:  # a UserError, or a pattern that is none
         raise UserError(f"{directory}: {error}") from error
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)

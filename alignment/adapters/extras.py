@@ -27,12 +27,11 @@ from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
-from alignment.settings import compile_pattern, refusal, search_names
+from alignment.settings import search_names
 
 DEFAULT = "default"  # peft's name of the one adapter that is trained
 ROWS, COPY = "token_rows.rows", f".modules_to_save.{DEFAULT}."
 ROWS_IN_FILE = ".token_adapter.trainable_tokens_delta"
-MERGE = "merge the adapter with peft (merge_and_unload) and give the result"
 OPTIONS = {  # of peft's config, for every kind
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
@@ -339,72 +338,60 @@ def check_file(model: AnyModel, tensors: State, directory: Path, leaf: str) -> N
         tensors: a file's; the layers that peft saves beside their updates, which must be the base's, are taken out.
         leaf: begins the names of an update's tensors behind the name of its layer.
     """
-    config, weights, holders = read_adapter_config(directory), model.state_dict(keep_vars=True), _holders(model)
+    config = read_adapter_config(directory)
+    weights = model.state_dict(keep_vars=True)
+    holders = _holders(model)
     linear = {layer.file_name for layer in file_layers(model)}
     updated = {name.removeprefix(BEFORE).partition(leaf)[0] for name in tensors if leaf in name}
-    whole = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
-    saved = (f".{name}" for name in cast(Iterable[str], config.get("modules_to_save") or ()))
-    lost = tuple(
-        name for name in saved if not any(f".{module}".endswith(name) for module in whole | {"score", "classifier"})
-    )
-    problems, known = list[str](), set[str]()
+    whole = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors} | {"score"}
+    saved = tuple(f".{name}" for name in config.get("modules_to_save") or ())
+    problems: dict[str, str] = {}
     for ours, location in _locations(model).items():
         module, _, part = location.name.rpartition(".")
         base = tensors.pop(f"{BEFORE}{module}.base_layer.{part}", None)
         if base is not None and not _same_values(base, weights[ours]):
-            problems.append(f"{WEIGHTS}: {module}.base_layer, saved beside its update, is not the base's; {MERGE}")
-        if f".{module}".endswith(lost):
-            problems.append(
-                f"{CONFIG}: modules_to_save names {module}, of which {WEIGHTS} holds nothing; save it again"
-            )
-        if module in updated - linear:
-            known.add(module)
-            problems.append(
-                f"{CONFIG}: target_modules: {module} is no plain linear layer here, to take updates; {MERGE}"
-            )
-        if config.get("ensure_weight_tying") and holders[weights[ours]] > 1 and module in updated | whole:
-            known.add(module)
-            problems.append(f"{CONFIG}: ensure_weight_tying is not supported where {module} is trained; {MERGE}")
-    fitting = _fitting(config, linear, updated)
-    problems += [
-        f"{CONFIG}: target_modules or layers_to_transform leave out {layer}, which has an update; peft would drop it: name "
-        "it there, or take its tensors out of the file"
-        for layer in sorted(updated - fitting - known)
-    ]
-    raise_all(dict.fromkeys(problems))
-    missing = sorted(fitting - updated - whole)
-    if missing and not config.get("exclude_modules"):
+            problems[module] = "was saved beside its update (base_layer), and is not the base's"
+        elif module in updated - linear:
+            problems[module] = "is no plain linear layer here, to be one of target_modules"
+        elif config.get("ensure_weight_tying") and holders[weights[ours]] > 1 and module in updated | whole:
+            problems[module] = "is tied, which ensure_weight_tying trains as one, and this library apart"
+        elif f".{module}".endswith(saved) and module not in whole:
+            problems[module] = "is one of modules_to_save, and the file holds nothing of it"
+    fitting = _fitting(config, linear | updated, updated)
+    for layer in updated - fitting - problems.keys():
+        problems[layer] = "has an update, and target_modules or layers_to_transform leave it out"
+    advice = "save the adapter again, or merge it with peft (merge_and_unload) and give the result"
+    raise_all(f"{WEIGHTS}: {module} {problem}; {advice}" for module, problem in sorted(problems.items()))
+    unread = sorted(fitting - updated - whole)
+    if unread and not config.get("exclude_modules"):
         warnings.warn(
-            f"{directory}: {CONFIG} names layers of which {WEIGHTS} holds no update: {', '.join(missing[:3])}",
-            stacklevel=3,
+            f"{directory}: {CONFIG} names {', '.join(unread[:3])}, whose update is not in the file", stacklevel=3
         )
 
 
 def _same_values(saved: Tensor, weight: Tensor) -> bool:
     """True where a saved weight is the model's, in the lower of their two types."""
     stored = getattr(weight, "stored", None)  # not read yet, see weight_map.py
-    weight = weight.detach().cpu() if stored is None else stored.read()
-    dtype = min(saved.dtype, weight.dtype, key=lambda each: each.itemsize)
-    return torch.equal(saved.to(dtype), weight.to(dtype))
+    weight = weight.cpu() if stored is None else stored.read()
+    lower = min(saved.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(saved.to(lower), weight.to(lower))
 
 
-def _fitting(config: Mapping[str, object], linear: set[str], updated: set[str]) -> set[str]:
+def _fitting(config: Mapping[str, object], layers: set[str], updated: set[str]) -> set[str]:
     """Those of a file's layers that target_modules and layers_to_transform of a peft config mean."""
-    targets, indices = config.get("target_modules"), config.get("layers_to_transform")
-    layers = linear | updated
-    if isinstance(targets, str) and targets != "all-linear":
-        if problem := refusal(compile_pattern, targets):
-            raise UserError(f"{CONFIG}: target_modules: {problem}")
-        layers = set(search_names(f"^({targets})$", sorted(layers), "target_modules"))
-    elif isinstance(targets, list):
-        ends = tuple(f".{name}" for name in targets)
-        layers = {layer for layer in layers if f".{layer}".endswith(ends)}
-    else:
+    targets = config.get("target_modules")
+    indices = config.get("layers_to_transform")
+    if targets is None or targets == "all-linear":
         layers = updated
+    elif isinstance(targets, str):
+        layers = set(search_names(f"^({targets})$", sorted(layers), "target_modules"))
+    else:
+        ends = tuple(f".{name}" for name in cast(Iterable[str], targets))
+        layers = {layer for layer in layers if f".{layer}".endswith(ends)}
     if indices is None or indices == [] or config.get("layers_pattern"):
         return layers
     wanted = set(map(str, indices if isinstance(indices, list) else [indices]))
-    return {layer for layer in layers if wanted & set(re.findall(r"(?<=\.)\d+(?=\.)", layer)[:1])}
+    return {layer for layer in layers if wanted & set(re.findall(r"\.(\d+)\.", f".{layer}")[:1])}
 
 
 # What the kinds share

@@ -43,8 +43,8 @@ def check_score_labels(config: HFConfig, directory: Path) -> None:
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels") or 1
     if count != score_outputs(config):
         raise UserError(
-            f"{directory}/config.json names {count} labels (id2label, num_labels), and a reward model has one score; give a "
-            'reward model, or name its one label: num_labels 1, id2label {"0": "score"}, label2id {"score": 0}'
+            f"{directory}/config.json names {count} labels (id2label, num_labels), and a reward model has one score; "
+            'give a reward model, or name its one label: num_labels 1, id2label {"0": "score"}, label2id {"score": 0}'
         )
 
 

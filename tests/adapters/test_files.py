@@ -99,18 +99,18 @@ def test_a_layer_that_peft_saves_beside_its_update_must_be_the_bases(family, pla
     theirs.save_pretrained(tmp_path, save_embedding_layers=True)
     assert_close(logits(load_model(str(tmp_path)), ids), logits(theirs, ids), **TIGHT)
     edit_tensors(tmp_path, lambda tensors: {n: x + 0.01 * ("lm_head.base_layer" in n) for n, x in tensors.items()})
-    with pytest.raises(UserError, match=r"lm_head\.base_layer.*is not the base's"):
+    with pytest.raises(UserError, match=r"lm_head .*is not the base's"):
         load_model(str(tmp_path))
 
 
 UNFIT = {  # what peft trained -> changes of its config, and a word of the refusal
-    "table": ({"target_modules": ["{query}", "{table}"]}, {}, "target_modules: .*{table}"),
-    "tied": ({"modules_to_save": ["{table}"]}, {"ensure_weight_tying": True}, "ensure_weight_tying.*{table}"),
+    "table": ({"target_modules": ["{query}", "{table}"]}, {}, "{table} .*target_modules"),
+    "tied": ({"modules_to_save": ["{table}"]}, {"ensure_weight_tying": True}, "{table} .*ensure_weight_tying"),
     "other target": ({}, {"target_modules": ["c_fc", "k_proj"]}, "target_modules"),
     "other pattern": ({}, {"target_modules": r".*\.(c_fc|k_proj)"}, "target_modules"),
-    "no pattern": ({}, {"target_modules": "("}, "target_modules.*no regular expression"),
-    "fewer layers": ({}, {"layers_to_transform": [0]}, "layers_to_transform.*1"),
-    "no such module": ({}, {"modules_to_save": ["{table}"]}, "modules_to_save names .*{table}"),
+    "no pattern": ({}, {"target_modules": "("}, "no regular expression"),
+    "fewer layers": ({}, {"layers_to_transform": [0]}, "1.*layers_to_transform"),
+    "no such module": ({}, {"modules_to_save": ["{table}"]}, "{table} .*modules_to_save"),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_layer_whose_update_is_lost_is_noted(family, plain, tmp_path):
         warnings.simplefilter("error")
         load_model(str(tmp_path))
     edit_tensors(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if layer not in name})
-    with pytest.warns(UserWarning, match=rf"no update: .*{layer}\.{query}"):
+    with pytest.warns(UserWarning, match=rf"{layer}\.{query}, whose update"):
         load_model(str(tmp_path))
 
 
