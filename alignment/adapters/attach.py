@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.adapters.bottleneck import BottleneckKind
-from alignment.adapters.extras import InjectedKind, State, changed, check_file, plain_name, replace_extras
+from alignment.adapters.extras import InjectedKind, State, changed, check_fits_base, plain_name, replace_extras
 from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
@@ -185,7 +185,7 @@ def load_adapter(
     kind = KINDS[spec.kind]
     try:
         if isinstance(kind, InjectedKind):
-            check_file(model, tensors, directory, kind.weights.rstrip("."))
+            check_fits_base(model, tensors, directory, kind.weights.rstrip("."))
         wanted = kind.from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
     except ValueError as error:  # a UserError, or a pattern that is none
         raise UserError(f"{directory}: {error}") from error

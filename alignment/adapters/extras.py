@@ -331,7 +331,7 @@ def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
 # A file beside its base and its config
 
 
-def check_file(model: AnyModel, tensors: State, directory: Path, leaf: str) -> None:
+def check_fits_base(model: AnyModel, tensors: State, directory: Path, leaf: str) -> None:
     """Refuse updates that this model cannot have or that the config leaves out; warn of those that it names in vain.
 
     Args:

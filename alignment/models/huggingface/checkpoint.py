@@ -104,9 +104,7 @@ def load_pretrained(
     new_head: bool = False,
     config: HFConfig | None = None,
 ) -> Any:
-    """Load the model of a Hugging Face directory in eval mode; `model.train()` turns its dropout on.
-
-    A `model_type` without a family of ours is loaded through transformers' own class (see `model.source`).
+    """Load the model of a Hugging Face directory in eval mode, one without a family of ours by transformers' own class.
 
     Args:
         directory: a local model directory.
