@@ -8,11 +8,16 @@ import torch
 from torch.testing import assert_close
 
 import alignment
+from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.commands.export import export_model
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.errors import UserError
+from alignment.files import read_json_object, write_json
 from alignment.loading import load_model, load_tokenizer, same_vocabulary
-from alignment.reward_model import load_reward_model
+from alignment.models.heads import score_labels
+from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
+from alignment.reward_model import load_reward_model, load_reward_network
+from tests.adapters.tiny_models import write
 
 PAIRS = [
     ("Where is the spa?", " On floor seven."),
@@ -138,6 +143,35 @@ def test_a_policy_is_no_reward_model(checkpoints, stage):
             load_reward_model(checkpoints[family])
     with pytest.raises(UserError, match="no score head"):
         load_reward_model(str(stage("sft lora") / "model"))
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+@pytest.mark.parametrize("adapter", [None, LoRASpec(rank=2), PrefixSpec(tokens=2)], ids=["model", "LoRA", "prefix"])
+def test_a_reward_model_is_no_policy(name, adapter, tmp_path):
+    write(name, tmp_path / "base")
+    model = load_scalar_model(tmp_path / "base", new_head="zero")
+    if adapter is None:
+        save_model(model, tmp_path / "reward")
+    else:
+        save_adapter(attach(model, adapter), tmp_path / "reward", base=str(tmp_path / "base"))
+    with pytest.raises(UserError, match=r"reward model.*score head.*reward_model") as refused:
+        load_model(str(tmp_path / "reward"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("labels", [{"num_labels": 3}, {"id2label": {"0": "bad", "1": "fair", "2": "good"}}])
+@pytest.mark.parametrize("name", ["llama", "stablelm", "bert"])
+def test_a_score_head_has_as_many_outputs_as_labels(name, labels, tmp_path):
+    write(name, tmp_path / "base")
+    model = load_pretrained(tmp_path / "base", "scalar", new_head=True, config=score_labels())
+    save_model(model, tmp_path / "reward")
+    load_pretrained(tmp_path / "reward", "scalar")
+    config = read_json_object(tmp_path / "reward" / "config.json")
+    for key in ("id2label", "label2id", "num_labels"):
+        config.pop(key, None)
+    write_json(tmp_path / "reward" / "config.json", config | labels)
+    with pytest.raises(UserError, match=r"config\.json names 3 labels"):
+        load_reward_network(str(tmp_path / "reward"))
 
 
 # --- export ---------------------------------------------------------------------------------------------------------

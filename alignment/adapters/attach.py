@@ -1,6 +1,7 @@
 """Attach an adapter to a model, switch it off for a while, merge it into the weights, read and write its directory."""
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.adapters.bottleneck import BottleneckKind
-from alignment.adapters.extras import State, changed, plain_name, replace_extras
+from alignment.adapters.extras import InjectedKind, State, changed, check_fits_base, plain_name, replace_extras
 from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
@@ -30,10 +31,12 @@ from alignment.models.external.models import (
     ExternalScalarModel,
     ExternalSeq2SeqModel,
 )
+from alignment.models.heads import NO_LANGUAGE_MODEL
 from alignment.models.language_model import LanguageModel
 from alignment.models.native_model import NativeModel
-from alignment.models.quantization import quantization_of
+from alignment.models.quantization import quantization_of, read_quantization
 from alignment.models.safetensors_files import read_safetensors
+from alignment.models.weights_config import Quantization
 
 if TYPE_CHECKING:
     from alignment.models.row_adapters import RowAdapter
@@ -92,9 +95,9 @@ def merged_state(model: nn.Module, state: State) -> State:
     """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is."""
     kinds = (_lora, _ia3)
     plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
+    replace_extras(model, state, plain)  # first: the update of a tied head lies on the trained rows
     for kind in kinds:
         kind.put_into(model, state, plain)
-    replace_extras(model, state, plain)
     return plain
 
 
@@ -161,20 +164,30 @@ def save_adapter(
     write_json(directory / CONFIG, config | sets)
 
 
-def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:
+def load_adapter(
+    model: Loaded, directory: Path, *, with_head: bool = True, rounded: Quantization | None = None
+) -> Loaded:
     """Attach the adapter of a directory to its base model and return the model.
+
+    A warning says where the adapter was trained on weights of another quantization than those of the model.
 
     Args:
         model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
         with_head: load the score head of a reward model's adapter; False keeps that of `model`.
+        rounded: the quantization whose values the model's plain weights have.
     """
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
+    if is_scalar_adapter(directory) and hasattr(model, "new_cache"):
+        raise UserError(f"{directory}: {NO_LANGUAGE_MODEL}")
     spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    kind = KINDS[spec.kind]
     try:
-        wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
-    except UserError as error:
+        if isinstance(kind, InjectedKind):
+            check_fits_base(model, tensors, directory, kind.weights.rstrip("."))
+        wanted = kind.from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:  # a UserError, or a pattern that is none
         raise UserError(f"{directory}: {error}") from error
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
@@ -182,6 +195,14 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
             weight = tensors.pop(next((name for name in tensors if name.endswith("score.weight")), ""), None)
             wanted |= {str(_head_name(model)): weight} if with_head else {}
     _load_strictly(model, wanted, tensors, f"{directory}/{WEIGHTS}")
+    trained_on = read_quantization(directory)
+    here = rounded or quantization_of(model)
+    if trained_on not in (None, here):
+        warnings.warn(
+            f"{directory}: the adapter was trained on weights in {trained_on}, and lies on {here or 'full'} ones here: "
+            f"its outputs differ a little; load it with quantize={trained_on}, or merge it with `alignment export`",
+            stacklevel=2,
+        )
     return model
 
 

@@ -4,6 +4,9 @@ The model's own weights stay as they are: trained rows of the token embedding an
 copies that take their place while the adapter acts.
 """
 
+import re
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.adapters.files import CONFIG, SPEC, build_spec, read_adapter_config, read_own_settings
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, read_adapter_config, read_own_settings
 from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
 from alignment.errors import UserError, raise_all
 from alignment.models.classifiers import ScalarModel
-from alignment.models.external.models import ExternalModel, ExternalScalarModel
+from alignment.models.external.models import ExternalModel, ExternalScalarModel, ExternalSeq2SeqModel
 from alignment.models.heads import LanguageHead
 from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
+from alignment.settings import search_names
 
 DEFAULT = "default"  # peft's name of the one adapter that is trained
 ROWS, COPY = "token_rows.rows", f".modules_to_save.{DEFAULT}."
@@ -129,8 +133,11 @@ def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
             f"adapter.token_rows: there is no row for token {max(tokens)}, only {len(embedding.weight)} rows"
         )
     model.token_rows = rows = TokenRows(embedding.weight, tokens)
-    for module in list(model.modules()):  # the rows act wherever the embedding's weight is used
-        if getattr(module, "weight", None) is embedding.weight:
+    for module in list(model.modules()):  # the rows act wherever the embedding's weight is used, below a head's update
+        shares = getattr(module, "weight", None) is embedding.weight
+        if shares and any(getattr(module, "use_dora", {}).values()):
+            raise UserError("adapter.token_rows: dora on a tied head takes the length of the old rows; use kind: lora")
+        if shares and not hasattr(module, "base_layer"):
             hook = _replace_vectors if isinstance(module, nn.Embedding) else _replace_logits
             rows.hooks.append(module.register_forward_hook(partial(hook, rows)))
 
@@ -172,9 +179,39 @@ def _train_module(model: AnyModel, name: str) -> None:
     module = model.get_submodule(name)
     if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
         raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
+    if isinstance(module, nn.Embedding) and _holders(model, nn.Embedding)[module.weight] > 1:
+        raise UserError(
+            f"adapter.modules_to_save: the table of {name} is one of several modules, which a file holds once; train "
+            "rows of it (adapter.token_rows), or every weight of the model (leave `adapter` out)"
+        )
     wrapper = ModulesToSaveWrapper(module, DEFAULT)
     wrapper.modules_to_save.float().requires_grad_(True)
     model.set_submodule(name, wrapper)
+
+
+def _holders(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Counter[nn.Parameter]:
+    """The number of modules of a kind that have each parameter: 2 for a token table that is also the head."""
+    holders = Counter[nn.Parameter]()
+    for module in model.modules():
+        if isinstance(module, kind):
+            holders.update(module.parameters(recurse=False))
+    return holders
+
+
+def _give_own_weights(model: AnyModel, changing: Iterable[nn.Module]) -> None:
+    """Copy what modules about to change share with others, and say in the config that head and table differ."""
+    holders = _holders(model)
+    untied = False
+    for module in changing:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if holders[parameter] > 1:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                untied = True
+    # In transformers' encoder-decoders the key also ties the tables of both stacks; two tensors in the file suffice.
+    if untied and not isinstance(model, ExternalSeq2SeqModel):
+        model.config = model.config | {"tie_word_embeddings": False}
+        if isinstance(model, ExternalModel):
+            model.inner.config.tie_word_embeddings = False
 
 
 def _modules_named(model: AnyModel, text: str) -> list[str]:
@@ -213,14 +250,18 @@ def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tu
 
 
 @torch.no_grad()
-def _merge_extras(model: nn.Module) -> None:
-    """Put the trained rows and modules in the place of the model's own."""
+def _merge_rows(model: nn.Module) -> None:
+    """Put the trained rows in the place of the embedding's own."""
     if (rows := token_rows(model)) is not None:
         weight = _embedding(model).weight
         weight[rows.ids] = rows.rows.to(weight.dtype)
         for hook in rows.hooks:
             hook.remove()
         del model.token_rows
+
+
+def _merge_modules(model: nn.Module) -> None:
+    """Put the modules that are trained whole in the place of the model's own."""
     for name, wrapper in wrappers(model).items():
         trained = wrapper.modules_to_save[DEFAULT]
         for parameter, old in zip(trained.parameters(), wrapper.original_module.parameters(), strict=True):
@@ -238,8 +279,8 @@ def replace_extras(model: nn.Module, state: State, plain: State) -> None:
         embedding = _embedding(model).weight
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is embedding:
-                old = plain[name].cpu()
-                plain[name] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
+                old = plain[plain_name(name)].cpu()
+                plain[plain_name(name)] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
 
 
 def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, object]]:
@@ -285,6 +326,72 @@ def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
     named = tuple(f".{name}" for name in read_adapter_config(directory).get("modules_to_save") or [])
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
     return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
+
+
+# A file beside its base and its config
+
+
+def check_fits_base(model: AnyModel, tensors: State, directory: Path, leaf: str) -> None:
+    """Refuse updates that this model cannot have or that the config leaves out; warn of those that it names in vain.
+
+    Args:
+        tensors: a file's; the layers that peft saves beside their updates, which must be the base's, are taken out.
+        leaf: begins the names of an update's tensors behind the name of its layer.
+    """
+    config = read_adapter_config(directory)
+    weights = model.state_dict(keep_vars=True)
+    holders = _holders(model)
+    linear = {layer.file_name for layer in file_layers(model)}
+    updated = {name.removeprefix(BEFORE).partition(leaf)[0] for name in tensors if leaf in name}
+    whole = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors} | {"score"}
+    saved = tuple(f".{name}" for name in config.get("modules_to_save") or ())
+    problems: dict[str, str] = {}
+    for ours, location in _locations(model).items():
+        module, _, part = location.name.rpartition(".")
+        base = tensors.pop(f"{BEFORE}{module}.base_layer.{part}", None)
+        if base is not None and not _same_values(base, weights[ours]):
+            problems[module] = "was saved beside its update (base_layer), and is not the base's"
+        elif module in updated - linear:
+            problems[module] = "is no plain linear layer here, to be one of target_modules"
+        elif config.get("ensure_weight_tying") and holders[weights[ours]] > 1 and module in updated | whole:
+            problems[module] = "is tied, which ensure_weight_tying trains as one, and this library apart"
+        elif f".{module}".endswith(saved) and module not in whole:
+            problems[module] = "is one of modules_to_save, and the file holds nothing of it"
+    fitting = _fitting(config, linear | updated, updated)
+    for layer in updated - fitting - problems.keys():
+        problems[layer] = "has an update, and target_modules or layers_to_transform leave it out"
+    advice = "save the adapter again, or merge it with peft (merge_and_unload) and give the result"
+    raise_all(f"{WEIGHTS}: {module} {problem}; {advice}" for module, problem in sorted(problems.items()))
+    unread = sorted(fitting - updated - whole)
+    if unread and not config.get("exclude_modules"):
+        warnings.warn(
+            f"{directory}: {CONFIG} names {', '.join(unread[:3])}, whose update is not in the file", stacklevel=3
+        )
+
+
+def _same_values(saved: Tensor, weight: Tensor) -> bool:
+    """True where a saved weight is the model's, in the lower of their two types."""
+    stored = getattr(weight, "stored", None)  # not read yet, see weight_map.py
+    weight = weight.cpu() if stored is None else stored.read()
+    lower = min(saved.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(saved.to(lower), weight.to(lower))
+
+
+def _fitting(config: Mapping[str, object], layers: set[str], updated: set[str]) -> set[str]:
+    """Those of a file's layers that target_modules and layers_to_transform of a peft config mean."""
+    targets = config.get("target_modules")
+    indices = config.get("layers_to_transform")
+    if targets is None or targets == "all-linear":
+        layers = updated
+    elif isinstance(targets, str):
+        layers = set(search_names(f"^({targets})$", sorted(layers), "target_modules"))
+    else:
+        ends = tuple(f".{name}" for name in cast(Iterable[str], targets))
+        layers = {layer for layer in layers if f".{layer}".endswith(ends)}
+    if indices is None or indices == [] or config.get("layers_pattern"):
+        return layers
+    wanted = set(map(str, indices if isinstance(indices, list) else [indices]))
+    return {layer for layer in layers if wanted & set(re.findall(r"\.(\d+)\.", f".{layer}")[:1])}
 
 
 # What the kinds share
@@ -339,11 +446,18 @@ class InjectedKind(AdapterKind):
         return self.weights in name or name == ROWS or COPY in name
 
     def merge(self, model: nn.Module) -> None:
-        """Put the adapter into the weights and remove it; all parameters are trainable afterwards."""
-        for layer in self.layers(model).values():
+        """Put the adapter into the weights and remove it; all parameters are trainable afterwards.
+
+        A head that shares the token table's weight gets one of its own, and the table keeps its own.
+        """
+        layers = self.layers(model).values()
+        _merge_rows(model)  # first: the update of a tied head lies on them
+        bases = [layer.get_base_layer() for layer in layers]
+        _give_own_weights(model, bases + [wrapper.original_module for wrapper in wrappers(model).values()])
+        for layer in layers:
             layer.merge(safe_merge=True)
         self.detach(model)
-        _merge_extras(model)
+        _merge_modules(model)
         model.requires_grad_(True)
 
     def detach(self, model: nn.Module) -> None:

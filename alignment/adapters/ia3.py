@@ -23,7 +23,16 @@ from alignment.adapters.extras import (
     wrappers,
 )
 from alignment.adapters.files import SPEC, WEIGHTS
-from alignment.adapters.layer_names import BEFORE, NO_LAYER, FileLayer, escaped, file_layers, matching_layers
+from alignment.adapters.layer_names import (
+    BEFORE,
+    NO_LAYER,
+    FileLayer,
+    escaped,
+    file_layers,
+    matching,
+    matching_layers,
+    names_in_file,
+)
 from alignment.adapters.specs import IA3_INPUTS, IA3_OUTPUTS, IA3Spec
 from alignment.errors import UserError
 from alignment.models.external.models import ExternalModel
@@ -48,6 +57,8 @@ class IA3Kind(InjectedKind):
         layers, feedforward = spec.layers, spec.feedforward
         if isinstance(model, ExternalModel) and (layers, feedforward) == (IA3_OUTPUTS, IA3_INPUTS):
             layers, feedforward = _layers_of_peft(model)
+        if feedforward == IA3_INPUTS and not matching(feedforward, names_in_file(model), "feedforward"):
+            feedforward = ()  # experts alone, whose inputs' factors no file holds
         none = (NO_LAYER, ())
         inputs = [] if feedforward in none else matching_layers(model, feedforward, "feedforward")
         outputs = [] if layers in none else matching_layers(model, layers)
@@ -121,7 +132,7 @@ def _layers_of_peft(model: ExternalModel) -> tuple[tuple[str, ...], tuple[str, .
     if targets is None or inputs is None:
         raise UserError(
             f"adapter: peft has no layers of its own choice for (IA)^3 on {kind!r}; name the key and value layers in "
-            "`layers` and the last layer of the feed-forward in `feedforward`"
+            "`layers` and the last layer of the feed-forward in `feedforward` (`[]` where it is made of experts)"
         )
     return tuple(name for name in targets if name not in inputs), tuple(inputs)
 

@@ -232,19 +232,26 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
     """The settings of a model's LoRA, with the full name of every layer; of several LoRAs as one where there are more."""
     layers = lora_layers(model)
     first = DEFAULT if any(DEFAULT in layer.lora_A for layer in layers.values()) else START
+    one, rows = next(layer for layer in layers.values() if first in layer.lora_A), token_rows(model)
+    stabilized = one.use_rslora[first]
     ranks, alphas = {}, {}
     for name, layer in layers.items():
         each = first if first in layer.lora_A else next(iter(layer.lora_A))
-        ranks[name], grown = len(updates[name].down), len(updates[name].down) / layer.r[each]
-        alphas[name] = layer.lora_alpha[each] * (grown**0.5 if layer.use_rslora[each] else grown)
+        rank = len(updates[name].down)
+        if layer.use_rslora[each] == stabilized:
+            grown = rank / layer.r[each]
+            alpha = layer.lora_alpha[each] * (grown**0.5 if stabilized else grown)
+        else:  # the start's alone, by the other rule
+            alpha = updates[name].scale * (sqrt(rank) if stabilized else rank)
+        ranks[name] = rank
+        alphas[name] = alpha
     rank, alpha = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
-    one, rows = next(layer for layer in layers.values() if first in layer.lora_A), token_rows(model)
     return (DoRASpec if one.use_dora[first] else LoRASpec)(
         rank=rank,
         alpha=alpha,
         dropout=getattr(one.lora_dropout[first], "p", 0.0),
         layers="|".join(sorted(map(escaped, layers))),
-        rank_stabilized=bool(one.use_rslora[first]),
+        rank_stabilized=bool(stabilized),
         rank_pattern={escaped(name): each for name, each in ranks.items() if each != rank},
         alpha_pattern={escaped(name): each for name, each in alphas.items() if each != alpha},
         token_rows=() if rows is None else tuple(rows.ids.tolist()),
@@ -261,7 +268,7 @@ class LoRAKind(InjectedKind):
     peft_type, weights = "LORA", ".lora_"
     options = frozenset({
         "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern",
-        "rank_pattern", "alpha_pattern", "trainable_token_indices",
+        "rank_pattern", "alpha_pattern", "trainable_token_indices", "ensure_weight_tying",
     })  # fmt: skip
 
     def layers(self, model: nn.Module) -> "dict[str, LoraLayer]":

@@ -100,7 +100,7 @@ class IA3Spec(Settings):
     Attributes:
         layers: the linear layers with a factor per output, written as for LoRA.
         feedforward: those with a factor per input instead, the last layer of each feed-forward; `layers` need not name
-            them again.
+            them again. Files hold none for experts, so that the default leaves these as they are.
         modules_to_save: as for LoRA.
 
     Source: Liu et al. 2022, arXiv:2205.05638, section 3.3.

@@ -117,7 +117,7 @@ def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None,
             f"{worst:.2g} at most and by {mean:.2g} on average over {len(errors)} matrices",
             file=sys.stderr,
         )
-    merged = merge_adapter(load_adapter(model, updates))
+    merged = merge_adapter(load_adapter(model, updates, rounded=quantize))
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(types.get(name, torch.float32))
     return merged
@@ -136,10 +136,12 @@ def _types(
     model: NativeModel | ExternalModel, base: Path, dtype: torch.dtype | None, *, scalar: bool
 ) -> dict[str, torch.dtype]:
     """The type to write each parameter in; `dtype` None: that of the base's file. A score head is float32."""
-    found = dict.fromkeys((name for name, _ in model.named_parameters()), dtype or max_dtype(base))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied head may get its own weight
+    found = dict.fromkeys(names, dtype or max_dtype(base))
     if not isinstance(model, NativeModel):
         return found
     if dtype is None:
         load = partial(load_scalar_model, new_head="zero") if scalar else load_language_model
-        found = {name: parameter.dtype for name, parameter in load(base, None, "meta").named_parameters()}
+        stored = load(base, None, "meta").named_parameters(remove_duplicate=False)
+        found = {name: parameter.dtype for name, parameter in stored}
     return found | {name: torch.float32 for name in found if scalar and name.startswith("head.")}

@@ -1,16 +1,21 @@
 """Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from alignment.errors import UserError
 from alignment.models.frozen_weights import frozen_linear
 from alignment.models.layers.feedforward import ACTIVATIONS, FeedForwardSpec
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.safetensors_files import HFConfig
 
+NO_LANGUAGE_MODEL = (
+    "a reward model: it has a score head and no language head; name it as reward_model, and give a language model here"
+)
 Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a classifier reads
 
 
@@ -30,6 +35,17 @@ def score_outputs(config: HFConfig) -> int:
     if not isinstance(labels, dict) or set(labels.values()) != set(score_labels(len(labels))["label2id"]):
         return 1
     return max(1, len(labels))
+
+
+def check_score_labels(config: HFConfig, directory: Path) -> None:
+    """UserError where the config of a reward model names other labels than its score or its ensemble's scores."""
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels") or 1
+    if count != score_outputs(config):
+        raise UserError(
+            f"{directory}/config.json names {count} labels (id2label, num_labels), and a reward model has one score; "
+            'give a reward model, or name its one label: num_labels 1, id2label {"0": "score"}, label2id {"score": 0}'
+        )
 
 
 @dataclass(frozen=True)

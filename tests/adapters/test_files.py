@@ -1,6 +1,7 @@
 """Adapter directories: ours open in peft, peft's open here, and what does not fit is refused by name."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -87,6 +88,59 @@ def made_by_peft(model, directory, scalar, options):
                 parameter.normal_(std=0.3)
     model.save_pretrained(directory)
     return model
+
+
+@pytest.mark.parametrize("tying", [False, True])
+def test_a_layer_that_peft_saves_beside_its_update_must_be_the_bases(family, plain, ids, logits, tmp_path, tying):
+    targets = {"gpt2": ["c_attn", "lm_head"], "llama": ["q_proj", "lm_head"]}[family]
+    tying = tying and family == "llama"  # acts on nothing where the head is not tied
+    options = {"target_modules": targets, "ensure_weight_tying": tying}
+    theirs = made_by_peft(plain(), tmp_path, False, options)
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert_close(logits(load_model(str(tmp_path)), ids), logits(theirs, ids), **TIGHT)
+    edit_tensors(tmp_path, lambda tensors: {n: x + 0.01 * ("lm_head.base_layer" in n) for n, x in tensors.items()})
+    with pytest.raises(UserError, match=r"lm_head .*is not the base's"):
+        load_model(str(tmp_path))
+
+
+UNFIT = {  # what peft trained -> changes of its config, and a word of the refusal
+    "table": ({"target_modules": ["{query}", "{table}"]}, {}, "{table} .*target_modules"),
+    "tied": ({"modules_to_save": ["{table}"]}, {"ensure_weight_tying": True}, "{table} .*ensure_weight_tying"),
+    "other target": ({}, {"target_modules": ["c_fc", "k_proj"]}, "target_modules"),
+    "other pattern": ({}, {"target_modules": r".*\.(c_fc|k_proj)"}, "target_modules"),
+    "no pattern": ({}, {"target_modules": "("}, "no regular expression"),
+    "fewer layers": ({}, {"layers_to_transform": [0]}, "1.*layers_to_transform"),
+    "no such module": ({}, {"modules_to_save": ["{table}"]}, "{table} .*modules_to_save"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_config_that_does_not_fit_its_tensors_is_refused(family, plain, tmp_path, case):
+    words = {"gpt2": {"query": "c_attn", "table": "wte"}, "llama": {"query": "q_proj", "table": "embed_tokens"}}[family]
+    if case == "tied" and family == "llama":
+        pytest.skip("its head is its own")
+
+    def named(value):
+        return [each.format(**words) for each in value] if isinstance(value, list) and "0" not in str(value) else value
+
+    options, changes, why = UNFIT[case]
+    options = {"target_modules": [words["query"]], **{key: named(value) for key, value in options.items()}}
+    made_by_peft(plain(), tmp_path, False, options)
+    change_config(tmp_path, **{key: named(value) for key, value in changes.items()})
+    with pytest.raises(UserError, match=why.format(**words)):
+        load_model(str(tmp_path))
+
+
+def test_a_layer_whose_update_is_lost_is_noted(family, plain, tmp_path):
+    query, layer = {"gpt2": ("c_attn", "h.1.attn"), "llama": ("q_proj", "layers.1.self_attn")}[family]
+    made_by_peft(plain(), tmp_path, False, {"target_modules": [query, "never_there"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(str(tmp_path))
+    edit_tensors(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if layer not in name})
+    with pytest.warns(UserWarning, match=rf"{layer}\.{query}, whose update"):
+        load_model(str(tmp_path))
 
 
 def change_config(directory, **changes):

@@ -1,12 +1,14 @@
 """LoRA beside our layers: what it computes, which layers it takes, switching it off; and on mixtures of experts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, save_adapter
+from alignment.adapters import IA3Spec, LoRASpec, PrefixSpec, attach, disabled, merge_adapter, save_adapter
+from alignment.adapters.lora import keep_as_start
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models.build import build_language_model
@@ -62,10 +64,47 @@ def test_disabled_gives_the_base_and_puts_everything_back_also_after_an_error(ad
     assert torch.equal(logits(model, ids), with_adapter)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stabilized", [True, False])
+def test_a_start_of_the_other_scaling_rule_is_read_as_it_acted(base, plain, ids, logits, tmp_path, stabilized):
+    from peft import PeftModel
+
+    first = LoRASpec(rank=4, alpha=8.0, rank_stabilized=not stabilized)
+    second = LoRASpec(rank=8, alpha=3.0, rank_stabilized=stabilized, layers=r"attention\.query|down")
+    model = keep_as_start(disturb(attach(load_language_model(base), first)))
+    model = disturb(attach(model, second)).eval()
+    wanted = logits(model, ids)
+    save_adapter(model, tmp_path, base=str(base))
+    opened = {
+        "peft": PeftModel.from_pretrained(plain(), tmp_path),
+        "here": load_model(str(tmp_path)),
+        "next stage": attach(keep_as_start(load_model(str(tmp_path))), replace(first, layers="attention.key")),
+        "merged": merge_adapter(load_model(str(tmp_path))),
+    }
+    for name, other in opened.items():
+        assert_close(logits(other, ids), wanted, atol=1e-4, rtol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"dropout": 1.0}, {"layers": "("}, {"init": "zeros"}, {"tokens": 0}])
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         (PrefixSpec if "tokens" in settings else LoRASpec)(**settings)
+
+
+def test_factors_leave_experts_as_they_are_and_peft_opens_the_file(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_language_model(MIXTRAL), tmp_path / "base")
+    model = disturb(attach(load_language_model(tmp_path / "base"), IA3Spec())).eval()
+    trained = {name.split(".ia3_l")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"trunk.blocks.{block}.attention.{part}" for block in (0, 1) for part in ("key", "value")}
+    save_adapter(model, tmp_path / "a", base=str(tmp_path / "base"))
+    ids = torch.arange(3, 22)[None]
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a").eval()
+    with torch.no_grad():
+        assert torch.equal(load_model(str(tmp_path / "a"))(ids).logits, model(ids).logits)
+        assert_close(theirs(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_every_expert_is_adapted_but_not_the_router_and_peft_opens_the_file(tmp_path):

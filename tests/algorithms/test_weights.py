@@ -1,6 +1,7 @@
 """The types of weights in whole runs: no number changes with frozen weights in bfloat16; NF4 and int8 train on every stage."""
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +130,9 @@ def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quanti
     )
     adapter = str(run(config))
     capsys.readouterr()
-    merged = export_model(adapter, None, str(tmp_path / "merged"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the base is rounded as in training
+        merged = export_model(adapter, None, str(tmp_path / "merged"))
     assert {x.dtype for x in load_file(merged / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
     exact = export_model(qwen, adapter, str(tmp_path / "exact"), dtype="float32")
@@ -145,6 +148,35 @@ def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quanti
         return
     assert f"merged into the {quantize} weights" in message and "on average over 14 matrices" in message
     assert 0 < float(message.split("differ from those of")[1].split("by ")[1].split()[0]) < 1
+
+
+@pytest.mark.parametrize("adapter", [LORA, PrefixSpec(tokens=3)], ids=["LoRA", "prefix"])
+def test_an_adapter_over_weights_of_another_type_is_noted(adapter, qwen, ran, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    trained = {"adapter": adapter, "training": TWO}
+    policy = str(ran("sft", qwen, tmp_path / "sft", weights=WeightsConfig(quantize="nf4"), **trained))
+
+    def noted(use):
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            use()
+        return [text for each in recorded if "in nf4" in (text := str(each.message))]
+
+    nf4 = WeightsConfig(quantize="nf4")
+    assert not noted(lambda: load_model(policy, quantize="nf4"))
+    assert not noted(lambda: ran("dpo", policy, tmp_path / "as trained", weights=nf4, **trained))
+    (note,) = noted(lambda: load_model(policy, quantize="int8"))
+    assert policy in note and "int8" in note
+    settings = ["max_new_tokens=2"]
+    for use in (
+        lambda: load_model(policy),
+        lambda: generate_responses(policy, None, ["Hello"], settings),
+        lambda: generate_responses(qwen, policy, ["Hello"], settings),
+        lambda: ran("sft", policy, tmp_path / "next", **trained),
+        lambda: ran("sft", policy, tmp_path / "other kind", adapter=None, training=TWO),
+    ):
+        (note,) = noted(use)
+        assert policy in note and "full" in note
 
 
 def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):

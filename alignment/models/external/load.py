@@ -27,7 +27,7 @@ from alignment.models.external.models import (
 )
 from alignment.models.external.rectangles import scores_every_token
 from alignment.models.families.family import Architecture
-from alignment.models.heads import score_labels, score_outputs
+from alignment.models.heads import NO_LANGUAGE_MODEL, score_labels, score_outputs
 from alignment.models.init_weights import InitSpec, initialize_layer
 from alignment.models.safetensors_files import (
     CONFIG,
@@ -88,6 +88,8 @@ def load_external(
             "take a decoder"
         )
     trunk = inner.base_model_prefix if new_head else ""
+    if not new_head and "score.weight" in report["unexpected_keys"]:
+        raise UserError(f"{directory}: {NO_LANGUAGE_MODEL}")
     raise_all(f"{directory}: {problem}" for problem in _loading_problems(report, trunk))
     if new_head:
         _initialize_heads(inner, trunk)

@@ -168,12 +168,16 @@ SEQUENCE = (("classification_head.dense", "head.transform.dense"), ("classificat
 
 
 def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
-    """The config of a file, untied where its head differs from the token table: transformers 5 does not say so."""
+    """The config of a file, untied where its head differs from the token table: transformers 5 does not say so.
+
+    It names the scale of the logits, which must not change when an adapter gives a tied head a weight of its own.
+    """
+    if config["model_type"] != "mt5":
+        config = {SCALE: config.get("tie_word_embeddings", True)} | config
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config
-    scale = {} if config["model_type"] == "mt5" else {SCALE: config.get("tie_word_embeddings", True)}
-    return scale | config | {"tie_word_embeddings": False}
+    return config | {"tie_word_embeddings": False}
 
 
 def _family(name: str, stem: str, **more: Any) -> Family:

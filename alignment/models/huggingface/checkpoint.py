@@ -19,7 +19,7 @@ from alignment.models.external.load import load_external, save_external
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
-from alignment.models.heads import score_labels
+from alignment.models.heads import NO_LANGUAGE_MODEL, check_score_labels, score_labels
 from alignment.models.huggingface.weight_map import (
     HFLocation,
     StoredParameter,
@@ -104,9 +104,7 @@ def load_pretrained(
     new_head: bool = False,
     config: HFConfig | None = None,
 ) -> Any:
-    """Load the model of a Hugging Face directory in eval mode; `model.train()` turns its dropout on.
-
-    A `model_type` without a family of ours is loaded through transformers' own class (see `model.source`).
+    """Load the model of a Hugging Face directory in eval mode, one without a family of ours by transformers' own class.
 
     Args:
         directory: a local model directory.
@@ -123,6 +121,8 @@ def load_pretrained(
     """
     directory = Path(directory)
     stored = read_config(directory)
+    if task == "scalar" and not new_head:
+        check_score_labels(stored, directory)
     if is_external_type(stored):
         return load_external(directory, task, dtype, _real(device), new_head=new_head, config=config)
     tensors = stored_tensors(directory)
@@ -312,6 +312,8 @@ def _check_tensors(
     directory: Path, tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], family: Family
 ) -> None:
     """Refuse, by name, unexpected and misshapen tensors, and missing ones that the family does not let a file omit."""
+    if "score.weight" in tensors.keys() - shapes.keys():
+        raise UserError(f"{directory}: {NO_LANGUAGE_MODEL}")
     missing = shapes.keys() - tensors.keys() - set(family.zeros_if_missing)
     problems = [f"{directory}: tensor {name} is missing" for name in sorted(missing)]
     problems += [f"{directory}: unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys())]
