@@ -37,9 +37,16 @@ from alignment.models.families import family_of, is_external_type
 from alignment.models.safetensors_files import read_config
 from alignment.models.transformer import TransformerSpec
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.settings import NonNegativeFloat, PositiveInt, Rule, Settings, refusal
+from alignment.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Settings, refusal
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.distributed import compare_rows
+
+
+@dataclass(frozen=True)
+class FinetuneOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of downstream tasks."""
+
+    learning_rate: PositiveFloat = 3e-5
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class FinetuneConfig(Settings):
     max_question: PositiveInt = 64
     max_answer: PositiveInt = 30
     no_answer: bool = False
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-5))
+    optim: FinetuneOptim = field(default_factory=FinetuneOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (

@@ -58,6 +58,27 @@ class ServersConfig(Settings):
     )
 
 
+@dataclass(frozen=True)
+class SamplingOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of stages that sample."""
+
+    learning_rate: PositiveFloat = 1e-6
+
+
+@dataclass(frozen=True)
+class PPOOptim(SamplingOptim):
+    """The policy's optimizer and its schedule in PPO."""
+
+    eps: PositiveFloat = 1e-5
+
+
+@dataclass(frozen=True)
+class ValueOptim(OptimConfig):
+    """The value model's optimizer and its schedule in PPO."""
+
+    eps: PositiveFloat = 1e-5
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings(Settings):
     """Settings of a stage that learns from its own samples.
@@ -111,7 +132,7 @@ class SamplingSettings(Settings):
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
+    optim: SamplingOptim = field(default_factory=SamplingOptim)
     missing_end_penalty: NonNegativeFloat = 1.0
     responses_per_prompt: PositiveInt = 1
     max_new_tokens: NewTokens = 64
@@ -397,8 +418,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     pretrain: DataConfig | None = None
     pretrain_coef: NonNegativeFloat = 0.0
     pretrain_batch_size: PositiveInt = 32
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
-    value_optim: OptimConfig | None = None
+    optim: PPOOptim = field(default_factory=PPOOptim)
+    value_optim: ValueOptim | None = None
     importance_cap: PositiveFloat | None = 2.0
     rollouts_behind: Annotated[int, Interval(ge=0, le=1)] = 0
     held_out: HeldOutConfig | None = None
