@@ -1,6 +1,7 @@
 """Recipes: what runs, what is skipped, what is refused before anything runs. The stages are fakes that leave a file."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from alignment.config.yaml_source import parse_yaml
 from alignment.errors import UserError
+from alignment.files import write_text
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
 from alignment.pipeline.recipe import repeat_stages
@@ -20,6 +22,7 @@ from alignment.pipeline.run import run_recipe
 from alignment.pipeline.stages import STAGES
 from alignment.settings import PositiveFloat, Settings
 from alignment.training.run import lineage
+from tests.killing import run_killed
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -196,6 +199,18 @@ def test_a_stage_cut_short_goes_on_in_its_directory_with_the_same_settings_only(
     ran.fail = None
     go(recipe)
     assert ran.names() == ["sft", "ppo"]
+
+
+def test_a_recipe_killed_at_any_moment_writes_every_page(recipe, ran, monkeypatch):
+    out, after, code = recipe.parent / "out", 0, -1
+    monkeypatch.setattr(pipeline, "write_page", lambda directory: write_text(directory / "report.html", "page"))
+    while code:
+        code = run_killed(lambda: go(recipe), after, ["replace"])
+        go(recipe)
+        assert all((out / name / "report.html").is_file() for name in ("world", "sft", "ppo")), after
+        shutil.rmtree(out)
+        after += 1
+    assert after > 9
 
 
 def test_from_and_only(recipe, ran):
