@@ -327,6 +327,14 @@ def test_a_stage_of_the_recipe_s_own_is_a_function_in_a_file_beside_it(recipe, r
     assert refusal(recipe) == "stage world: run: /demo/none.py is not there"
 
 
+def test_the_output_of_a_config_file_gives_way_to_the_recipes(recipe, ran):
+    (recipe / "make.yaml").write_text("output: runs/elsewhere\nsize: 3\n")
+    edit(recipe, 'config: {output: "${world}", size: 3, seed: ${seed}}', "config: make.yaml")
+    go(recipe)
+    assert ran[0] == MakeConfig(output=str(recipe.parent / "out/world"), size=3)
+    assert "write into directories of their own" in refusal(recipe, "world.output=elsewhere")
+
+
 def test_wrong_overrides_and_recipes(recipe, ran):
     assert refusal(recipe, "pop.rate=1", "ppo.optim") == (
         "override: pop.rate=1: there is no stage 'pop'; did you mean 'ppo'?\n"
