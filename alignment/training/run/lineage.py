@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.files import code_hash, hash_of, hashes_below, sha256
+from alignment.files import code_hash, hash_of, hashes_below, read_json_object, sha256
 from alignment.settings import leaves
 
 ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
@@ -102,6 +102,15 @@ def earlier_run(output: Path) -> dict[str, Any]:
             "not known whether this run may go on from it; choose another output directory, or delete this one"
         ) from error
     return identity
+
+
+def earlier_source(output: Path) -> str:
+    """Hash of the library's source at the last start of a directory's run; '' where none is noted."""
+    file = output / "lineage.json"
+    match read_json_object(file) if file.is_file() else {}:
+        case {"code": {"source": str(source)}}:
+            return source
+    return ""
 
 
 def differences(old: object, new: object, key: str = "") -> list[str]:
