@@ -227,7 +227,10 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
+        from alignment.files import check_output
+
         with open_stage(stage, config, overrides) as (run, checked):
+            check_output(Path(checked.output) / "results.json")
             if stage == "winrate":
                 from alignment.evaluation.win_rate_run import FormWritten
 
@@ -335,9 +338,11 @@ def generate(
             "generate: --adapters needs --prompts FILE, whose column `adapter` names the adapter of each row"
         )
     from alignment.commands.generate import generate_responses
-    from alignment.files import write_text
+    from alignment.files import check_output, write_text
     from alignment.models.weights_config import WeightsConfig
 
+    if output is not None:
+        check_output(Path(output))
     weights = WeightsConfig(dtype, quantize)
     rows = generate_responses(
         model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights,
@@ -456,7 +461,9 @@ def export(
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
+    from alignment.files import check_output
 
+    check_output(Path(output) / "config.json")
     tokens = {"add_tokens": add_token or (), "add_special_tokens": add_special_token or ()}
     print(export_model(model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template, **tokens))
 
@@ -721,7 +728,9 @@ def report(
 ) -> None:
     """Write a page on a run, or on several side by side: the settings that differ, and which one is better."""
     from alignment.evaluation.report.comparison import write_comparison
+    from alignment.files import check_output
 
+    check_output(Path(output))
     print(write_comparison([Path(run) for run in runs], Path(output)))
 
 

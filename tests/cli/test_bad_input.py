@@ -1,6 +1,8 @@
 """What a user may get wrong, through the real command line: exit code 2 and one clear message each, before training."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -54,6 +56,22 @@ def test_good_settings_run(sft):
 )
 def test_a_wrong_setting_is_named_with_its_key(sft, changes, parts):
     check(sft(*changes), *parts)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate --model nowhere --prompt Hi --output OUT/rows.jsonl", "export --model nowhere --output OUT/model",
+     "report nowhere --output OUT/page.html", "evaluate winrate evaluate/tiny output=OUT",
+     "evaluate benchmarks evaluate/benchmarks_tiny output=OUT", "evaluate reward evaluate/reward_tiny output=OUT"],
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, capsys, command):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    code = main(command.replace("OUT", f"{tmp_path}/out").split())
+    check((code, capsys.readouterr().err), f"{tmp_path}/", "cannot be written (Read-only file system)")
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_keys_in_the_file_come_at_once_with_their_lines(sft):

@@ -61,6 +61,11 @@ def test_a_log_goes_on_behind_what_a_kill_left(tmp_path, cut, capsys):
     assert [json.loads(row)["key"] for row in path.read_text().splitlines()] == [*kept, "four"]
 
 
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be written"):
+        RowLog(tmp_path).append({"key": "one"})
+
+
 def test_a_key_holds_judge_prompt_texts_and_their_order():
     keys = [
         ("j", "p", "a", "b"),
