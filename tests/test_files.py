@@ -122,10 +122,10 @@ def test_a_full_disk_is_named_with_path_and_bytes_and_changes_nothing(tmp_path, 
 )
 def test_a_place_that_may_not_be_written_is_named(tmp_path, monkeypatch, error):
     path = tmp_path / "model"
-    with pytest.raises(UserError, match="model: cannot be written .*Read-only"), atomic_directory(path):
+    with pytest.raises(UserError, match=r"model: cannot be written .*Read-only"), atomic_directory(path):
         raise error
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="results.json: cannot be written"):
+    with pytest.raises(UserError, match=r"results\.json: cannot be written"):
         write_text(tmp_path / "file/results.json", "{}")
     with pytest.raises(UserError, match="cannot be written"):
         check_output(tmp_path / "file/run/results.json")
