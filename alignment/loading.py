@@ -237,9 +237,34 @@ def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer)
         ends = sorted(stop_token_ids(tokenizer))
     except UserError:  # a broken template must not keep a trained model from being saved
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
-    model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
+    if hasattr(model, "new_cache"):
+        model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
+    else:
+        set_padding(model, tokenizer, ends)
     _set_end_tokens(model, ends, tokenizer.pad_token_id)
+
+
+def set_padding(classifier: Any, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+    """Give a classifier's config, and its tokenizer, a padding token that ends no text; None where there is none to take.
+
+    Hugging Face's decoders read a text at its last token that is no padding, and no batch without one. In place of an end
+    token stands one that texts do not have: of padding, reserved, or unknown to a tokenizer that knows every byte; else a
+    new one, where the embedding has a row to spare.
+    """
+    rows = classifier.config.get("vocab_size", 0)
+    added = tokenizer.added_tokens_decoder
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        names = [added[index].content for index in sorted(added) if index < rows and index not in ends]
+        free = [name for kind in ("pad", "reserved", "unused") for name in names if kind in name.lower()]
+        unknown = tokenizer.unk_token_id
+        if unknown is not None and unknown not in [*ends, *tokenizer.encode("\U00010348\U0001fae8")]:
+            free.append(str(tokenizer.unk_token))
+        if free:
+            tokenizer.pad_token = free[0]
+        elif len(tokenizer) == 1 + max(tokenizer.get_vocab().values()) < rows:
+            tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    pad = tokenizer.pad_token_id
+    classifier.config["pad_token_id"] = None if pad in ends else pad
 
 
 def _set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_id: int | None) -> None:
