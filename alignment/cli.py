@@ -769,6 +769,8 @@ def explain(error: Any, *, debug: bool) -> int:
     """Print on standard error what went wrong, of several processes once with the rank, and return the exit code."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
         error.show()
+        if usage := usage_hint(error, error.ctx):
+            print(usage, file=sys.stderr)
         if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
         return int(error.exit_code)
@@ -790,6 +792,24 @@ def explain(error: Any, *, debug: bool) -> int:
         rank = f"rank {os.environ.get('RANK', '0')}: "
     print(f"error: {rank}{text}", file=sys.stderr)
     return code
+
+
+def usage_hint(error: Any, context: Any) -> str:
+    """The way out of an option that is a setting, and of a config in the place of a command; empty where it is neither."""
+    if type(error).__name__ == "NoSuchOption" and any(each.name == "overrides" for each in context.command.params):
+        name = error.option_name.lstrip("-").replace("-", "_")
+        hint = f"write {name}=VALUE"
+        if context.obj is not None:  # a stage
+            from alignment.config.load import has_key, key_here
+            from alignment.pipeline.stages import find_stage
+
+            config_class = find_stage(context.obj)[0]
+            if not has_key(config_class, (name,)):
+                hint = key_here(config_class, name) or "`--help all` lists the keys"
+        return f"settings are given as key=value, without dashes: {hint}"
+    if context is not None and context.parent is not None and hasattr(context.command, "commands"):
+        return f"one of these comes first: {', '.join(context.command.commands)}"
+    return ""
 
 
 def command_of(method: str) -> str:

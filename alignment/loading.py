@@ -39,6 +39,10 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         check_directory(path)
+        if (path / "lineage.json").is_file() and (path / "model").is_dir() and not any(path.glob("*config.json")):
+            raise UserError(
+                f"{source}: the directory of a run, whose model is below it; did you mean {path / 'model'}?"
+            )
         return path
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
         raise UserError(f"{source}: {missing_directory(path)}")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,25 @@ def test_data_check_advises_its_own_flags(tmp_path, capsys):
 )
 def test_a_method_that_is_no_command_is_told_its_command(capsys, method, command):
     check((main([method, "x"]), capsys.readouterr().err), f"No such command '{method}'", command)
+
+
+@pytest.mark.parametrize(
+    ("command", "way"),
+    [("sft base.yaml --lr 3", "optim.learning_rate"), ("ppo base.yaml --kl-coef 3", "kl_coef=VALUE"),
+     ("dpo base.yaml --packing", "there is none here"), ("sft base.yaml --blah", "--help all"),
+     ("generate --model x --temperature 1", "temperature=VALUE"), ("evaluate base.yaml", "winrate, judge"),
+     ("data rows.jsonl", "check, cache")],
+)  # fmt: skip
+def test_a_setting_given_as_an_option_is_told_as_key_and_value(capsys, command, way):
+    check((main(command.split()), capsys.readouterr().err), way)
+
+
+def test_the_directory_of_a_run_in_the_place_of_its_model_is_told_so(sft, checkpoints, tmp_path):
+    run = tmp_path / "sft"
+    shutil.copytree(checkpoints["llama"], run / "model")
+    (run / "lineage.json").write_text("{}")
+    check(sft(f"policy={run}"), f"{run}: ", f"did you mean {run}/model?")
+    assert sft(f"policy={run}/model")[0] == 0
 
 
 def test_what_is_to_be_installed_is_an_extra_of_this_checkout():
