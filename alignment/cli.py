@@ -23,6 +23,7 @@ from typer.core import TyperCommand
 
 from alignment import __version__
 from alignment.errors import UserError
+from alignment.files import check_output, write_text
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -227,8 +228,6 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
-        from alignment.files import check_output
-
         with open_stage(stage, config, overrides) as (run, checked):
             check_output(Path(checked.output) / "results.json")
             if stage == "winrate":
@@ -338,7 +337,6 @@ def generate(
             "generate: --adapters needs --prompts FILE, whose column `adapter` names the adapter of each row"
         )
     from alignment.commands.generate import generate_responses
-    from alignment.files import check_output, write_text
     from alignment.models.weights_config import WeightsConfig
 
     if output is not None:
@@ -461,9 +459,7 @@ def export(
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
-    from alignment.files import check_output
 
-    check_output(Path(output) / "config.json")
     tokens = {"add_tokens": add_token or (), "add_special_tokens": add_special_token or ()}
     print(export_model(model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template, **tokens))
 
@@ -728,9 +724,7 @@ def report(
 ) -> None:
     """Write a page on a run, or on several side by side: the settings that differ, and which one is better."""
     from alignment.evaluation.report.comparison import write_comparison
-    from alignment.files import check_output
 
-    check_output(Path(output))
     print(write_comparison([Path(run) for run in runs], Path(output)))
 
 
@@ -769,8 +763,8 @@ def explain(error: Any, *, debug: bool) -> int:
     """Print on standard error what went wrong, of several processes once with the rank, and return the exit code."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
         error.show()
-        if usage := usage_hint(error, error.ctx):
-            print(usage, file=sys.stderr)
+        if hint := getattr(error, "ctx", None) and usage_hint(error, error.ctx):
+            print(hint, file=sys.stderr)
         if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
         return int(error.exit_code)
@@ -795,19 +789,16 @@ def explain(error: Any, *, debug: bool) -> int:
 
 
 def usage_hint(error: Any, context: Any) -> str:
-    """The way out of an option that is a setting, and of a config in the place of a command; empty where it is neither."""
-    if type(error).__name__ == "NoSuchOption" and any(each.name == "overrides" for each in context.command.params):
-        name = error.option_name.lstrip("-").replace("-", "_")
-        hint = f"write {name}=VALUE"
-        if context.obj is not None:  # a stage
-            from alignment.config.load import has_key, key_here
-            from alignment.pipeline.stages import find_stage
+    """The way out of an option that is a setting, and of a config in the place of a command; '' where it is neither."""
+    takes_settings = any(parameter.name == "overrides" for parameter in context.command.params)
+    if takes_settings and type(error).__name__ == "NoSuchOption":
+        from alignment.config.load import key_here
+        from alignment.pipeline.stages import find_stage
 
-            config_class = find_stage(context.obj)[0]
-            if not has_key(config_class, (name,)):
-                hint = key_here(config_class, name) or "`--help all` lists the keys"
-        return f"settings are given as key=value, without dashes: {hint}"
-    if context is not None and context.parent is not None and hasattr(context.command, "commands"):
+        name = error.option_name.lstrip("-").replace("-", "_")
+        hint = context.obj and key_here(find_stage(context.obj)[0], name)
+        return f"settings are given as key=value, without dashes: {hint or f'write {name}=VALUE'}"
+    if context.parent is not None and hasattr(context.command, "commands"):
         return f"one of these comes first: {', '.join(context.command.commands)}"
     return ""
 

@@ -106,7 +106,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError where a file of this name cannot be written; to be asked before long work. Nothing is left behind."""
+    """Raise UserError where a file of this name cannot be written; to be asked before long work. It leaves nothing."""
     if path.is_dir():
         raise UserError(f"{path}: is a directory; name a file")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -116,7 +116,7 @@ def check_output(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
-    """Turn the system's errors for a full disk, which name no file, into a UserError with `path` and the bytes `written`.
+    """Turn the system's errors for a full disk, which name no file, into a UserError with `path` and `written`'s bytes.
 
     Likewise those for a place that may not be written.
     """

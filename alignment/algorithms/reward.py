@@ -230,10 +230,10 @@ def run(config: RewardConfig) -> Path:
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
-        if reward_model.adapter is None and reward_model.model.config.get("pad_token_id") is None:
+        if reward_model.model.config.get("pad_token_id") is None:
             run.note(
-                "the tokenizer has no padding token, and none that could be one: transformers scores texts by this model one "
-                "at a time; add one by `alignment export --add-special-token '<|pad|>'` to the policy"
+                "config.json has no padding token, so transformers scores no batch by this model; `alignment export` "
+                "gives an adapter's one; else add '<|pad|>' to the policy by its --add-special-token, and train again"
             )
         return run.output / "model"
 
@@ -244,11 +244,6 @@ def notes(reward_model: Policy) -> Iterator[str]:
     if isinstance(reward_model.model, DocumentClassifier):
         return
     pad = reward_model.model.config.get("pad_token_id")
-    if reward_model.adapter is not None and pad is None:
-        yield (
-            f"{reward_model.base}: its config.json has no pad_token_id, so transformers scores no batch by this adapter; "
-            "`alignment export` writes a model that scores them"
-        )
     if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):
         yield (
             f"{reward_model.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "

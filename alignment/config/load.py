@@ -102,7 +102,7 @@ NEEDLESS = {  # key of another library -> why there is none here
     **dict.fromkeys(("flash_attn", "flash_attention", "attn_implementation"), "attention takes the fastest kernel that fits by itself"),
     **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "the command has --launch, such as launch/zero3 or launch/fsdp2"),
     "assistant_only_loss": "loss_on=completion, the default, counts responses alone; data.turns chooses the turns",
-    **dict.fromkeys(("eos_token", "pad_token"), "the tokenizer's own count, and the end of a turn in its chat template"),
+    **dict.fromkeys(("eos_token", "pad_token"), "the tokenizer's own count, and its template's end of a turn"),
     "device_map": "a model lies whole on its device; the command has --launch launch/fsdp2 to spread it",
     "logging_steps": "every update is logged",
     "resume_from_checkpoint": "the same command goes on with a stopped run",
@@ -207,8 +207,8 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
     unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
     sections = _sections(cls, key[:-1]) if error.get("ctx", {}).keys() & BOUNDS.keys() else []
     default = default_text(sections[0], str(key[-1])) if sections else ""
-    kinds = [x for each in _sections(cls, key) for x in get_args(get_type_hints(each).get("kind"))]
-    kind = f"; say {dotted(key)}.kind={got[1:-1]}" if error["input"] in kinds else ""
+    is_kind = isinstance(error["input"], str) and has_key(cls, (*key, "kind"))
+    kind = f"; say {dotted(key)}.kind={error['input']}" if is_kind else ""
     return f"{text}, got {shown}{default}{kind}" + ("; put it in quotes" if unquoted else "")
 
 
@@ -313,10 +313,7 @@ def find_packaged(name: str, kind: str) -> Path:
     known = packaged_names(kind)
     if name not in known:
         near = spelling_hint(name, [*known, *map(str, given.parent.glob("*.y*ml"))])
-        known = (
-            sorted(known) if kind != "configs" else ["those that `alignment STAGE --help` lists"]
-        )  # 130 of all stages
-        way = near or f"packaged are {', '.join(known)}"
+        way = near or "give the path of a YAML file, or a packaged name, which `alignment STAGE --help` lists"
         raise UserError(f"{name}: there is no such file, and no packaged one of that name; {way}")
     return known[name]
 

@@ -154,9 +154,8 @@ def _stage_config(stage: StageEntry, written: SourcedYaml, folder: Path) -> Sour
         document = written.section(("config",)) if stage.config else SourcedYaml({}, {(): written.location(())})
     if not isinstance(document.values, (dict, type(None))):
         raise UserError(f"its config must be a section of keys ({document.location(())})")
-    if isinstance(stage.config, str) and document.values:  # a file's own output is for a run without a recipe
-        kept = {key: value for key, value in document.values.items() if key != "output"}
-        document = SourcedYaml(kept, document.locations)
+    if isinstance(stage.config, str) and document.values:
+        document.values.pop("output", None)  # which is for a run without a recipe
     for name, value in stage.settings.items():
         for key, leaf in _leaves(value, tuple(name.split("."))):
             document = overlay(document, key, leaf, written.location(("settings", name)))

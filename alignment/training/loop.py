@@ -191,8 +191,8 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     run.note(f"resumed from {path}")
     if run.other_source:
         run.note(
-            f"warning: {path} was made by another version of this library (source {run.other_source[:16]}); the run may end "
-            "otherwise than with one version"
+            f"warning: {path} was made by another version of this library (source {run.other_source[:16]}); the run "
+            "may end otherwise than with one version"
         )
     if state["extended"]:
         run.note(

@@ -221,6 +221,14 @@ UNSUPPORTED = {
     ("muon", "deepspeed"): "DeepSpeed flattens weights into vectors, and Muon needs matrices",
 }
 
+# Names of a parameter's state: of AdamW; of Adafactor, for a vector and for a matrix; of bitsandbytes.
+STATES = (
+    "step exp_avg exp_avg_sq",
+    "step exp_avg_sq RMS",
+    "step exp_avg_sq_row exp_avg_sq_col RMS",
+    "step state1 state2",
+)
+
 Group = dict[str, Any]  # a parameter group of a torch optimizer
 
 

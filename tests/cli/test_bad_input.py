@@ -61,8 +61,7 @@ def test_a_wrong_setting_is_named_with_its_key(sft, changes, parts):
 
 @pytest.mark.parametrize(
     "command",
-    ["generate --model nowhere --prompt Hi --output OUT/rows.jsonl", "export --model nowhere --output OUT/model",
-     "report nowhere --output OUT/page.html", "evaluate winrate evaluate/tiny output=OUT",
+    ["generate --model nowhere --prompt Hi --output OUT/rows.jsonl", "evaluate winrate evaluate/tiny output=OUT",
      "evaluate benchmarks evaluate/benchmarks_tiny output=OUT", "evaluate reward evaluate/reward_tiny output=OUT"],
 )  # fmt: skip
 def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, capsys, command):
@@ -153,7 +152,7 @@ def test_a_method_that_is_no_command_is_told_its_command(capsys, method, command
 @pytest.mark.parametrize(
     ("command", "way"),
     [("sft base.yaml --lr 3", "optim.learning_rate"), ("ppo base.yaml --kl-coef 3", "kl_coef=VALUE"),
-     ("dpo base.yaml --packing", "there is none here"), ("sft base.yaml --blah", "--help all"),
+     ("dpo base.yaml --packing", "there is none here"), ("sft base.yaml --blah", "blah=VALUE"),
      ("generate --model x --temperature 1", "temperature=VALUE"), ("evaluate base.yaml", "winrate, judge"),
      ("data rows.jsonl", "check, cache")],
 )  # fmt: skip

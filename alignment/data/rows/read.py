@@ -203,8 +203,8 @@ def parse_rows(
 def raise_bad_rows(problems: Sequence[str]) -> None:
     """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
     if problems:
-        bad, them = ("1 bad row", "it") if len(problems) == 1 else (f"{len(problems)} bad rows", "them")
-        head = f"{bad}; mend {them}, or set data.on_bad_row=skip to leave {them} out"
+        bad = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
+        head = f"{bad}; mend what is wrong, or set data.on_bad_row=skip to leave such rows out"
         raise UserError(f"{head}\n{list_problems(problems)}")
 
 

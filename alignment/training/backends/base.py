@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError
 from alignment.ragged import fill_groups
 from alignment.training.backends import state_files
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import (
+    STATES,
     OptimConfig,
     build_optimizer,
     restore_state,
@@ -142,17 +143,11 @@ class Backend:
             else:
                 empty = torch.empty(stored.shape, dtype=stored.dtype, device=parameters[name].device)
             saved.setdefault(name, {})[entry] = empty
-        kinds = {name: frozenset((entry, x.dtype) for entry, x in tensors.items()) for name, tensors in saved.items()}
-        whole = set(kinds.values())  # the entries of one parameter are never a part of another's
-        raise_all(
-            f"{directory}: the optimizer's state of {name} lacks some of {sorted(entry for entry, _ in other)}; put it back"
-            for name, has in kinds.items()
-            for other in whole
-            if has < other
-        )
         entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
         state_files.read_into(state_files.OPTIMIZER, entries, directory)
         for name, tensors in saved.items():
+            if lacking := [whole for whole in STATES if tensors.keys() < set(whole.split())]:
+                raise UserError(f"{directory}: the optimizer's state of {name} lacks one of: {lacking[0]}")
             restore_state(self.optimizer, parameters[name], tensors)
 
 

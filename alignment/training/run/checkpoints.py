@@ -128,8 +128,8 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     process_group = process_group_of(engines)
     if (written := _read(path / MANIFEST).get("format")) != FORMAT:
         raise UserError(
-            f"{path} has the format {written!r}, this version reads {FORMAT}; resume with the version that saved it, or choose "
-            "another output directory"
+            f"{path} has the format {written!r}, this version reads {FORMAT}; resume with the version that saved it, "
+            "or choose another output directory"
         )
     changed = differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
     raise_all(

@@ -25,7 +25,7 @@ import yaml
 from alignment.errors import UserError, raise_all
 from alignment.files import explain_full_disk, remove_directory, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank, launched_size
-from alignment.training.run.lineage import earlier_source, identity_of, lineage_of, refuse_other_run
+from alignment.training.run.lineage import earlier_run, identity_of, lineage_of, refuse_other_run
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 CLEAR = "\x1b[K"  # deletes the rest of a terminal's line
@@ -109,14 +109,8 @@ class Run:
 
     def _open(self, config: Mapping[str, Any], stage: str, trackers: Sequence[str], *, again: bool) -> None:
         """Rank 0's part of the start; no file of an earlier run is changed before all checks have passed."""
-        folders = [self.checkpoints, self.output / "model", self.output / "tensorboard"]
-        files = [self.output / name for name in (*LOGS, "config.yaml", "lineage.json")]
-        misplaced = [path for path in folders if path.is_file()] + [path for path in files if path.is_dir()]
-        raise_all(
-            f"{path}: is in the place of a {'file' if path.is_dir() else 'directory'} of the run; move it away, or choose "
-            "another output"
-            for path in misplaced
-        )
+        folders = (self.checkpoints, self.output / "model", self.output / "tensorboard")
+        raise_all(f"{path}: is a file in the place of a directory; move it away" for path in folders if path.is_file())
         if not again:
             raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
         from torch.utils.tensorboard import SummaryWriter
@@ -132,7 +126,8 @@ class Run:
                 (self.output / name).unlink(missing_ok=True)
             if self.checkpoints.is_dir():
                 remove_directory(self.checkpoints)
-        self._lineage, before = lineage_of(stage, config, self.identity), earlier_source(self.output)
+        before = earlier_run(self.output).get("source", "") if self.checkpoints.is_dir() else ""
+        self._lineage = lineage_of(stage, config, self.identity)
         self.other_source = before if before != self._lineage["code"]["source"] else ""
         write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
         write_json(self.output / "lineage.json", self._lineage)
