@@ -11,7 +11,7 @@ import pytest
 
 from alignment import files
 from alignment.errors import UserError
-from alignment.files import atomic_directory, check_output, write_text
+from alignment.files import atomic_directory, write_text
 from tests.killing import run_killed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,10 +128,10 @@ def test_a_place_that_may_not_be_written_is_named(tmp_path, monkeypatch, error):
     with pytest.raises(UserError, match=r"results\.json: cannot be written"):
         write_text(tmp_path / "file/results.json", "{}")
     with pytest.raises(UserError, match="cannot be written"):
-        check_output(tmp_path / "file/run/results.json")
+        files.check_output(tmp_path / "file/run/results.json")
     with pytest.raises(UserError, match="is a directory"):
-        check_output(tmp_path)
-    check_output(tmp_path / "new/run/results.json")
+        files.check_output(tmp_path)
+    files.check_output(tmp_path / "new/run/results.json")
     assert os.listdir(tmp_path) == ["file"]
 
 
