@@ -788,18 +788,19 @@ def explain(error: Any, *, debug: bool) -> int:
     return code
 
 
-def usage_hint(error: Any, context: Any) -> str:
+def usage_hint(error: Exception, context: typer.Context) -> str:
     """The way out of an option that is a setting, and of a config in the place of a command; '' where it is neither."""
     takes_settings = any(parameter.name == "overrides" for parameter in context.command.params)
     if takes_settings and type(error).__name__ == "NoSuchOption":
         from alignment.config.load import key_here
         from alignment.pipeline.stages import find_stage
 
-        name = error.option_name.lstrip("-").replace("-", "_")
+        name = str(vars(error)["option_name"]).lstrip("-").replace("-", "_")
         hint = context.obj and key_here(find_stage(context.obj)[0], name)
         return f"settings are given as key=value, without dashes: {hint or f'write {name}=VALUE'}"
-    if context.parent is not None and hasattr(context.command, "commands"):
-        return f"one of these comes first: {', '.join(context.command.commands)}"
+    commands = getattr(context.command, "commands", ())
+    if commands and context.parent is not None:
+        return f"one of these comes first: {', '.join(commands)}"
     return ""
 
 

@@ -110,8 +110,11 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path}: is a directory; name a file")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    with _neighbor(folder / path.name, Path.touch):
-        pass
+    try:
+        with _neighbor(folder / path.name, Path.touch):
+            pass
+    except UserError as error:
+        raise _unwritable(path, error.__cause__) from error
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer)
     _set_end_tokens(model, ends, tokenizer.pad_token_id)
 
 
-def set_padding(classifier: Any, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+def set_padding(classifier: NativeModel | ExternalModel, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
     """Give a classifier's config and its tokenizer a padding token that ends no text; the config has None without one.
 
     Hugging Face's decoders read a text at its last token that is no padding, and no batch without padding. In place of
@@ -263,10 +263,10 @@ def set_padding(classifier: Any, tokenizer: Tokenizer, ends: Sequence[int]) -> N
         if tokenizer.unk_token_id not in (None, *tokenizer.encode("\U00010348\U0001fae8")):
             free.append(str(tokenizer.unk_token))
         free = [name for name in free if vocabulary[name] not in ends]
+        if not free and len(vocabulary) == 1 + max(vocabulary.values()) < rows:
+            free = ["<|pad|>"]
         if free:
-            tokenizer.pad_token = free[0]
-        elif len(vocabulary) == 1 + max(vocabulary.values()) < rows:
-            tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+            tokenizer.add_special_tokens({"pad_token": free[0]})
     pad = tokenizer.pad_token_id
     classifier.config["pad_token_id"] = None if pad in ends else pad
 

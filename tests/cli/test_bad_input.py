@@ -70,7 +70,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monk
 
     monkeypatch.setattr(Path, "touch", refuse)
     code = main(command.replace("OUT", f"{tmp_path}/out").split())
-    check((code, capsys.readouterr().err), f"{tmp_path}/", "cannot be written (Read-only file system)")
+    check((code, capsys.readouterr().err), f"{tmp_path}/out", "cannot be written (Read-only file system)")
     assert not list(tmp_path.iterdir())
 
 

@@ -35,8 +35,8 @@ class WeightedLoss:
 
 
 @dataclass(frozen=True)
-class PreferenceOptim(OptimConfig):
-    """The optimizer and its schedule, with the learning rate of preference losses."""
+class PolicyOptim(OptimConfig):
+    """The optimizer and its schedule, with a learning rate for all weights of a tuned policy."""
 
     learning_rate: PositiveFloat = 1e-6
 
@@ -91,7 +91,7 @@ class PreferenceConfig(Settings):
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    optim: PreferenceOptim = field(default_factory=PreferenceOptim)
+    optim: PolicyOptim = field(default_factory=PolicyOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, LoRASpec, refuse_dropout
+from alignment.algorithms.dpo.config import PolicyOptim
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.generation.requests import NewTokens
@@ -59,14 +60,7 @@ class ServersConfig(Settings):
 
 
 @dataclass(frozen=True)
-class SamplingOptim(OptimConfig):
-    """The optimizer and its schedule, with the learning rate of stages that sample."""
-
-    learning_rate: PositiveFloat = 1e-6
-
-
-@dataclass(frozen=True)
-class PPOOptim(SamplingOptim):
+class PPOOptim(PolicyOptim):
     """The policy's optimizer and its schedule in PPO."""
 
     eps: PositiveFloat = 1e-5
@@ -132,7 +126,7 @@ class SamplingSettings(Settings):
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    optim: SamplingOptim = field(default_factory=SamplingOptim)
+    optim: PolicyOptim = field(default_factory=PolicyOptim)
     missing_end_penalty: NonNegativeFloat = 1.0
     responses_per_prompt: PositiveInt = 1
     max_new_tokens: NewTokens = 64
