@@ -24,6 +24,7 @@ from typer.core import TyperCommand
 
 from alignment import __version__
 from alignment.errors import UserError
+from alignment.files import check_output, write_text
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -229,6 +230,7 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
         with open_stage(stage, config, overrides) as (run, checked):
+            check_output(Path(checked.output) / "results.json")
             if stage == "winrate":
                 from alignment.evaluation.win_rate_run import FormWritten
 
@@ -336,9 +338,10 @@ def generate(
             "generate: --adapters needs --prompts FILE, whose column `adapter` names the adapter of each row"
         )
     from alignment.commands.generate import generate_responses
-    from alignment.files import write_text
     from alignment.models.weights_config import WeightsConfig
 
+    if output is not None:
+        check_output(Path(output))
     weights = WeightsConfig(dtype, quantize)
     rows = generate_responses(
         model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights,
@@ -778,11 +781,10 @@ def explain(error: Any, *, debug: bool) -> int:
     """Print on standard error what went wrong, of several processes once with the rank, and return the exit code."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
         error.show()
+        if hint := getattr(error, "ctx", None) and usage_hint(error, error.ctx):
+            print(hint, file=sys.stderr)
         if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
-        takes_keys = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
-        if (unknown := re.match(r"No such option: --([\w-]+)", str(error))) and takes_keys:
-            print(f"settings are keys: write {unknown[1].replace('-', '_')}=VALUE; --help lists them", file=sys.stderr)
         return int(error.exit_code)
     text, code = str(error), 2
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -802,6 +804,22 @@ def explain(error: Any, *, debug: bool) -> int:
         rank = f"rank {os.environ.get('RANK', '0')}: "
     print(f"error: {rank}{text}", file=sys.stderr)
     return code
+
+
+def usage_hint(error: Exception, context: typer.Context) -> str:
+    """The way out of an option that is a setting, and of a config in the place of a command; '' where it is neither."""
+    takes_settings = any(parameter.name == "overrides" for parameter in context.command.params)
+    if takes_settings and type(error).__name__ == "NoSuchOption":
+        from alignment.config.load import key_here
+        from alignment.pipeline.stages import find_stage
+
+        name = str(vars(error)["option_name"]).lstrip("-").replace("-", "_")
+        hint = context.obj and key_here(find_stage(context.obj)[0], name)
+        return f"settings are given as key=value, without dashes: {hint or f'write {name}=VALUE'}"
+    commands = getattr(context.command, "commands", ())
+    if commands and context.parent is not None:
+        return f"one of these comes first: {', '.join(commands)}"
+    return ""
 
 
 def command_of(method: str) -> str:

@@ -31,6 +31,7 @@ MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
 TOO_LARGE = f"{{path}}: {{size}} bytes; files of its kind may have {MAX_JSON_BYTES}"
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
 FULL = (errno.ENOSPC, errno.EDQUOT)
+SHORT_WRITE = rf"{os.strerror(errno.ENOSPC)}|\d+ requested and \d+ written"  # of safetensors, and of NumPy
 CARD = "README.md"  # a model's; it is about the model and no part of it
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
@@ -109,21 +110,42 @@ def remove_leftovers(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_output(path: Path) -> None:
+    """Raise UserError where a file of this name cannot be written; to be asked before long work. It leaves nothing."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with _neighbor(folder / path.name, Path.touch):
+            pass
+    except UserError as error:
+        raise _unwritable(path, error.__cause__) from error
+
+
 @contextmanager
 def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk, which names no file, into a UserError with `path` and the bytes `written`."""
+    """Turn the system's errors for a full disk, which name no file, into a UserError with `path` and `written`'s bytes.
+
+    Likewise those for a place that may not be written.
+    """
     try:
         yield
     except Exception as error:
         for each in (error, error.__cause__):  # an inner call may have explained it; safetensors has a type of its own
-            if getattr(each, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(each):
+            if getattr(each, "errno", None) in FULL or re.search(SHORT_WRITE, str(each)):
                 size = sum(file.stat().st_size for file in [written, *written.rglob("*")] if file.is_file())
                 free = shutil.disk_usage(path.parent).free
                 raise UserError(
                     f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. What was "
                     "there before is untouched; make room and run again"
                 ) from each
+            if os.strerror(errno.EROFS) in str(each) or getattr(each, "filename", None) == str(written):
+                raise _unwritable(path, each) from each
         raise
+
+
+def _unwritable(path: Path, error: object) -> UserError:
+    return UserError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); choose another place")
 
 
 @contextmanager
@@ -132,14 +154,17 @@ def _neighbor(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
 
     Whatever has the hidden name at the end is deleted.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
-    while True:
-        temporary = _hidden_name(path, "partial")
-        create(temporary)
-        descriptor = _lock(temporary, fcntl.LOCK_EX)
-        if descriptor is not None or temporary.exists():  # otherwise another process removed it as a leftover
-            break
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
+        while True:
+            temporary = _hidden_name(path, "partial")
+            create(temporary)
+            descriptor = _lock(temporary, fcntl.LOCK_EX)
+            if descriptor is not None or temporary.exists():  # otherwise another process removed it as a leftover
+                break
+    except OSError as error:
+        raise _unwritable(path, error) from error
     try:
         with explain_full_disk(path, temporary):
             yield temporary

@@ -1,6 +1,7 @@
 """Language models and tokenizers from a directory or the Hub. Reward models are in reward_model.py."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
 from alignment.ragged import has_apple_gpu
 
+UNUSED = r"[<\[].*(?i:pad|reserved|unused).*[>\]]"  # names of tokens that no text has
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  # what a repository of the Hub may have
 
 
@@ -39,6 +41,10 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     path = Path(os.path.expanduser(source))
     if path.is_dir():
         check_directory(path)
+        if (path / "lineage.json").is_file() and (path / "model").is_dir():
+            raise UserError(
+                f"{source}: the directory of a run, whose model is below it; did you mean {path / 'model'}?"
+            )
         return path
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
         raise UserError(f"{source}: {missing_directory(path)}")
@@ -237,15 +243,36 @@ def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer)
         ends = sorted(stop_token_ids(tokenizer))
     except UserError:  # a broken template must not keep a trained model from being saved
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
+    if not hasattr(model, "new_cache"):
+        return set_padding(model, tokenizer, ends)
     model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     _set_end_tokens(model, ends, tokenizer.pad_token_id)
 
 
+def set_padding(classifier: NativeModel | ExternalModel, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+    """Give a classifier's config and its tokenizer a padding token that ends no text; the config has None without one.
+
+    Hugging Face's decoders read a text at its last token that is no padding, and no batch without padding. In place of
+    an end token stands one that no text has: a reserved one, the unknown one of a tokenizer that knows every byte, or a
+    new one where the embedding has a row to spare.
+    """
+    rows = classifier.config.get("vocab_size", 0)
+    if tokenizer.pad_token_id in (None, *ends):
+        vocabulary = tokenizer.get_vocab()
+        free = [name for name in sorted(vocabulary) if re.fullmatch(UNUSED, name) and vocabulary[name] < rows]
+        if tokenizer.unk_token_id not in (None, *tokenizer.encode("\U00010348\U0001fae8")):
+            free.append(str(tokenizer.unk_token))
+        free = [name for name in free if vocabulary[name] not in ends]
+        if not free and len(vocabulary) == 1 + max(vocabulary.values()) < rows:
+            free = ["<|pad|>"]
+        if free:
+            tokenizer.add_special_tokens({"pad_token": free[0]})
+    pad = tokenizer.pad_token_id
+    classifier.config["pad_token_id"] = None if pad in ends else pad
+
+
 def _set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_id: int | None) -> None:
     """Set the end tokens (if there are any) and the padding token in both configs of a model that generates."""
-    if not hasattr(model, "new_cache"):
-        return
     config = model.generation_config
     if config is None:  # transformers takes the same keys of config.json in its place
         from transformers import GenerationConfig

@@ -129,6 +129,8 @@ adapter:
         ("adapter: {kind: lorra}", "adapter.kind: must be 'lora' or 'prefix', got 'lorra'"),
         ("adapter: {rnk: 2}", "adapter.rnk: unknown key; did you mean 'rank'?"),
         ("adapter: 4", "adapter: must be a section of keys, got 4"),
+        ("adapter: lora", "adapter: must be a section of keys, got 'lora'; say adapter.kind=lora"),
+        ("single: prefix", "single: must be a section of keys, got 'prefix'; say single.kind=prefix"),
         ("adapter: {kind: prefix, tokens: many}", "adapter.tokens: must be a whole number, got 'many'"),
         ("single: {kind: lora}", "single.kind: must be 'prefix', got 'lora'"),
         ("model: [1]", "model: must be a section of keys, got [1]"),
@@ -215,6 +217,12 @@ def test_a_path_wins_over_a_packaged_name_and_an_unknown_name_gets_near_ones(tmp
     assert load_config(Stage, "stage/tiny").policy == "mine"
     with pytest.raises(UserError, match=r"stage/tny: there is no such file.*did you mean 'stage/tiny'\?"):
         load_config(Stage, "stage/tny")
+    (here / "base.yaml").write_text(GOOD)
+    with pytest.raises(UserError, match=r"did you mean 'base\.yaml'\?"):
+        load_config(Stage, "bse.yaml")
+    with pytest.raises(UserError) as error:
+        load_config(Stage, "nothing")
+    assert "--help" in str(error.value) and "stage/tiny" not in str(error.value)
 
 
 def test_secrets_are_left_out_and_words_about_text_stay(tmp_path):

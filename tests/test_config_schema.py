@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 
 from alignment import cli
-from alignment.config.load import packaged_folder
+from alignment.config.load import build, load_config, packaged_folder
 from alignment.config.schema import ConfigKey, config_keys, packaged_schema
+from alignment.config.yaml_source import SourcedYaml
 from alignment.pipeline.stages import STAGES, find_stage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +116,39 @@ def test_a_text_ends_with_its_section():
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_key_of_a_stage_is_described(stage):
     assert [key.name for key in config_keys(packaged_schema(stage)) if not key.text] == []
+
+
+def classes_in(kind: Any) -> set[type]:
+    """The config classes that a type is made of, with those of their sections."""
+    inner = list(get_type_hints(kind).values()) if is_dataclass(kind) else get_args(kind)
+    return {each for part in inner for each in classes_in(part)} | ({kind} if is_dataclass(kind) else set())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_section_set_in_part_keeps_the_stages_other_defaults(stage):
+    """From YAML and Python, which `build` checks alike, and in the schema, which help shows."""
+    config_class = find_stage(stage)[0]
+    described = {key.name: key.default for key in config_keys(packaged_schema(stage))}
+    for cls in classes_in(config_class):
+        made = {each.name: each.default_factory() for each in fields(cls) if each.default_factory is not MISSING}
+        for name, section in made.items():
+            for key, value in asdict(section).items() if is_dataclass(section) else ():
+                holder = make_dataclass("Holder", [(name, get_type_hints(cls, include_extras=True)[name])])
+                assert getattr(build(holder, SourcedYaml({name: {key: value}})), name) == section, (cls, name, key)
+                if cls is config_class and not isinstance(value, dict) and key != "kind":
+                    assert json.loads(described[f"{name}.{key}"] or "") == json.loads(json.dumps(value))
+
+
+def test_a_rate_alone_leaves_eps_of_ppo_and_sgd_has_none_to_refuse(tmp_path):
+    config = tmp_path / "ppo.yaml"
+    config.write_text("policy: base\noutput: out\nreward_model: rm\ndata: {train: rows.jsonl}\n")
+    cls = find_stage("ppo")[0]
+    rates = ["optim.learning_rate=1e-4", "value_optim.learning_rate=1e-3"]
+    set_in_part = load_config(cls, str(config), rates)
+    assert set_in_part.optim.eps == set_in_part.value_optim.eps == 1e-5
+    assert load_config(cls, str(config), ["optim.schedule=linear"]).optim.learning_rate == 1e-6
+    assert load_config(cls, str(config), ["optim.name=sgd"]).optim.name == "sgd"
+    assert load_config(cls, str(config), ["optim.name=sgd", "optim.eps=1e-8"]).optim.eps == 1e-8  # of an earlier run
 
 
 @pytest.mark.parametrize("stage", STAGES)

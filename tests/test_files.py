@@ -103,7 +103,8 @@ def test_what_a_living_process_is_writing_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError(errno.EDQUOT, "Disk quota exceeded"),
-     RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")],
+     RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+     OSError("11101 requested and 4096 written")],
 )  # fmt: skip
 def test_a_full_disk_is_named_with_path_and_bytes_and_changes_nothing(tmp_path, monkeypatch, error):
     path = tmp_path / "model"
@@ -114,6 +115,24 @@ def test_a_full_disk_is_named_with_path_and_bytes_and_changes_nothing(tmp_path, 
         (folder / "a").write_text("12345")
         raise error
     assert content(path) == "old" and os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EROFS, os.strerror(errno.EROFS)), RuntimeError("I/O error: Read-only file system")]
+)
+def test_a_place_that_may_not_be_written_is_named(tmp_path, monkeypatch, error):
+    path = tmp_path / "model"
+    with pytest.raises(UserError, match=r"model: cannot be written .*Read-only"), atomic_directory(path):
+        raise error
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"results\.json: cannot be written"):
+        write_text(tmp_path / "file/results.json", "{}")
+    with pytest.raises(UserError, match="cannot be written"):
+        files.check_output(tmp_path / "file/run/results.json")
+    with pytest.raises(UserError, match="is a directory"):
+        files.check_output(tmp_path)
+    files.check_output(tmp_path / "new/run/results.json")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_full_disk_under_a_file_of_a_directory_names_the_directory_s_own_place(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Recipes: what runs, what is skipped, what is refused before anything runs. The stages are fakes that leave a file."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from alignment.config.yaml_source import parse_yaml
 from alignment.errors import UserError
+from alignment.files import write_text
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
 from alignment.pipeline.recipe import repeat_stages
@@ -20,6 +22,7 @@ from alignment.pipeline.run import run_recipe
 from alignment.pipeline.stages import STAGES
 from alignment.settings import PositiveFloat, Settings
 from alignment.training.run import lineage
+from tests.killing import run_killed
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -198,6 +201,18 @@ def test_a_stage_cut_short_goes_on_in_its_directory_with_the_same_settings_only(
     assert ran.names() == ["sft", "ppo"]
 
 
+def test_a_recipe_killed_at_any_moment_writes_every_page(recipe, ran, monkeypatch):
+    out, after, code = recipe.parent / "out", 0, -1
+    monkeypatch.setattr(pipeline, "write_page", lambda directory: write_text(directory / "report.html", "page"))
+    while code:
+        code = run_killed(lambda: go(recipe), after, ["replace"])
+        go(recipe)
+        assert all((out / name / "report.html").is_file() for name in ("world", "sft", "ppo")), after
+        shutil.rmtree(out)
+        after += 1
+    assert after > 9
+
+
 def test_from_and_only(recipe, ran):
     assert "stage world comes first and is not finished" in refusal(recipe, only="sft")
     go(recipe)
@@ -310,6 +325,14 @@ def test_a_stage_of_the_recipe_s_own_is_a_function_in_a_file_beside_it(recipe, r
     assert refusal(recipe) == "stage world: /demo/own.py: has no function 'walk'"
     edit(recipe, "own.py:walk", "none.py:run")
     assert refusal(recipe) == "stage world: run: /demo/none.py is not there"
+
+
+def test_the_output_of_a_config_file_gives_way_to_the_recipes(recipe, ran):
+    (recipe / "make.yaml").write_text("output: runs/elsewhere\nsize: 3\n")
+    edit(recipe, 'config: {output: "${world}", size: 3, seed: ${seed}}', "config: make.yaml")
+    go(recipe)
+    assert ran[0] == MakeConfig(output=str(recipe.parent / "out/world"), size=3)
+    assert "write into directories of their own" in refusal(recipe, "world.output=elsewhere")
 
 
 def test_wrong_overrides_and_recipes(recipe, ran):

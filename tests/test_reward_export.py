@@ -78,6 +78,50 @@ def test_an_ensemble_of_adapters_is_exported_by_its_members(train, tmp_path):
         assert_close(load_reward_model(str(member)).score(TEXTS), raw[:, number], atol=1e-4, rtol=1e-4)
 
 
+def without_padding(base: Path, case: str) -> None:
+    """Take the padding token's role away in a checkpoint; its place in the vocabulary may have another name."""
+    text = (base / "tokenizer.json").read_text()
+    names = {"a reserved token": "<|reserved_0|>", "a spare row": "<fill>", "nothing": "<fill>"}
+    (base / "tokenizer.json").write_text(text.replace("<pad>", names.get(case, "<pad>")))
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings["pad_token"] = settings["eos_token"] if case == "the end token" else None
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    if case == "a spare row":
+        weights = load_file(base / "model.safetensors")
+        config = json.loads((base / "config.json").read_text())
+        known = config["vocab_size"]
+        grown = {name: torch.cat([x, x[:3]]) if len(x) == known else x for name, x in weights.items()}
+        save_file(grown, base / "model.safetensors", {"format": "pt"})
+        (base / "config.json").write_text(json.dumps(config | {"vocab_size": known + 3}))
+
+
+@pytest.mark.parametrize(
+    ("case", "pad"),
+    [("no role", "<pad>"), ("the end token", "<pad>"), ("a reserved token", "<|reserved_0|>"), ("a spare row", "<|pad|>"),
+     ("nothing", None)],
+)  # fmt: skip
+def test_transformers_scores_batches_of_a_reward_model_as_we_do(checkpoints, make_stage, tmp_path, capsys, case, pad):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    base = shutil.copytree(checkpoints["llama"], tmp_path / "base")
+    without_padding(base, case)
+    run, config = make_stage("reward", str(base), tmp_path / "run", training=TrainingConfig(batch_size=8, max_steps=1))
+    directory = str(run(config))
+    ours, tokenizer = load_reward_model(directory), AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.pad_token == pad
+    assert ("no padding token" in capsys.readouterr().err) == (pad is None)
+    documents = [
+        [*ours.tokenizer(text)["input_ids"], ours.tokenizer.eos_token_id] for text in ("How?", "How is it?", " a")
+    ]
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([ids])).logits[:, 0] for ids in documents])
+        assert_close(alone, ours.score_ids(documents))
+        for side in ("left", "right") if pad else ():
+            batch = tokenizer.pad({"input_ids": documents}, return_tensors="pt", padding_side=side)
+            assert_close(model(**batch).logits[:, 0], alone)
+
+
 def test_theta_is_saved_with_the_model(checkpoints, make_stage, tmp_path, world):
     rows = [{"prompt": "How is it?", "responses": [" a", " b", " c"], "ranking": [[0, 1], 2]}] * 8
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -213,6 +213,13 @@ class DistillationConfig(Settings):
 
 
 @dataclass(frozen=True)
+class PretrainOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of pretraining."""
+
+    learning_rate: PositiveFloat = 1e-3
+
+
+@dataclass(frozen=True)
 class PretrainConfig(Settings):
     """Settings of one pretraining run.
 
@@ -250,7 +257,7 @@ class PretrainConfig(Settings):
     distillation: DistillationConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     adapter: AdapterSpec | None = None
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-3))
+    optim: PretrainOptim = field(default_factory=PretrainOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (

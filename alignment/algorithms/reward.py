@@ -65,13 +65,20 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Ragged, RaggedBatch, Sharing
 from alignment.reward_model.model import AdapterEnsemble, document_scores
-from alignment.settings import NonNegativeFloat, Rule, Settings, refusal
+from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings, refusal
 from alignment.training import Collate, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 from alignment.training.terms import ONE_SOURCE, Sources
 
 POISSON = np.cumsum([math.exp(-1) / math.factorial(count) for count in range(16)])  # P(number <= count) of Poisson(1)
 
 RewardLoss = Literal["bradley_terry", "ranking", "plackett_luce", "rao_kupper", "steps"]
+
+
+@dataclass(frozen=True)
+class RewardOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of reward models."""
+
+    learning_rate: PositiveFloat = 1e-5
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class RewardConfig(Settings):
     normalize: NormalizeConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     center_coef: NonNegativeFloat = 0.0
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    optim: RewardOptim = field(default_factory=RewardOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (
@@ -224,6 +231,11 @@ def run(config: RewardConfig) -> Path:
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        if reward_model.model.config.get("pad_token_id") is None:
+            run.note(
+                "config.json has no padding token, so transformers scores no batch by this model; `alignment export` "
+                "gives an adapter's one; else add '<|pad|>' to the policy by its --add-special-token, and train again"
+            )
         return run.output / "model"
 
 

@@ -56,6 +56,13 @@ class SamplesConfig(Settings):
 
 
 @dataclass(frozen=True)
+class SFTOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of SFT."""
+
+    learning_rate: PositiveFloat = 1e-5
+
+
+@dataclass(frozen=True)
 class SFTConfig(Settings):
     """Settings of one supervised fine-tuning run.
 
@@ -94,7 +101,7 @@ class SFTConfig(Settings):
     z_loss: NonNegativeFloat = 0.0
     neftune_alpha: PositiveFloat | None = None
     samples: SamplesConfig | None = None
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    optim: SFTOptim = field(default_factory=SFTOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (

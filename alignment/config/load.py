@@ -27,7 +27,7 @@ from typing import (
 )
 
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, override, read_yaml, references
-from alignment.errors import UserError, is_hidden, raise_all, suggest, without_secrets
+from alignment.errors import UserError, is_hidden, raise_all, spelling_hint, suggest, without_secrets
 from alignment.settings import BOUNDS, Key, broken_rules, default_text, deferred_checks, leaves, limit_text
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ NEEDLESS = {  # key of another library -> why there is none here
     **dict.fromkeys(("flash_attn", "flash_attention", "attn_implementation"), "attention takes the fastest kernel that fits by itself"),
     **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "the command has --launch, such as launch/zero3 or launch/fsdp2"),
     "assistant_only_loss": "loss_on=completion, the default, counts responses alone; data.turns chooses the turns",
+    **dict.fromkeys(("eos_token", "pad_token"), "the tokenizer's own count, and its template's end of a turn"),
     "device_map": "a model lies whole on its device; the command has --launch launch/fsdp2 to spread it",
     "logging_steps": "every update is logged",
     "resume_from_checkpoint": "the same command goes on with a stopped run",
@@ -206,7 +207,9 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
     unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
     sections = _sections(cls, key[:-1]) if error.get("ctx", {}).keys() & BOUNDS.keys() else []
     default = default_text(sections[0], str(key[-1])) if sections else ""
-    return f"{text}, got {shown}{default}" + ("; put it in quotes" if unquoted else "")
+    is_kind = isinstance(error["input"], str) and has_key(cls, (*key, "kind"))
+    kind = f"; say {dotted(key)}.kind={error['input']}" if is_kind else ""
+    return f"{text}, got {shown}{default}{kind}" + ("; put it in quotes" if unquoted else "")
 
 
 def _expected(cls: type, located: _Located) -> str:
@@ -217,7 +220,7 @@ def _expected(cls: type, located: _Located) -> str:
         sections = _sections(cls, key[:-1])
         matching = [section for section in sections if section.__name__ in members] or sections
         names = {field.name for section in matching for field in dataclasses.fields(section)}
-        return f"unknown key; {_key_here(cls, name) or suggest(name, names)}"
+        return f"unknown key; {key_here(cls, name) or suggest(name, names)}"
     if kind == "missing":
         return "is missing; add it"
     if kind == "literal_error":
@@ -231,7 +234,7 @@ def _expected(cls: type, located: _Located) -> str:
     return EXPECTED[kind] if kind in EXPECTED else message[:1].lower() + message[1:]
 
 
-def _key_here(cls: type, name: str) -> str:
+def key_here(cls: type, name: str) -> str:
     """Our name for a key of another library or another section, or why none is needed; empty where it is unknown."""
     if name in NEEDLESS:
         return f"there is none here: {NEEDLESS[name]}"
@@ -309,7 +312,9 @@ def find_packaged(name: str, kind: str) -> Path:
         return given / "recipe.yaml"
     known = packaged_names(kind)
     if name not in known:
-        raise UserError(f"{name}: there is no such file, and no packaged one of that name; {suggest(name, known)}")
+        near = spelling_hint(name, [*known, *map(str, given.parent.glob("*.y*ml"))])
+        way = near or "give the path of a YAML file, or a packaged name, which `alignment STAGE --help` lists"
+        raise UserError(f"{name}: there is no such file, and no packaged one of that name; {way}")
     return known[name]
 
 

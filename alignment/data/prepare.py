@@ -34,12 +34,22 @@ from alignment.data.rows.read import (
     text_hash,
 )
 from alignment.data.rows.records import SHOWN_IDS, Kind, Tally, choose_turns
-from alignment.data.table import EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples, tables_of
+from alignment.data.table import (
+    EncodedExamples,
+    JoinedTables,
+    Rows,
+    Table,
+    TableWriter,
+    check_findings,
+    encode_examples,
+    tables_of,
+)
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, STEPS_CUT, TOKENIZE, Tokenize, tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.files import cache_directory, hash_of
+from alignment.settings import refusal
 
 if TYPE_CHECKING:
     from alignment.data.checks import Checks
@@ -129,7 +139,9 @@ def prepare_with(
     if config.streaming and part == "train":
         raise UserError(NO_STREAMING)
     examples = prepare_tables(preparation, config, tokenizer, part=part)
-    counts = require_enough(examples.tally, config, part)
+    if problem := refusal(require_enough, examples.tally, config, part):
+        raise_all(filter(None, [problem, refusal(check_findings, examples, config.check)]))
+    counts = examples.tally
     if config.evaluation_share is not None:
         views = [_view(cast(Table, table), config.evaluation_share, part) for table in tables_of(examples)]
         view = views[0] if len(views) == 1 else JoinedTables(views)

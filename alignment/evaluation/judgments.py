@@ -166,6 +166,7 @@ class RowLog:
         with self._lock:
             self.rows.append(row)
             if self.path is not None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with explain_full_disk(self.path, self.path), open(self.path, "ab") as file:
-                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                with explain_full_disk(self.path, self.path):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    with open(self.path, "ab") as file:
+                        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

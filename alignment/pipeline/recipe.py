@@ -51,7 +51,7 @@ class StageEntry(Settings):
     Attributes:
         name: of its directory below the recipe's output, which `${name}` refers to.
         run: verb, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named from its folder.
-        config: packaged name, path, or the config itself.
+        config: packaged name, path (the `output` of such a file does not count), or the config itself.
         settings: replace values of `config`; keys may be dotted.
     """
 
@@ -154,6 +154,8 @@ def _stage_config(stage: StageEntry, written: SourcedYaml, folder: Path) -> Sour
         document = written.section(("config",)) if stage.config else SourcedYaml({}, {(): written.location(())})
     if not isinstance(document.values, (dict, type(None))):
         raise UserError(f"its config must be a section of keys ({document.location(())})")
+    if isinstance(stage.config, str) and document.values:
+        document.values.pop("output", None)  # which is for a run without a recipe
     for name, value in stage.settings.items():
         for key, leaf in _leaves(value, tuple(name.split("."))):
             document = overlay(document, key, leaf, written.location(("settings", name)))

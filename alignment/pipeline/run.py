@@ -182,10 +182,11 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     print(f"      {seconds:.0f} s", flush=True)
     own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
     own |= {"parents": stage.lineage["parents"]} | read_json(directory / "lineage.json")  # where a run has written more
-    write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
+    write_json(directory / "lineage.json", own)
     write_page(directory)
     if stage.lineage["verb"] == "report":
         shutil.copyfile(directory / "report.html", output / "report.html")
+    write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
 
 
 def is_finished(stage: Stage, output: Path) -> bool:

@@ -200,6 +200,11 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     identity = process_group.broadcast_object(run.identity)
     state = restore_checkpoint(path, engines, identity)
     run.note(f"resumed from {path}")
+    if run.other_source:
+        run.note(
+            f"warning: {path} was made by another version of this library (source {run.other_source[:16]}); the run "
+            "may end otherwise than with one version"
+        )
     if state["extended"]:
         run.note(
             f"the run was finished after step {state['step']} and goes on; rows that its last batch left of an epoch are passed "

@@ -151,7 +151,7 @@ def _foreign(config: OptimConfig, key: str, settings: Mapping[str, tuple[str, ..
     chosen = getattr(config, key)
     foreign = {name for names in settings.values() for name in names} - set(settings.get(chosen, ()))
     for each in fields(config):
-        if each.name in foreign and getattr(config, each.name) != each.default:
+        if each.name in foreign and getattr(config, each.name) not in (each.default, getattr(OptimConfig, each.name)):
             users = ", ".join(name for name, names in settings.items() if each.name in names)
             return f"{chosen} has no {each.name}; leave {each.name} out, or choose among those that have it: {users}"
     return ""
@@ -220,6 +220,14 @@ UNSUPPORTED = {
     ("adafactor", "deepspeed"): "DeepSpeed flattens weights into vectors, and Adafactor needs rows and columns",
     ("muon", "deepspeed"): "DeepSpeed flattens weights into vectors, and Muon needs matrices",
 }
+
+# Names of a parameter's state: of AdamW; of Adafactor, for a vector and for a matrix; of bitsandbytes.
+STATES = (
+    "step exp_avg exp_avg_sq",
+    "step exp_avg_sq RMS",
+    "step exp_avg_sq_row exp_avg_sq_col RMS",
+    "step state1 state2",
+)
 
 Group = dict[str, Any]  # a parameter group of a torch optimizer
 

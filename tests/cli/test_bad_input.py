@@ -1,7 +1,10 @@
 """What a user may get wrong, through the real command line: exit code 2 and one clear message each, before training."""
 
+import errno
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,21 @@ def test_good_settings_run(sft):
 )
 def test_a_wrong_setting_is_named_with_its_key(sft, changes, parts):
     check(sft(*changes), *parts)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate --model nowhere --prompt Hi --output OUT/rows.jsonl", "evaluate winrate evaluate/tiny output=OUT",
+     "evaluate benchmarks evaluate/benchmarks_tiny output=OUT", "evaluate reward evaluate/reward_tiny output=OUT"],
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, capsys, command):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    code = main(command.replace("OUT", f"{tmp_path}/out").split())
+    check((code, capsys.readouterr().err), f"{tmp_path}/out", "cannot be written (Read-only file system)")
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_keys_in_the_file_come_at_once_with_their_lines(sft):
@@ -131,12 +149,23 @@ def test_a_method_that_is_no_command_is_told_its_command(capsys, method, command
     check((main([method, "x"]), capsys.readouterr().err), f"No such command '{method}'", command)
 
 
-def test_an_option_that_is_a_key_is_told_so(capsys):
-    """[G A.2-7] As other libraries write it."""
-    code = main(["generate", "--model", "x", "--prompt", "a", "--max-new-tokens", "5"])
-    check((code, capsys.readouterr().err), "No such option: --max-new-tokens", "max_new_tokens=VALUE")
-    assert main(["inspect", "lens", "x", "--prompt", "a"]) == 2  # which takes no keys
-    assert "prompt=VALUE" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "way"),
+    [("sft base.yaml --lr 3", "optim.learning_rate"), ("ppo base.yaml --kl-coef 3", "kl_coef=VALUE"),
+     ("dpo base.yaml --packing", "there is none here"), ("sft base.yaml --blah", "blah=VALUE"),
+     ("generate --model x --temperature 1", "temperature=VALUE"), ("evaluate base.yaml", "winrate, judge"),
+     ("data rows.jsonl", "check, cache")],
+)  # fmt: skip
+def test_a_setting_given_as_an_option_is_told_as_key_and_value(capsys, command, way):
+    check((main(command.split()), capsys.readouterr().err), way)
+
+
+def test_the_directory_of_a_run_in_the_place_of_its_model_is_told_so(sft, checkpoints, tmp_path):
+    run = tmp_path / "sft"
+    shutil.copytree(checkpoints["llama"], run / "model")
+    (run / "lineage.json").write_text("{}")
+    check(sft(f"policy={run}"), f"{run}: ", f"did you mean {run}/model?")
+    assert sft(f"policy={run}/model")[0] == 0
 
 
 def test_what_is_to_be_installed_is_an_extra_of_this_checkout():

@@ -1,9 +1,12 @@
 """Every setting of a data config reaches the reading of each kind of rows."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
+from alignment.data import checks
+from alignment.data.checks import Fault
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Tally
@@ -25,6 +28,18 @@ def test_columns_limits_and_bad_rows_of_a_config_are_kept_to(jsonl, bpe):
     assert (counts.rows, counts.kept, counts.lost) == (4, 2, 2)
     with pytest.raises(UserError, match="1 bad row;"):
         prepare(DataConfig(path, columns=COLUMNS), "comparisons", bpe)
+
+
+def test_too_many_cut_rows_and_what_the_checks_find_are_told_at_once(jsonl, bpe, monkeypatch):
+    fault = Fault("long", "are long", lambda row, special: True, 0.0, "error")
+    monkeypatch.setattr(checks, "TOKEN_FAULTS", (*checks.TOKEN_FAULTS, fault))
+    path = jsonl(*({**PAIR, "good": " cat on the mat" * 9, "bad": f" {i}"} for i in range(4)))
+    config = DataConfig(path, columns=COLUMNS, max_length=12)
+    with pytest.raises(UserError, match=r"(?s)data\.max_cut_share.*data\.check=warn"):
+        prepare(config, "comparisons", bpe)
+    with pytest.raises(UserError) as error:
+        prepare(replace(config, check="warn"), "comparisons", bpe)
+    assert "data.check" not in str(error.value)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

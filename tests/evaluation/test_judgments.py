@@ -87,6 +87,11 @@ def test_a_log_is_checked_as_it_is_read_again(file, row, tmp_path):
     build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template), tmp_path)
 
 
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be written"):
+        RowLog(tmp_path).append({"key": "one"})
+
+
 def test_a_key_holds_judge_prompt_texts_and_their_order():
     keys = [
         ("j", "p", "a", "b"),

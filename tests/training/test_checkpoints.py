@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from alignment.errors import UserError
+from alignment.files import hash_of, hashes_below, write_json
 from alignment.training import (
     Engine,
     OptimConfig,
@@ -98,6 +99,40 @@ def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tm
     restore_checkpoint(path, engines, {})
     with pytest.raises(UserError, match=r"engines \['policy', 'value'\]"):
         restore_checkpoint(path, engines["value"], {})
+
+
+def seal(path: Path, **changes: object) -> None:
+    """Give a checkpoint whose files were changed a manifest with the right sums."""
+    manifest = {"format": 4, "step": 1, "files": hashes_below(path)} | changes
+    del manifest["files"]["manifest.json"]
+    write_json(path / "manifest.json", manifest | {"sum": hash_of(manifest)})
+
+
+@pytest.mark.parametrize("written", [3, 5, 99, "x", None])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path, written):
+    engine = saved(tmp_path, 1)
+    seal(tmp_path / "step-000001", format=written)
+    with pytest.raises(UserError, match=rf"step-000001 has the format {written!r}.*version"):
+        restore_checkpoint(tmp_path / "step-000001", engine, IDENTITY)
+
+
+@pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq", "step"])
+def test_an_optimizer_file_without_a_tensor_is_refused_by_name(tmp_path, lost):
+    engine = saved(tmp_path, 1)
+    file = tmp_path / "step-000001" / "optimizer.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if name != f"last.weight/{lost}"}, file)
+    seal(file.parent)
+    with pytest.raises(UserError, match=rf"last\.weight lacks one of: .*{lost}"):
+        restore_checkpoint(file.parent, engine, IDENTITY)
+
+
+@pytest.mark.parametrize("name", ["state.json", "random.json"])
+def test_a_file_nested_too_deep_is_refused_by_name(tmp_path, name):
+    engine = saved(tmp_path, 1)
+    (tmp_path / "step-000001" / name).write_text("[" * 100_000)
+    seal(tmp_path / "step-000001")
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        restore_checkpoint(tmp_path / "step-000001", engine, IDENTITY)
 
 
 def flip_bit(path: Path) -> None:

@@ -85,6 +85,30 @@ def test_another_number_of_processes_goes_on_where_only_rounding_differs_and_is_
         assert not list(path.parent.glob("damaged-*"))  # it went on from the changed one
 
 
+def test_a_resume_under_other_code_is_noted_and_one_under_the_same_is_not(tmp_path, monkeypatch, capsys):
+    for step in (2, 4):
+        with pytest.raises(SystemExit):
+            train(tmp_path, stop_after=step)
+    assert "another version" not in capsys.readouterr().err
+    monkeypatch.setattr("alignment.training.run.lineage.code_hash", lambda: "0" * 64)
+    train(tmp_path)
+    assert "warning" in (err := capsys.readouterr().err) and "another version of this library" in err
+    assert "another version" in (tmp_path / "lineage.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "tensorboard"])
+def test_a_file_in_the_place_of_a_directory_is_refused_at_the_start(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"{name}: is a file"):
+        train(tmp_path)
+
+
+def test_an_output_that_is_a_file_is_said_to_be_one(tmp_path):
+    (tmp_path / "d.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"d\.jsonl: .*is a file"):
+        train(tmp_path / "d.jsonl")
+
+
 def train_by_clock(
     output: Path,
     monkeypatch,

@@ -35,6 +35,13 @@ class WeightedLoss:
 
 
 @dataclass(frozen=True)
+class PolicyOptim(OptimConfig):
+    """The optimizer and its schedule, with a learning rate for all weights of a tuned policy."""
+
+    learning_rate: PositiveFloat = 1e-6
+
+
+@dataclass(frozen=True)
 class PreferenceConfig(Settings):
     """Settings that DPO on given rows and on pairs of sampled responses have in common.
 
@@ -84,7 +91,7 @@ class PreferenceConfig(Settings):
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
+    optim: PolicyOptim = field(default_factory=PolicyOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (

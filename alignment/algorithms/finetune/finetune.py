@@ -33,14 +33,21 @@ from alignment.data.tasks import (
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
-from alignment.loading import architecture_of, find_directory, load_tokenizer
+from alignment.loading import architecture_of, find_directory, load_tokenizer, set_padding
 from alignment.models.families import family_of, is_external_type
 from alignment.models.safetensors_files import read_config
 from alignment.models.transformer import TransformerSpec
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.settings import NonNegativeFloat, PositiveInt, Rule, Settings, refusal
+from alignment.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Settings, refusal
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.distributed import compare_rows
+
+
+@dataclass(frozen=True)
+class FinetuneOptim(OptimConfig):
+    """The optimizer and its schedule, with the learning rate of downstream tasks."""
+
+    learning_rate: PositiveFloat = 3e-5
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class FinetuneConfig(Settings):
     max_question: PositiveInt = 64
     max_answer: PositiveInt = 30
     no_answer: bool = False
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-5))
+    optim: FinetuneOptim = field(default_factory=FinetuneOptim)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     RULES = (
@@ -233,9 +240,8 @@ def evaluate_task(
 
 def save(config: FinetuneConfig, form: TaskFormat, engine: Engine, tokenizer: Tokenizer) -> Path:
     """Write `output/model` and return it; config.json keeps what `predict` needs to read rows."""
-    classifier, pad = unwrap(engine.backend.unwrapped), tokenizer.pad_token_id
-    # Hugging Face's decoders look for the last token that is no padding; an end token must not count as such.
+    classifier = unwrap(engine.backend.unwrapped)
     if classifier.source == "native":  # another encoder may count its positions from the id of its padding
-        classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+        set_padding(classifier, tokenizer, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
     classifier.config["task_specific_params"] = {"finetune": asdict(form)}
     return save_classifier(engine, tokenizer, config.output, max_shard_size=config.training.max_shard_size)

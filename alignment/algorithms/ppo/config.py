@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, LoRASpec, refuse_dropout
+from alignment.algorithms.dpo.config import PolicyOptim
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.generation.requests import NewTokens
@@ -56,6 +57,20 @@ class ServersConfig(Settings):
         Rule("urls", lambda c: not c.urls, "must name at least one server"),
         Rule("urls", lambda c: next(filter(None, map(url_problem, c.urls)), ""), "{found}"),
     )
+
+
+@dataclass(frozen=True)
+class PPOOptim(PolicyOptim):
+    """The policy's optimizer and its schedule in PPO."""
+
+    eps: PositiveFloat = 1e-5
+
+
+@dataclass(frozen=True)
+class ValueOptim(OptimConfig):
+    """The value model's optimizer and its schedule in PPO."""
+
+    eps: PositiveFloat = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +126,7 @@ class SamplingSettings(Settings):
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
+    optim: PolicyOptim = field(default_factory=PolicyOptim)
     missing_end_penalty: NonNegativeFloat = 1.0
     responses_per_prompt: PositiveInt = 1
     max_new_tokens: NewTokens = 64
@@ -398,8 +413,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     pretrain: DataConfig | None = None
     pretrain_coef: NonNegativeFloat = 0.0
     pretrain_batch_size: PositiveInt = 32
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
-    value_optim: OptimConfig | None = None
+    optim: PPOOptim = field(default_factory=PPOOptim)
+    value_optim: ValueOptim | None = None
     importance_cap: PositiveFloat | None = 2.0
     rollouts_behind: Annotated[int, Interval(ge=0, le=1)] = 0
     held_out: HeldOutConfig | None = None

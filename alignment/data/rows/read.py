@@ -249,7 +249,7 @@ def raise_bad_rows(problems: Sequence[str]) -> None:
     """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
     if problems:
         bad = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
-        head = f"{bad}; mend them, or set data.on_bad_row=skip to leave them out"
+        head = f"{bad}; mend what is wrong, or set data.on_bad_row=skip to leave such rows out"
         raise UserError(f"{head}\n{list_problems(problems)}")
 
 

@@ -19,6 +19,7 @@ from alignment.ragged import fill_groups
 from alignment.training.backends import state_files
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import (
+    STATES,
     OptimConfig,
     build_optimizer,
     restore_state,
@@ -145,6 +146,8 @@ class Backend:
         entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
         state_files.read_into(state_files.OPTIMIZER, entries, directory)
         for name, tensors in saved.items():
+            if lacking := [whole for whole in STATES if tensors.keys() < set(whole.split())]:
+                raise UserError(f"{directory}: the optimizer's state of {name} lacks one of: {lacking[0]}")
             restore_state(self.optimizer, parameters[name], tensors)
 
 

@@ -47,6 +47,7 @@ from alignment.training.engine import Engine
 from alignment.training.optim import trainable_parameters
 from alignment.training.run.lineage import LENGTHS, differences
 
+FORMAT = 4  # of the files of a checkpoint; what has another is not read
 MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
 Engines = Engine | Mapping[str, Engine]
 
@@ -105,7 +106,7 @@ def save_checkpoint(
             write_json(directory / STATE, saved | {"environment": _environment(process_group.size)})
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, random_states)
-            manifest = {"format": 4, "step": step, "files": hashes_below(directory)}
+            manifest = {"format": FORMAT, "step": step, "files": hashes_below(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
         # Later steps belong to another run, and what has no valid manifest is no checkpoint.
@@ -125,6 +126,11 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     """
     named = engines_of(engines)
     process_group = process_group_of(engines)
+    if (written := _read(path / MANIFEST).get("format")) != FORMAT:
+        raise UserError(
+            f"{path} has the format {written!r}, this version reads {FORMAT}; resume with the version that saved it, "
+            "or choose another output directory"
+        )
     changed = differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
     raise_all(
         f"{path} was made with other settings: {line}; take the old ones back, or choose another output directory"
@@ -254,7 +260,10 @@ def _environment(world_size: int) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"{path} is missing, so the run cannot be resumed as it was; put the file back")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); put the file back") from error
 
 
 def _warn(text: str) -> None:

@@ -26,7 +26,7 @@ import yaml
 from alignment.errors import UserError, raise_all
 from alignment.files import explain_full_disk, remove_directory, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank, launched_size
-from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
+from alignment.training.run.lineage import earlier_run, identity_of, lineage_of, refuse_other_run
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 CLEAR = "\x1b[K"  # deletes the rest of a terminal's line
@@ -44,6 +44,7 @@ class Run:
         began: time of the first update of this start, in seconds of `time.monotonic`.
         last_save: time of the last checkpoint (before it, of the first update) and the seconds that it took.
         requested: numbers of signals that asked this process to stop; handled at the end of an update.
+        other_source: hash of the library's source at the run's last start, where it was not that of now; else ''.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
     """
@@ -73,6 +74,7 @@ class Run:
         self.finished = False
         self.total, self.stopped = 0, 0
         self.began, self.last_save = 0.0, (0.0, 0.0)
+        self.other_source = ""
         self.random_start: list[str] = []
         self.requested: list[int] = []
         self._lineage: dict[str, Any] = {}
@@ -108,6 +110,8 @@ class Run:
 
     def _open(self, config: Mapping[str, Any], stage: str, trackers: Sequence[str], *, again: bool) -> None:
         """Rank 0's part of the start; no file of an earlier run is changed before all checks have passed."""
+        folders = (self.checkpoints, self.output / "model", self.output / "tensorboard")
+        raise_all(f"{path}: is a file in the place of a directory; move it away" for path in folders if path.is_file())
         if not again:
             raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
         from torch.utils.tensorboard import SummaryWriter
@@ -123,7 +127,9 @@ class Run:
                 (self.output / name).unlink(missing_ok=True)
             if self.checkpoints.is_dir():
                 remove_directory(self.checkpoints)
+        before = earlier_run(self.output).get("source", "") if self.checkpoints.is_dir() else ""
         self._lineage = lineage_of(stage, config, self.identity)
+        self.other_source = before if before != self._lineage["code"]["source"] else ""
         write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
         write_json(self.output / "lineage.json", self._lineage)
 
@@ -302,9 +308,8 @@ def lock(directory: Path, name: str = "") -> Iterator[None]:
         path = directory / (f".{name}.lock" if name else ".lock")
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
     except OSError as error:
-        raise UserError(
-            f"{directory}: the output directory cannot be written ({error.strerror}); choose another"
-        ) from error
+        why = "is a file" if directory.is_file() else error.strerror
+        raise UserError(f"{directory}: the output directory cannot be written ({why}); choose another") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -56,6 +56,7 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
         return False
     old = earlier_run(output)
     finished = old.pop("finished", 0)
+    old.pop("source", "")
     new = {"stage": stage, **json.loads(json.dumps(identity))}
     changed = [line for key in old for line in differences(old[key], new[key], key)]
     if old and not changed:
@@ -85,7 +86,10 @@ def _is_longer(old: object, new: object, finished: int) -> bool:
 
 
 def earlier_run(output: Path) -> dict[str, Any]:
-    """Stage and identity of the run that wrote a directory, and `finished`, its updates if it is; {} if no run wrote it."""
+    """Stage and identity of the run that wrote a directory; {} if no run wrote it.
+
+    And `finished`, its updates if it is, and `source`, the hash of the library's source at its last start.
+    """
     from alignment.config.yaml_source import read_yaml
 
     identity: dict[str, Any] = {}
@@ -96,7 +100,8 @@ def earlier_run(output: Path) -> dict[str, Any]:
             lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
             identity |= {key: lineage[key] for key in ("stage", "data", "parents")}
             identity["finished"] = int(lineage.get("finished", 0))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            identity["source"] = lineage.get("code", {}).get("source", "")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
             "not known whether this run may go on from it; choose another output directory, or delete this one"
