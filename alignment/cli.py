@@ -227,7 +227,10 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
+        from alignment.evaluation.inputs import refuse_other_results
+
         with open_stage(stage, config, overrides) as (run, checked):
+            refuse_other_results(stage, Path(checked.output))
             if stage == "winrate":
                 from alignment.evaluation.win_rate_run import FormWritten
 

@@ -2,13 +2,32 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind, Prompt, Tally
 from alignment.errors import UserError
+from alignment.files import refuse_foreign, refuse_other_file
 from alignment.hotel_world.grammar import is_prompt
+
+RESULTS = {  # stage -> a key that no other one's results.json has
+    "winrate": "judging",
+    "judge": "items",
+    "reward_eval": "card",
+    "ratings": "method",
+    "language": "perplexity",
+    "behavior": "capabilities",
+    "benchmarks": "tasks",
+}
+
+
+def refuse_other_results(stage: str, output: Path) -> None:
+    """Refuse a directory with results or responses that an evaluation of this kind would write over, but did not write."""
+    refuse_other_file(output / "results.json", f'"{RESULTS[stage]}":')
+    if not (output / "sampling.json").is_file():
+        refuse_foreign(output / "responses.jsonl")
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
