@@ -492,6 +492,7 @@ def plan(
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
+    from alignment.planning.plan import require_fit
 
     options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
     found = planning.plan_config(config, overrides or [], **options)
@@ -499,7 +500,7 @@ def plan(
         print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
         print("\n".join(planning.plan_lines(found, mfu)))
-    planning.require_fit(found, config)
+    require_fit(found, config)
 
 
 @app.command()

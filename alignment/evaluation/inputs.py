@@ -24,7 +24,7 @@ RESULTS = {  # stage -> a key that no other one's results.json has
 
 
 def refuse_other_results(stage: str, output: Path) -> None:
-    """Refuse a directory with results or responses that an evaluation of this kind would write over, but did not write."""
+    """Refuse a directory with results or responses that no evaluation of this kind has written."""
     refuse_other_file(output / "results.json", f'"{RESULTS[stage]}":')
     if not (output / "sampling.json").is_file():
         refuse_foreign(output / "responses.jsonl")
