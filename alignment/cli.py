@@ -513,13 +513,14 @@ def init(
     output: Annotated[str, typer.Option(prompt="Folder for configs and runs", help="Folder for configs and runs.")],
     rows: Annotated[Texts, typer.Option(metavar="FILE", help="Rows of any kind; may be given several times.")] = None,
     columns: Annotated[Texts, typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the files'.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, even where every weight fits.")] = False,
 ) -> None:
     """Write configs that fit a base, rows and a card, asking for what is not given, and print the commands to run."""
     from alignment.commands.init import write_configs
 
     files = rows or typer.prompt("Files of rows, with commas between").split(",")
     paths = [file.strip() for file in files]
-    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), _named(columns))))
+    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), _named(columns), lora=lora)))
 
 
 @data.command("check")

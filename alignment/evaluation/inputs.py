@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig
-from alignment.data.rows.read import read_rows
+from alignment.data.prepare import rows_of_part
+from alignment.data.rows.read import prompt_key, read_rows
 from alignment.data.rows.records import Kind, Prompt, Tally
 from alignment.errors import UserError
 from alignment.files import refuse_foreign, refuse_other_file
@@ -31,12 +32,17 @@ def refuse_other_results(stage: str, output: Path) -> None:
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
-    """Records of `data.train`; counts of dropped rows are printed on standard error."""
+    """Records of `data.train`; counts of dropped rows are printed on standard error.
+
+    With `data.evaluation_share` they are the rows that a training stage with this setting holds out.
+    """
     refuse_mixture(data)
     rows, tally = read_rows(
         data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row, as_messages=data.as_messages
     )
     print_tally(kind, tally)
+    if data.evaluation_share is not None:
+        rows, _ = rows_of_part(rows, tally, prompt_key, data, "evaluation")
     return rows
 
 
