@@ -35,7 +35,8 @@ NEEDS: dict[str, tuple[Kind, ...]] = {  # stage -> kinds of rows that must be gi
     "sft": ("demonstrations",), "dpo": ("comparisons",), "reward": ("comparisons", "prompts"), "ppo": ("prompts", "comparisons"),
 }  # fmt: skip
 VARIANTS = {"qwen3_8b_8x80gb": "every weight", "qwen3_0.6b": "LoRA", "qwen3_8b_24gb": "LoRA over NF4"}
-SHARES, HELD_OUT = (0.02, 0.05, 0.1, 0.2), 50  # of prompts that are held out, and rows that should be at least
+SHARES = (0.02, 0.05, 0.1, 0.2)  # of prompts that are held out
+HELD_OUT = 50  # rows that should be at least
 NEW_TOKENS = 512  # of a response at most
 LEAST_UPDATES, LEAST_ROWS = 16, 8  # of an epoch, where it has rows enough for batches of so many
 
@@ -106,10 +107,11 @@ def write_configs(
             notes[stage] = [*reasons, note, judged_on]
             write_yaml(Path(draft), stage, configs[stage])
     trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
-    configs["winrate"] = {  # its prompts are those of the last of KINDS
+    asked = next((section for section in [*data.values()][::-1] if has_prompts(section, columns)), [*data.values()][-1])
+    configs["winrate"] = {
         "output": f"{folder}/winrate", "models": {"base": base} | trained, "baseline": "sft" if "sft" in stages else "base",
         "judge": "verdicts", "verdicts": f"{folder}/verdicts.jsonl", "max_new_tokens": new_tokens,
-        "data": [*data.values()][-1].values | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
+        "data": asked.values | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
     }  # fmt: skip
     for stage, values in configs.items():
         write_yaml(folder, stage, values, notes[stage])
@@ -123,6 +125,14 @@ def write_yaml(folder: Path, stage: str, values: Values, notes: Sequence[str] = 
     """Write the config of a stage below comments."""
     comments = "".join(f"# {note}\n" for note in notes)
     write_text(folder / f"{stage}.yaml", comments + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def has_prompts(section: Section, columns: dict[str, str]) -> bool:
+    """True where rows can be answered: a dialogue that ends with the assistant's message cannot."""
+    with suppress(UserError):
+        read_rows(section.values["train"][0], "prompts", columns=columns, max_rows=1)
+        return True
+    return False
 
 
 def add_held_out(data: Mapping[Kind, Section]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ def test_the_win_rate_is_on_prompts_that_no_stage_trains_on(checkpoints, capsys)
         assert len(trained) + len(judged) == 400 and not any(text in found for text in judged for found in prompts)
     text = Path("mine/dpo.yaml").read_text()
     assert "1 of 400 rows are cut" in text and "held out" not in text and "no stage trains on" in text
+    # A dialogue with its answer is no prompt: the win rate is then on those of the comparisons.
+    message = {"role": "user", "content": "Where?"}
+    Path("chat.jsonl").write_text(json.dumps({"messages": [message, {"role": "assistant", "content": "a"}]}) + "\n")
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in "ab")
+    row = {"prompt": [message], "chosen": chosen, "rejected": rejected}
+    Path("pairs.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.rmtree("mine")
+    shutil.copytree(checkpoints["llama"], "base")
+    Path("base/chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert init("base", "chat.jsonl", "pairs.jsonl") == 0
+    assert read("winrate")["data"]["train"] == ["pairs.jsonl"] and "evaluation_share" not in read("sft")["data"]
     assert all(f"# {key}" in text for key in ("every weight trains", "optim.learning_rate", "training.batch_size"))
 
 
