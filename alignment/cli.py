@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand
 
 from alignment import __version__
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -686,12 +686,13 @@ def runs(
     """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
     from alignment.commands import runs as listing
 
-    found = listing.read_runs(Path(folder))
+    found, problems = listing.read_runs(Path(folder))
     if as_json:
         shown = {"runs": [vars(run) for run in found], "differences": listing.setting_differences(found)}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
-    else:
+    elif found:
         listing.print_runs(found)
+    raise_all(problems)
 
 
 @app.command()

@@ -43,7 +43,7 @@ LEAST_UPDATES, LEAST_ROWS = 16, 8  # of an epoch, where it has rows enough for b
 Values = dict[str, Any]
 
 
-class Section(NamedTuple):
+class DataSection(NamedTuple):
     """The section `data` for rows of a kind, the hash of each row's prompt, and the reason for its length."""
 
     values: Values
@@ -72,39 +72,28 @@ def write_configs(
         lora: train LoRA even where every weight fits.
     """
     kinds, device = {file: kind_of(file, columns) for file in files}, find_device(gpu_memory, None, "bf16", None)
-    stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
-    if not stages:
-        raise UserError(f"{', '.join(files)}: only {', '.join(kinds.values())}; give rows to train on as well")
-    names = [f"{stage}.yaml" for stage in (*stages, "winrate")]
-    if there := [name for name in names if (folder / name).exists()]:
-        raise UserError(f"{folder}: holds {', '.join(there)}; nothing was changed, choose another folder")
+    stages = stages_of(kinds, folder)
     config = find_start(base).config
     positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 2048)
     new_tokens = min(NEW_TOKENS, positions // 4)
-    data = {
-        kind: data_section(
-            base,
-            kind,
-            [file for file in files if kinds[file] == kind],
-            positions - new_tokens * (kind == "prompts"),
-            columns,
-        )
-        for kind in KINDS
-        if kind in kinds.values()
-    }
+    data: dict[Kind, DataSection] = {}
+    for kind in KINDS:
+        if of_kind := [file for file in files if kinds[file] == kind]:
+            data[kind] = data_section(base, kind, of_kind, positions - new_tokens * (kind == "prompts"), columns)
     judged_on = add_held_out(data)
     policy = f"{folder}/sft/model" if "sft" in stages else base
     configs: dict[str, Values] = {}
     notes = {"winrate": [judged_on]}
     with TemporaryDirectory() as draft:  # a plan finds there which config writes the model that it starts from
         for stage in stages:
-            section, hashes, note = data[NEEDS[stage][0]]
+            section = data[NEEDS[stage][0]]
             start = base if stage == "sft" else policy
-            changes: Values = {"output": f"{folder}/{stage}", "policy": start, "data": section}
+            changes: Values = {"output": f"{folder}/{stage}", "policy": start, "data": section.values}
             if stage == "ppo":
                 changes |= {"reward_model": f"{folder}/reward/model", "max_new_tokens": new_tokens}
-            configs[stage], reasons = fitting_values(stage, changes, len(hashes), device, near=Path(draft), lora=lora)
-            notes[stage] = [*reasons, note, judged_on]
+            rows = len(section.hashes)
+            configs[stage], reasons = fitting_values(stage, changes, rows, device, near=Path(draft), lora=lora)
+            notes[stage] = [*reasons, section.note, judged_on]
             write_yaml(Path(draft), stage, configs[stage])
     trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
     asked = next((section for section in [*data.values()][::-1] if has_prompts(section, columns)), [*data.values()][-1])
@@ -121,13 +110,24 @@ def write_configs(
     ]
 
 
+def stages_of(kinds: Mapping[str, Kind], folder: Path) -> list[str]:
+    """The stages that rows of these kinds (by file) allow; UserError where there are none, or a config is in the folder."""
+    stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
+    if not stages:
+        raise UserError(f"{', '.join(kinds)}: only {', '.join(kinds.values())}; give rows to train on as well")
+    names = [f"{stage}.yaml" for stage in (*stages, "winrate")]
+    if there := [name for name in names if (folder / name).exists()]:
+        raise UserError(f"{folder}: holds {', '.join(there)}; nothing was changed, choose another folder")
+    return stages
+
+
 def write_yaml(folder: Path, stage: str, values: Values, notes: Sequence[str] = ()) -> None:
     """Write the config of a stage below comments."""
     comments = "".join(f"# {note}\n" for note in notes)
     write_text(folder / f"{stage}.yaml", comments + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def has_prompts(section: Section, columns: dict[str, str]) -> bool:
+def has_prompts(section: DataSection, columns: dict[str, str]) -> bool:
     """True where rows can be answered: a dialogue that ends with the assistant's message cannot."""
     with suppress(UserError):
         read_rows(section.values["train"][0], "prompts", columns=columns, max_rows=1)
@@ -135,7 +135,7 @@ def has_prompts(section: Section, columns: dict[str, str]) -> bool:
     return False
 
 
-def add_held_out(data: Mapping[Kind, Section]) -> str:
+def add_held_out(data: Mapping[Kind, DataSection]) -> str:
     """Hold the same prompts out in all sections of rows, and say how many.
 
     The share is the smallest that leaves `HELD_OUT` in each, or else the largest that is tried.
@@ -164,7 +164,7 @@ def kind_of(file: str, columns: dict[str, str]) -> Kind:
     )
 
 
-def data_section(base: str, kind: Kind, files: Sequence[str], most: int, columns: dict[str, str]) -> Section:
+def data_section(base: str, kind: Kind, files: Sequence[str], most: int, columns: dict[str, str]) -> DataSection:
     """The section `data` for some files, whose rows have `most` tokens at most.
 
     Its length is that of the longest row, or, where few rows are much longer than the others, of 99 % of them. Prompts
@@ -184,7 +184,7 @@ def data_section(base: str, kind: Kind, files: Sequence[str], most: int, columns
     length = longest if longest <= 1.25 * usual else usual
     cut = int((lengths > length).sum())
     note = f"data.max_length: the longest row has {longest:,} tokens; {cut:,} of {len(lengths):,} rows are cut"
-    return Section(section | {"max_length": length}, column_of(examples, "prompt_hash"), note)
+    return DataSection(section | {"max_length": length}, column_of(examples, "prompt_hash"), note)
 
 
 def fitting_values(

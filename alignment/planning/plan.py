@@ -236,16 +236,15 @@ def smaller_settings(plan: Plan) -> str:
 
 def _changed(plan: Plan, change: str, row: int, gpus: int) -> Plan | None:
     """The plan with a change of `smaller_settings`; None where the config does not take it."""
-    config, layout, tokens = plan.config, plan.layout, plan.tokens
     if change.startswith("--gpus"):
-        layout = read_layout("launch/fsdp2", gpus)
+        config, layout = plan.config, read_layout("launch/fsdp2", gpus)
     else:
+        layout = plan.layout
         try:
-            config = build(type(config), override(SourcedYaml(asdict(config)), [change]))
+            config = build(type(plan.config), override(SourcedYaml(asdict(plan.config)), [change]))
         except UserError:
             return None
-    if change.startswith(MICRO_BATCH):
-        tokens = min(tokens, row)
+    tokens = min(plan.tokens, row) if change.startswith(MICRO_BATCH) else plan.tokens
     return plan_at(config, layout, plan.device, tokens, data=plan.data, near=plan.near)
 
 

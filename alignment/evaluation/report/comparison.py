@@ -10,7 +10,7 @@ from alignment.evaluation.report.html import Row, short_path
 from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
 from alignment.evaluation.report.recipe_report import policy_rows, verdicts
 from alignment.evaluation.report.sentences import Results, better_run, describe_run, joined, winner
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
+from alignment.evaluation.run_log import StageRecord, read_run_log, read_stage_record
 from alignment.files import read_json_object
 
 OWN = {"output", "resume", "trackers", "tracking"}  # settings that change no result
@@ -39,7 +39,6 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         verdicts=[*verdicts(judged), *(f"{name}: {describe_run(run)}" for name, run in runs.items())],
         tables={"Policies": policy_rows(judged), "Settings that differ": differing},
         results=judged,
-        stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
         runs=runs,
         samples=[
             *judged.get("samples", []),

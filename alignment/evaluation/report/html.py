@@ -48,8 +48,6 @@ class Section:
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-
-
 def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **content: object) -> Path:
     """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error.
 
