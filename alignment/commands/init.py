@@ -111,7 +111,7 @@ def write_configs(
 
 
 def stages_of(kinds: Mapping[str, Kind], folder: Path) -> list[str]:
-    """The stages that rows of these kinds (by file) allow; UserError where there are none, or a config is in the folder."""
+    """The stages that rows of these kinds (by file) allow; UserError where there are none, or a config is there."""
     stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
     if not stages:
         raise UserError(f"{', '.join(kinds)}: only {', '.join(kinds.values())}; give rows to train on as well")

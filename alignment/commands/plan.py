@@ -88,8 +88,8 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
         kept = f"gradient checkpointing, {training.keep_activations} kept"
     over = f", sharded over {layout.shard_over}" if layout.sharded else ""
     yield (
-        f"one device of {layout.backend} on {layout.gpus}{over}, {training.precision}, micro-batches of {plan.tokens} tokens, "
-        f"{kept}; GB (10^9 bytes):"
+        f"one device of {layout.backend} on {layout.gpus}{over}, {training.precision}, "
+        f"micro-batches of {plan.tokens} tokens, {kept}; GB (10^9 bytes):"
     )
     yield f"{'':34s}" + "".join(f"{peak.phase:>{COLUMN}s}" for peak in plan.peaks)
     parts = sorted({part for peak in plan.peaks for part in peak.parts})

@@ -26,7 +26,7 @@ class RunSummary:
     Attributes:
         name: its directory below the folder.
         stage: that wrote it.
-        state: finished; running, while a process holds its lock; failed; or stopped, and the same command goes on with it.
+        state: finished; running, while a process holds its lock; failed; or stopped: the same command goes on with it.
         steps: updates that are logged.
         metrics: last value of each; None where that is not finite.
         seconds: from its last start to its last logged update.
@@ -47,7 +47,7 @@ class RunSummary:
 
 
 def read_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
-    """The training runs in a folder and below it, by name, and the problems of damaged ones; UserError where there are none."""
+    """The training runs in a folder and below it, by name, and the problems of damaged ones; UserError without any."""
     found = sorted(path.parent for path in folder.rglob("lineage.json") if (path.parent / "config.yaml").is_file())
     if not found:
         raise UserError(f"{folder}: no training run lies in it or below it, which has config.yaml and lineage.json")

@@ -25,8 +25,8 @@ class Series(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Lines of a window: a fifth of the run, at least 3, because single lines are noise."""
-        return min(len(self.values), max(3, len(self.values) // 5))
+        """Lines of a window: a fifth of the run, at least 3, as single lines are noise; 1 where no trend is judged."""
+        return 1 if len(self.values) < ENOUGH else max(3, len(self.values) // 5)
 
     @property
     def first(self) -> float:

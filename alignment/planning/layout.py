@@ -206,8 +206,8 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     layout = layout_from_env("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
     if processes % layout.shard_over:
         raise UserError(
-            f"{file}: hybrid sharding takes equally many GPUs of each machine, and {processes} on {machines} machines are "
-            "not; give another --gpus, or a launch file of your own with num_machines"
+            f"{file}: hybrid sharding takes equally many GPUs of each machine, and {processes} on {machines} machines "
+            "are not; give another --gpus, or a launch file of your own with num_machines"
         )
     return layout
 

@@ -69,12 +69,17 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
-    """A row for each setting that is not the same in all runs, run -> value; a section that a run lacks is a single row."""
+    """A row for each setting that is not the same in all runs, run -> value.
+
+    A section that a run lacks is a single row. Of runs of several stages only settings that all of them have are told.
+    """
     settings = {record.name: _settings(record) for record in records}
     keys = dict.fromkeys(key for own in settings.values() for key in own)
     lacking = tuple(f"{key}." for key in keys if any(other.startswith(f"{key}.") for other in keys))
     rows = [{"setting": key} | {name: own.get(key, "...") for name, own in settings.items()} for key in keys]
-    return [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
+    rows = [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
+    alike = len({record.lineage["stage"] for record in records}) == 1
+    return [row for row in rows if alike or "..." not in row.values()]
 
 
 def _settings(record: StageRecord) -> dict[str, str]:
