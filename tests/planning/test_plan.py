@@ -33,7 +33,6 @@ from alignment.planning.plan import (
     make_plan,
     mean_tokens,
     read_training_rows,
-    require_fit,
     run_length,
 )
 from alignment.planning.stages import find_start, packaged_bases, workload_of
@@ -345,7 +344,7 @@ def test_the_command_says_0_where_the_run_fits_and_2_where_it_does_not(config_fi
 
 def advice_of(plan):
     with pytest.raises(UserError) as refusal:
-        require_fit(plan, "mine")
+        import_module("alignment.planning.plan").require_fit(plan, "mine")
     return str(refusal.value)
 
 
