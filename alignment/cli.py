@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperCommand
 
 from alignment import __version__
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.files import check_output, write_text
 
 if TYPE_CHECKING:
@@ -229,8 +229,11 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
+        from alignment.evaluation.inputs import refuse_other_results
+
         with open_stage(stage, config, overrides) as (run, checked):
             check_output(Path(checked.output) / "results.json")
+            refuse_other_results(stage, Path(checked.output))
             if stage == "winrate":
                 from alignment.evaluation.win_rate_run import FormWritten
 
@@ -493,6 +496,7 @@ def plan(
 ) -> None:
     """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
+    from alignment.planning.plan import require_fit
 
     options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
     found = planning.plan_config(config, overrides or [], **options)
@@ -500,7 +504,7 @@ def plan(
         print(json.dumps(planning.as_json(found, mfu), indent=2))
     else:
         print("\n".join(planning.plan_lines(found, mfu)))
-    planning.require_fit(found, config)
+    require_fit(found, config)
 
 
 @app.command()
@@ -513,13 +517,14 @@ def init(
     output: Annotated[str, typer.Option(prompt="Folder for configs and runs", help="Folder for configs and runs.")],
     rows: Annotated[Texts, typer.Option(metavar="FILE", help="Rows of any kind; may be given several times.")] = None,
     columns: Annotated[Texts, typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the files'.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, even where every weight fits.")] = False,
 ) -> None:
     """Write configs that fit a base, rows and a card, asking for what is not given, and print the commands to run."""
     from alignment.commands.init import write_configs
 
     files = rows or typer.prompt("Files of rows, with commas between").split(",")
     paths = [file.strip() for file in files]
-    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), _named(columns))))
+    print("\n".join(write_configs(base, paths, gpu_memory or None, Path(output), _named(columns), lora=lora)))
 
 
 @data.command("check")
@@ -685,12 +690,13 @@ def runs(
     """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
     from alignment.commands import runs as listing
 
-    found = listing.read_runs(Path(folder))
+    found, problems = listing.read_runs(Path(folder))
     if as_json:
         shown = {"runs": [vars(run) for run in found], "differences": listing.setting_differences(found)}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
-    else:
+    elif found:
         listing.print_runs(found)
+    raise_all(problems)
 
 
 @app.command()

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ TOO_LARGE = f"{{path}}: {{size}} bytes; files of its kind may have {MAX_JSON_BYT
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SHORT_WRITE = rf"{os.strerror(errno.ENOSPC)}|\d+ requested and \d+ written"  # of safetensors, and of NumPy
+RECORD = "alignment_export.json"  # in an exported directory: the paths of what was written into it
+PAGE = "Content-Security-Policy"  # stands in every page that is written here
 CARD = "README.md"  # a model's; it is about the model and no part of it
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
@@ -86,6 +88,60 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             sync(file)
         sync(temporary)
         _replace(temporary, path)
+
+
+@contextmanager
+def exported_directory(path: Path) -> Iterator[Path]:
+    """`atomic_directory` at a place that a user names; see `refuse_foreign` for what it may replace."""
+    refuse_foreign(path)
+    with atomic_directory(path) as folder:
+        yield folder
+        names = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*"))
+        write_json(folder / RECORD, {"files": names})
+        refuse_foreign(path)  # writing a large model takes time
+
+
+def refuse_foreign(directory: Path, ours: Collection[str] = ()) -> None:
+    """Refuse to write a directory in place of something that the user may want to keep; nothing is changed.
+
+    Free are a name that is not taken, an empty directory, and one that holds nothing but `ours` and what an export
+    wrote there and nobody changed since.
+
+    Args:
+        ours: paths below the directory that its next version has as well.
+
+    Raises:
+        UserError: a file or a link without a target; the current directory, whose name another one would take; a
+            directory that holds anything else.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        raise UserError(f"{directory}: is there and is not written over; choose another name")
+    if os.path.realpath(directory) == os.path.realpath("."):
+        raise UserError(f"{directory}: is the current directory, which is not replaced; name a new directory")
+    record = directory / RECORD
+    listed = read_json_object(record).get("files") if record.is_file() else None
+    known = {RECORD, *map(str, listed)} if isinstance(listed, list) else set[str]()
+    foreign = []
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        unchanged = name in known and path.lstat().st_mtime_ns <= record.stat().st_mtime_ns
+        if name not in ours and not unchanged:
+            foreign.append(name)
+        if len(foreign) == 3:  # enough to tell; there may be millions
+            break
+    if foreign:
+        raise UserError(
+            f"{directory}: holds {', '.join(foreign)}, which this command has not written or which was changed since. "
+            "Nothing was changed. Choose another directory, or delete this one"
+        )
+
+
+def refuse_other_file(path: Path, sign: str) -> None:
+    """Refuse to write over a file in which `sign` does not stand, as it does in all files written there."""
+    if path.is_file() and sign.encode() not in path.read_bytes():
+        raise UserError(f"{path}: is a file of another kind and was not replaced; choose another name, or delete it")
 
 
 def remove_directory(path: Path) -> None:

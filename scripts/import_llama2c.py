@@ -11,6 +11,7 @@ from pathlib import Path
 
 from alignment.commands.import_llama2c import convert
 from alignment.errors import UserError
+from alignment.files import exported_directory
 
 
 def main() -> int:
@@ -21,7 +22,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     try:
-        convert(arguments.checkpoint, arguments.tokenizer, arguments.output)
+        with exported_directory(arguments.output) as folder:
+            convert(arguments.checkpoint, arguments.tokenizer, folder)
     except (UserError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

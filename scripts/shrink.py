@@ -18,7 +18,7 @@ from measuring import write_checkpoint
 
 from alignment.config.load import packaged_folder
 from alignment.errors import UserError
-from alignment.files import read_json_object
+from alignment.files import exported_directory, read_json_object
 
 HEADS, HEAD_DIM, LAYERS = 4, 16, 2
 SIZES = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 96, "head_dim": HEAD_DIM, "num_attention_heads": HEADS}
@@ -47,7 +47,8 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
 
 def write_small(config: dict[str, Any], texts: Iterable[str], output: Path) -> None:
     """Write the small model, with random weights in the type that the config names, and its tokenizer."""
-    write_checkpoint(output, shrink(config), texts, 512)
+    with exported_directory(output) as folder:
+        write_checkpoint(folder, shrink(config), texts, 512)
 
 
 def read_base(name: str) -> dict[str, Any]:

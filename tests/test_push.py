@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from alignment.cli import main
 from alignment.commands.push import push_model
@@ -140,6 +141,10 @@ def test_a_hub_that_cannot_be_reached_is_one_message(run, monkeypatch):
 
 
 SECRET = "hf_" + "a1B2" * 9
+SECRETS = (
+    "AIza" + "a1B-" * 9, "glpat-" + "a1B_" * 5, "npm_" + "a1B2" * 9, "-----BEGIN RSA PRIVATE KEY-----",
+    "https://me:hunter22@example.com/x",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,7 @@ SECRET = "hf_" + "a1B2" * 9
     [
         (CARD, f"Run with {SECRET}.", "README.md: holds what looks like a token of a service"),
         ("extra.json", json.dumps({"login": {"api_key": "0123456789abcdef0123"}}), "login.api_key looks like a secret"),
+        *((CARD, f"It was {text} here", "looks like a token") for text in SECRETS),
     ],
 )
 def test_a_secret_is_refused_and_not_shown(hub, run, name, text, why):
@@ -154,6 +160,14 @@ def test_a_secret_is_refused_and_not_shown(hub, run, name, text, why):
     with pytest.raises(UserError, match=why) as error:
         push_model(run, "me/polite")
     assert SECRET not in str(error.value) and not hub.asked
+
+
+def test_a_secret_in_the_metadata_of_weights_is_refused(hub, run):
+    (weights,) = (run / "model").glob("*.safetensors")
+    save_file(load_file(weights), weights, metadata={"format": "pt", "made_with": SECRET})
+    with pytest.raises(UserError, match="looks like a token"):
+        push_model(run, "me/polite")
+    assert not hub.asked
 
 
 def test_names_of_special_tokens_are_no_secrets(hub, run):

@@ -27,7 +27,7 @@ from alignment.data.table import Rows, check_findings
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
-from alignment.files import write_figures, write_json_lines
+from alignment.files import refuse_foreign, write_figures, write_json_lines
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
@@ -188,6 +188,9 @@ def run(config: BestOfNConfig) -> Path:
             nothing that could be kept.
     """
     output = Path(config.output)
+    if not (output / "results.json").is_file():
+        for kind in config.write:
+            refuse_foreign(output / f"{kind}.jsonl")
     if architecture_of(config.policy) != "decoder":
         raise UserError(f"{config.policy}: policy must be a decoder, which samples responses to prompts")
     tokenizer = load_tokenizer(config.policy, config.chat_template)

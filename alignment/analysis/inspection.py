@@ -19,7 +19,7 @@ from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.html import render_page
+from alignment.evaluation.report.html import numbers_of, render_page
 from alignment.files import write_figures
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import find_directory, load_model, load_tokenizer
@@ -150,7 +150,7 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 def write_texts(output: str | Path, template: str, model: str, texts: Sequence[Mapping[str, object]]) -> Path:
     """Write a page of a template and its numbers beside it as JSON, text by text; return the page's path."""
-    write_figures(Path(output).with_suffix(".json"), {"model": str(model), "texts": texts})
+    write_figures(numbers_of(Path(output)), {"model": str(model), "texts": texts})
     return render_page(Path(output), TEMPLATES / template, title=str(model), texts=texts)
 
 

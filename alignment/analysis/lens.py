@@ -16,6 +16,7 @@ from alignment.analysis.attention import hooked
 from alignment.analysis.inspection import encoded, shown, write_texts
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
+from alignment.evaluation.report.html import numbers_of
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
@@ -129,6 +130,7 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
         texts: what it reads, with the special tokens its tokenizer puts around a text.
         top: tokens told per layer and position.
     """
+    numbers_of(Path(output))
     loaded, tokenizer = load_model(model), load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     found = []

@@ -19,7 +19,7 @@ from alignment.data.tasks import LabeledExamples, TaskFormat, prepare_labeled
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
-from alignment.evaluation.report.html import Chart, Section, render_page, with_interval
+from alignment.evaluation.report.html import Chart, Section, numbers_of, render_page, with_interval
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.files import hash_of, write_figures
 from alignment.loading import architecture_of, best_device, load_tokenizer
@@ -195,6 +195,7 @@ def write_probe(
         pooling: the state of a text; None: its last token in a decoder, the mean over its tokens elsewhere.
         ridge: weight of the squared norm of the layer beside the mean squared error, on standardized states.
     """
+    numbers = numbers_of(Path(output))
     tokenizer, usual = load_tokenizer(model), "last" if architecture_of(model) == "decoder" else "mean"
     parts = prepare_parts(data, tokenizer, words=words)
     loaded = load_any(model).to(best_device())
@@ -203,7 +204,7 @@ def write_probe(
     fit, judged = (read_probe_rows(loaded, part, read) for part in parts)
     names = list(parts[0].names.values())
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
-    write_figures(Path(output).with_suffix(".json"), {
+    write_figures(numbers, {
         "model": str(model), "words": words, "pooling": read, "ridge": ridge, "labels": names,
         "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
     })  # fmt: skip

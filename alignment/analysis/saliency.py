@@ -23,6 +23,7 @@ from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.behavior import class_names
+from alignment.evaluation.report.html import numbers_of
 from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
 from alignment.models.families.family import num_labels
@@ -273,6 +274,7 @@ def write_saliency(
     """
     if len(targets) not in (0, 1, len(prompts)) or not prompts:
         raise UserError(f"{len(prompts)} prompts and {len(targets)} --target; give one for all, one for each, or none")
+    numbers_of(Path(output))
     explained_of = load_explained(model)
     each = targets if len(targets) == len(prompts) else [*targets, None][:1] * len(prompts)
     found = [

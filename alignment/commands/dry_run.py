@@ -15,7 +15,7 @@ from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.pretrain import Causal, PretrainConfig, find_tokenizer
 from alignment.algorithms.runs import to_dict
 from alignment.algorithms.sft import SFTConfig
-from alignment.commands.plan import plan_config, plan_lines, require_fit
+from alignment.commands.plan import plan_config, plan_lines
 from alignment.data.batches import Example
 from alignment.data.doctor import show_example
 from alignment.data.pretraining.corruption import SeededRow
@@ -24,6 +24,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.pipeline.stages import with_micro_batch
+from alignment.planning.plan import require_fit
 from alignment.planning.stages import StageConfig
 from alignment.settings import deferred_checks
 from alignment.training.distributed import launched_size

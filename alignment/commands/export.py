@@ -1,5 +1,6 @@
 """The command `alignment export`: a model and its adapter as one plain Hugging Face directory."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from alignment.adapters.files import read_members, score_rows
 from alignment.data.text.templates import with_template_tokens
 from alignment.data.tokenizers.tokenizer import add_new_tokens, save_tokenizer
 from alignment.errors import UserError
-from alignment.files import atomic_directory
+from alignment.files import exported_directory, refuse_foreign
 from alignment.loading import find_base, find_directory, load_model, load_tokenizer, set_special_tokens, torch_dtype
 from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
@@ -58,11 +59,17 @@ def export_model(
             rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
 
     Raises:
-        UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter; an
-            ensemble of adapters; a reward model whose scores are not those that were saved with it.
+        UserError: `output` is read from, or holds anything but an earlier export; the adapter cannot be merged (a
+            prefix does not change weights); `quantize` without an adapter; an ensemble of adapters; a reward model
+            whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
+    base = find_base(directory) if updates == directory else directory
+    target = Path(os.path.realpath(output))  # a link to a directory stays
+    if target in [source.resolve() for source in (directory, base, updates or base)]:
+        raise UserError(f"{output}: the model is read from there; choose another directory for the result")
+    refuse_foreign(target)
     scalar = _is_scalar(model, directory, updates)
     tokenizer = load_tokenizer(adapter or model)
     known = tokenizer.get_vocab()
@@ -74,7 +81,7 @@ def export_model(
         written: Any = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
     else:
         quantize = quantize or read_quantization(updates)
-        written = _merge(directory if adapter else find_base(directory), updates, dtype, quantize, scalar=scalar)
+        written = _merge(base, updates, dtype, quantize, scalar=scalar)
         if scalar:
             check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=quantize is not None)
     if added := {index: token for token, index in changed.get_vocab().items() if token not in known}:
@@ -82,7 +89,7 @@ def export_model(
         names = ", ".join(added[index] for index in sorted(added))
         print(f"added to the vocabulary, rows at the mean of the others: {names}", file=sys.stderr)
     set_special_tokens(written, changed)
-    with atomic_directory(Path(output)) as folder:
+    with exported_directory(target) as folder:
         save_model(written, folder)
         save_tokenizer(changed, folder)
         if scalar:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.errors import UserError, raise_all
-from alignment.files import atomic_directory, write_json
+from alignment.files import exported_directory, write_json
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
@@ -161,6 +161,6 @@ def run_import(config: ImportConfig) -> Path:
         if not Path(name).is_file():
             raise UserError(f"{name}: no such file")
     directory = Path(config.output) / "model"
-    with atomic_directory(directory) as folder:
+    with exported_directory(directory) as folder:
         convert(Path(config.checkpoint), Path(config.tokenizer), folder)
     return directory

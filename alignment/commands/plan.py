@@ -11,10 +11,11 @@ from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
-from alignment.planning.plan import CHARACTERS, SMALLER, Data, Plan, make_plan, read_training_rows
+from alignment.planning.plan import CHARACTERS, Data, Plan, make_plan, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
 from alignment.training.speed import PEAK_TFLOPS
 
+COLUMN = 24  # characters of a phase's name and of its sizes
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "distill", "pretrain", "finetune")
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "key-value cache")  # in the order of the lines
 
@@ -85,11 +86,12 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
     kept = "all activations kept"
     if training.gradient_checkpointing:
         kept = f"gradient checkpointing, {training.keep_activations} kept"
+    over = f", sharded over {layout.shard_over}" if layout.sharded else ""
     yield (
-        f"one device of {layout.backend} on {layout.gpus}, {training.precision}, micro-batches of {plan.tokens} tokens, "
-        f"{kept}; GB (10^9 bytes):"
+        f"one device of {layout.backend} on {layout.gpus}{over}, {training.precision}, "
+        f"micro-batches of {plan.tokens} tokens, {kept}; GB (10^9 bytes):"
     )
-    yield f"{'':34s}" + "".join(f"{peak.phase[:19]:>20s}" for peak in plan.peaks)
+    yield f"{'':34s}" + "".join(f"{peak.phase:>{COLUMN}s}" for peak in plan.peaks)
     parts = sorted({part for peak in plan.peaks for part in peak.parts})
     for part in sorted(parts, key=lambda part: KINDS.index(kind) if (kind := part.split(" of ")[0]) in KINDS else 9):
         yield _line(part, *(peak.parts.get(part, 0) for peak in plan.peaks))
@@ -105,7 +107,7 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
 
 
 def _line(name: str, *sizes: int) -> str:
-    return f"{name:34s}" + "".join(f"{size / GB:20.3f}" for size in sizes)
+    return f"{name:34s}" + "".join(f"{size / GB:{COLUMN}.3f}" for size in sizes)
 
 
 def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
@@ -121,21 +123,17 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     yield f"{length.operations:.3g} operations (6 per trained weight and token, 4 per frozen one, 2 without gradients)"
     units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
     unit, size = next((each for each in units if seconds >= 2 * each[1]), units[-1])
-    sampling = ""
+    about = sampling = ""
     if length.decoding_bytes:
-        most, sampling = "at most ", "; responses are taken to be as long as they may"
+        about = "about "
+        sampling = "; responses are taken to be as long as they may"
+    if plan.samples_sharded:
+        sampling += f", and the weights are gathered for each token, at {plan.layout.link / GB:.0f} GB/s"
     rate = f"{plan.layout.gpus} x {device.tflops:.3g} TFLOP/s ({device.name})"
-    yield f"{most}{seconds / size:.1f} {unit} at {mfu:.0%} of {rate}{sampling}"
+    yield f"{about}{seconds / size:.1f} {unit} at {mfu:.0%} of {rate}{sampling}"
     if device.assumed:
         cards = ", ".join(f"{name} {rates['bf16']:.0f} in bf16" for name, rates in PEAK_TFLOPS.items())
         yield f"the card is taken to be an {device.name}; give --tflops for another one: {cards}"
-
-
-def require_fit(plan: Plan, source: str) -> None:
-    """Refuse a run that does not fit its device."""
-    if plan.fits is False:
-        lacking = (plan.needed - (plan.device.memory or 0)) / GB
-        raise UserError(f"{source} does not fit: {lacking:.1f} GB are missing; {SMALLER}")
 
 
 # For machines

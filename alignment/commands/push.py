@@ -9,14 +9,18 @@ from huggingface_hub.utils import filter_repo_objects
 
 from alignment.adapters.files import WEIGHTS, is_adapter, read_adapter_config, read_members
 from alignment.errors import UserError, is_hidden, raise_all
-from alignment.files import read_json_object
+from alignment.files import MAX_JSON_BYTES, read_json_object
 from alignment.loading import MODEL_FILES
 from alignment.models.safetensors_files import CONFIG, stored_tensors
 from alignment.pipeline.stages import write_card_of
 from alignment.settings import leaves
 
-TOKEN = re.compile(  # of the Hub, GitHub, AWS, OpenAI's kin and Slack
-    r"\b((hf_|gh[pousr]_|AKIA)(?=[a-zA-Z]*\d)[a-zA-Z\d]{16,}|(github_pat_|sk-|xox[abprs]-)(?=[\w-]*\d)[\w-]{20,})"
+TOKEN = (
+    re.compile(  # of the Hub, GitHub, npm, AWS, OpenAI's kin, Slack, GitLab and Google; keys; passwords in addresses
+        r"\b((hf_|gh[pousr]_|npm_|AKIA)(?=[a-zA-Z]*\d)[a-zA-Z\d]{16,}"
+        r"|(github_pat_|sk-|xox[abprs]-|glpat-|AIza)(?=[\w-]*\d)[\w-]{20,})"
+        r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[\w.%+-]+:[^\s/:@\"]{6,}@"
+    )
 )
 WAYS = {  # out of a refusal, by its status
     401: "it was given no token that it knows: run `hf auth login`, or set HF_TOKEN",
@@ -89,8 +93,17 @@ def _problems(model: Path) -> Iterator[str]:
 def _secrets(files: Iterable[Path]) -> Iterator[str]:
     """The places of what looks like a key or token of a service."""
     for path in files:
-        if path.suffix != ".safetensors" and (found := TOKEN.search(path.read_text("utf-8", errors="replace"))):
+        if found := TOKEN.search(_text(path)):
             yield f"{path}: holds what looks like a token of a service ({found[0][:5]}...); take it out"
         for key, value in leaves(read_json_object(path)) if path.suffix == ".json" else ():
             if is_hidden(key) and isinstance(value, str) and VALUE.fullmatch(value):
                 yield f"{path}: {'.'.join(map(str, key))} looks like a secret; take it out"
+
+
+def _text(path: Path) -> str:
+    """The text of a file; of weights that of their header, which stands behind its length in 8 bytes."""
+    with path.open("rb") as file:
+        length = MAX_JSON_BYTES
+        if path.suffix == ".safetensors":
+            length = min(length, int.from_bytes(file.read(8), "little"))
+        return file.read(length).decode("utf-8", errors="replace")

@@ -2,16 +2,18 @@
 
 import fcntl
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 from alignment.config.yaml_source import dotted
 from alignment.errors import UserError
-from alignment.evaluation.run_log import columns, read_log_rows, read_stage_record
+from alignment.evaluation.run_log import log_rows, read_stage_record
 from alignment.settings import Key
 
 METRICS = ("held_out_accuracy", "accuracy", "score", "kl", "held_out_loss", "loss")  # the first two of a run are shown
@@ -24,9 +26,9 @@ class RunSummary:
     Attributes:
         name: its directory below the folder.
         stage: that wrote it.
-        state: finished; running, while a process holds its lock; or stopped, and the same command goes on with it.
+        state: finished; running, while a process holds its lock; failed; or stopped: the same command goes on with it.
         steps: updates that are logged.
-        metrics: last value of each.
+        metrics: last value of each; None where that is not finite.
         seconds: from its last start to its last logged update.
         when: time of that update, seconds since 1970.
         base: checkpoint that it starts from; None: from nothing.
@@ -37,35 +39,44 @@ class RunSummary:
     stage: str
     state: str
     steps: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]
     seconds: float
     when: float
     base: str | None
     settings: Mapping[str, object]
 
 
-def read_runs(folder: Path) -> list[RunSummary]:
-    """The training runs in a folder and below it, by name; UserError where there are none."""
+def read_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
+    """The training runs in a folder and below it, by name, and the problems of damaged ones; UserError without any."""
     found = sorted(path.parent for path in folder.rglob("lineage.json") if (path.parent / "config.yaml").is_file())
     if not found:
         raise UserError(f"{folder}: no training run lies in it or below it, which has config.yaml and lineage.json")
-    return [read_summary(each, folder) for each in found]
+    runs = list[RunSummary]()
+    problems = list[str]()
+    for directory in found:
+        try:
+            runs.append(read_summary(directory, folder))
+        except UserError as error:
+            problems.append(str(error))
+    return runs, problems
 
 
 def read_summary(directory: Path, folder: Path) -> RunSummary:
     """The summary of one run's directory."""
     record, log, config = read_stage_record(directory), directory / "metrics.jsonl", directory / "config.yaml"
-    rows, finished = (
-        read_log_rows(log),
-        "finished" in json.loads((directory / "lineage.json").read_text(encoding="utf-8")),
-    )
-    when = (log if rows else config).stat().st_mtime
+    last: dict[str, Any] = {}
+    for row in log_rows(log):
+        last |= row
+    steps = last.pop("step", 0)
+    numbers = {name: math.nan if value is None else value for name, value in last.items() if not isinstance(value, str)}
+    state = next((state for state in ("finished", "failed") if state in record.lineage), "stopped")
+    when = (log if steps else config).stat().st_mtime
     return RunSummary(
         name=str(directory.relative_to(folder)),
         stage=record.name,
-        state="running" if is_locked(directory / ".lock") else "finished" if finished else "stopped",
-        steps=rows[-1]["step"] if rows else 0,
-        metrics={name: series.values[-1] for name, series in columns(rows)[0].items()},
+        state="running" if is_locked(directory / ".lock") else state,
+        steps=steps,
+        metrics={name: float(value) if math.isfinite(value) else None for name, value in numbers.items()},
         seconds=max(0.0, when - config.stat().st_mtime),
         when=when,
         base=record.settings.get("policy"),
@@ -117,7 +128,8 @@ def print_runs(runs: Sequence[RunSummary]) -> None:
     heads = ("stage", Column("steps", justify="right"), "last metrics", "last update", "base")
     table = Table(Column("run", overflow="fold"), *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for run in runs:
-        last = [f"{name} {run.metrics[name]:.3g}" for name in METRICS if name in run.metrics][:2]
+        values = {name: run.metrics[name] for name in METRICS if name in run.metrics}
+        last = [f"{name} {'nan' if value is None else format(value, '.3g')}" for name, value in values.items()][:2]
         update = (
             f"{time.strftime('%m-%d %H:%M', time.localtime(run.when))}\nafter {timedelta(seconds=round(run.seconds))}"
         )

@@ -82,6 +82,12 @@ def symptoms_of(stage: str) -> list[Symptom]:
     return [symptom for symptom in SYMPTOMS if known in symptom.stages]
 
 
+def is_judged(symptom: Symptom, run: RunLog) -> bool:
+    """True where a run has logged the metrics of one of its signs, often enough."""
+    lines = {name: len(series.values) for name, series in run.series.items()}
+    return any(all(lines.get(name, 0) >= symptom.enough for name in metrics.split()) for metrics in symptom.signs)
+
+
 def _overflow(run: RunLog) -> Iterator[Diagnosis]:
     """Metrics that are no finite numbers, which no series holds."""
     steps = sorted(step for each in run.broken.values() for step in each)
@@ -372,9 +378,11 @@ def report_lines(name: str, run: RunLog, findings: Sequence[Diagnosis], width: i
     count = updates(run)
     yield f"{name}: {run.stage}, {count} updates logged"
     if count < ENOUGH:
-        yield f"fewer than {ENOUGH} updates: no trend is judged yet"
+        yield f"fewer than {ENOUGH} updates: no trend is judged yet, nor a level that needs as many"
     if not findings:
-        names = ", ".join(symptom.name for symptom in symptoms_of(run.stage))
+        names = (
+            ", ".join(symptom.name for symptom in symptoms_of(run.stage) if is_judged(symptom, run)) or "none of them"
+        )
         yield from textwrap.wrap(f"none of the usual failures found; examined for: {names}", width)
     for number, found in enumerate(findings, 1):
         yield from ("", f"{number}. {found.symptom} (steps {found.steps[0]} to {found.steps[1]})")

@@ -1,9 +1,8 @@
 """The files of a run: its record, its logs as rows, and metrics as columns with the statistics that symptoms are judged by."""
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from alignment.config.yaml_source import read_yaml
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
-from alignment.files import hash_of
+from alignment.files import hash_of, read_json_object
 
 ENOUGH = 10  # lines of a metric below which a trend is not judged: two windows of three need some course between them
 
@@ -26,8 +25,8 @@ class Series(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Lines of a window: a fifth of the run, at least 3, because single lines are noise."""
-        return min(len(self.values), max(3, len(self.values) // 5))
+        """Lines of a window: a fifth of the run, at least 3, as single lines are noise; 1 where no trend is judged."""
+        return 1 if len(self.values) < ENOUGH else max(3, len(self.values) // 5)
 
     @property
     def first(self) -> float:
@@ -59,7 +58,7 @@ class Series(NamedTuple):
     @property
     def windows(self) -> np.ndarray:
         """Means of all windows, in order, [n - width + 1]."""
-        return np.convolve(self.values, np.full(self.width, 1 / self.width), "valid")
+        return window_sums(self.values, self.width) / self.width
 
     def later(self, share: float) -> np.ndarray:
         """The values that follow after this share of them."""
@@ -75,6 +74,20 @@ class Series(NamedTuple):
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
         low, high = self.windows.min(), self.windows.max()
         return f"{self.first:.3g} -> {self.last:.3g}, between {low:.3g} and {high:.3g}"
+
+
+def window_sums(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
+    """Sums of all `width` neighbors, in order, [n - width + 1], in a time that does not depend on the width.
+
+    In blocks of that width each window is the end of a block and the beginning of the next one. Differences of running
+    sums over all values would lose what comes after a very large value.
+    """
+    count = len(values)
+    blocks = np.zeros((count // width + 1, width))
+    blocks.flat[:count] = values
+    ends = blocks[:, ::-1].cumsum(1)[:, ::-1].ravel()
+    beginnings = np.pad(blocks.cumsum(1)[:, :-1], ((0, 0), (1, 0))).ravel()
+    return ends[: count - width + 1] + beginnings[width : count + 1]
 
 
 @dataclass(frozen=True)
@@ -113,14 +126,17 @@ class RunLog:
 
 def columns(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, Series], dict[str, list[int]]]:
     """Finite values of each metric, and the steps where it was not finite, which a log holds as null."""
-    points, broken = defaultdict[str, list[tuple[Any, float]]](list), defaultdict[str, list[Any]](list)
+    steps = defaultdict[str, list[Any]](list)
+    values = defaultdict[str, list[float]](list)
+    broken = defaultdict[str, list[Any]](list)
     for row in rows:
         for name, value in row.items():
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 broken[name].append(row["step"])
             elif isinstance(value, (int, float)) and name != "step":
-                points[name].append((row["step"], float(value)))
-    return {name: Series(*zip(*known, strict=True)) for name, known in points.items()}, broken
+                steps[name].append(row["step"])
+                values[name].append(float(value))
+    return {name: Series(tuple(steps[name]), tuple(known)) for name, known in values.items()}, broken
 
 
 @dataclass(frozen=True)
@@ -135,13 +151,29 @@ class StageRecord:
     lineage: Mapping[str, Any] = field(default_factory=dict)  # lineage.json as it stands
 
 
+def log_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
+
+    Raises:
+        UserError: after the last row, with the lines that are no rows or have no step.
+    """
+    problems = []
+    row = None
+    for row in json_line_rows(path) if path.exists() else ():
+        if row.values is None:
+            problems.append(row.problem)
+        elif type(row.values.get("step")) is not int:
+            problems.append(f"{row.location}: the line has no step; delete it")
+        else:
+            yield row.values
+    if row is not None and row.values is None and not path.read_bytes().endswith(b"\n"):
+        problems.pop()
+    raise_all(problems)
+
+
 def read_log_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out."""
-    rows = list(json_line_rows(path)) if path.exists() else []
-    if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
-        rows.pop()
-    raise_all(row.problem for row in rows if row.values is None)
-    return [row.values for row in rows if row.values is not None]
+    """All of `log_rows`."""
+    return list(log_rows(path))
 
 
 def read_stage_record(directory: Path) -> StageRecord:
@@ -150,9 +182,13 @@ def read_stage_record(directory: Path) -> StageRecord:
         inside = sorted(str(path.parent) for path in directory.glob("*/lineage.json"))
         more = f"; the runs in it: {', '.join(inside)}" if inside else "; give the `output` of a training stage"
         raise UserError(f"{directory} is not a run's directory: it has no lineage.json{more}")
-    lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
     config = directory / "config.yaml"
+    lineage = read_json_object(directory / "lineage.json")
+    if not (isinstance(lineage.get("stage"), str) and isinstance(lineage.get("parents"), dict | list)):
+        raise UserError(f"{directory / 'lineage.json'}: is damaged: a run writes its stage and parents there")
     settings = read_yaml(config).values or {} if config.is_file() else {}
+    if not isinstance(settings, dict):
+        raise UserError(f"{config}: is damaged: a run writes its settings there, as keys and values")
     return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings, lineage)
 
 
@@ -160,10 +196,8 @@ def read_run_log(directory: str | Path) -> RunLog:
     """Read metrics.jsonl, samples.jsonl, config.yaml and lineage.json of a run, finished or not."""
     directory = Path(directory)
     record = read_stage_record(directory)
-    rows = read_log_rows(directory / "metrics.jsonl")
-    if not rows:
+    series, broken = columns(log_rows(directory / "metrics.jsonl"))
+    if not series and not broken:
         raise UserError(f"{directory / 'metrics.jsonl'}: no update is logged, so there is nothing to judge yet")
-    if wrong := [number for number, row in enumerate(rows, 1) if type(row.get("step")) is not int]:
-        raise UserError(f"{directory / 'metrics.jsonl'}:{wrong[0]}: the line has no step; delete it")
     samples = read_log_rows(directory / "samples.jsonl")
-    return RunLog(record.name, record.settings or {}, *columns(rows), samples, record.lineage.get("finished", 0))
+    return RunLog(record.name, record.settings or {}, series, broken, samples, record.lineage.get("finished", 0))

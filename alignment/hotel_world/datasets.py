@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from alignment.files import atomic_directory
+from alignment.files import atomic_directory, refuse_foreign
 from alignment.hotel_world import grammar
 from alignment.hotel_world.gold import prefers_first
 from alignment.settings import NonNegativeInt, PositiveInt, Settings
@@ -68,9 +68,11 @@ def run(config: HotelWorldConfig) -> Path:
 def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None = None) -> dict[str, Path]:
     """Write all files of the data set and return their paths by name; the same seed and sizes give the same bytes.
 
-    The directory appears whole or not at all. The size of one file does not change another's rows.
+    The directory appears whole or not at all; one that holds other files is refused. The size of one file does not
+    change another's rows.
     """
     directory, sizes = Path(directory), sizes or RowCounts()
+    refuse_foreign(directory, [f"{name}.jsonl" for name in RANGES])
     with atomic_directory(directory) as temporary:
         for name in RANGES:
             rows = generate_rows(name, seed=seed, count=getattr(sizes, name))

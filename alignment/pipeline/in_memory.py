@@ -19,6 +19,7 @@ from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.data.rows.files import from_arrow, own_keys
 from alignment.errors import UserError, raise_all
+from alignment.evaluation.inputs import refuse_other_results
 from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_text
 from alignment.loading import load_model
@@ -80,6 +81,8 @@ def run_on_rows(
     if not isinstance(data, Mapping):
         raise UserError(f"data: give its settings as a mapping, such as {{'max_length': 512}}; got {data!r}")
     raise_all(f"data.{name}: rows are given too; leave one of the two out" for name in given if name in data)
+    if stage == "winrate":
+        refuse_other_results(stage, Path(output))
     with propagate_failures(), update_callback(on_update):
         files = {name: write_lines(more, Path(output) / "rows", name) for name, more in given.items()}
         values = {**with_names(settings), "output": str(output), "data": {**data, **files}}

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, references, strings
 from alignment.errors import UserError, raise_all, suggest
-from alignment.files import code_hash, hash_of, hashes_below, remove_directory, remove_leftovers, sha256, write_json
+from alignment.files import (
+    PAGE,
+    code_hash,
+    hash_of,
+    hashes_below,
+    refuse_other_file,
+    remove_directory,
+    remove_leftovers,
+    sha256,
+    write_json,
+)
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageEntry, check_expectations, read_json, read_recipe
 from alignment.pipeline.stages import STAGES, find_stage, missing_data, stage_file, with_micro_batch, write_page
 
@@ -213,6 +223,7 @@ def hub_start_changed(directory: Path) -> bool:
 
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
     """Refuse to overwrite a directory of the user, or to run a stage whose parents are not finished."""
+    refuse_other_file(output / "report.html", PAGE)
     record, by_name = read_json(output / "stages.json"), {stage.name: stage for stage in stages}
     foreign = [output / name for name in wanted if name not in record and any((output / name).glob("*"))]
     parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted

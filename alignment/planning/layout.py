@@ -24,6 +24,9 @@ FRAGMENTATION = 0.03  # of the peak, that the allocator of a GPU cannot use
 CPU_BANDWIDTH = 2e10  # bytes per second, of a usual processor
 DDP_BUCKET_BYTES = 128 * 2**20  # gradients that are summed at once
 ZERO_BUCKET_BYTES = 2 * 5 * 10**8 * 4  # DeepSpeed's reduce and allgather buckets: 5e8 numbers each by default
+MACHINE_GPUS = 8  # of a machine, unless a launch file says it
+LINK_BANDWIDTH = 3e11  # bytes per second that one GPU gathers inside a machine, over NVLink
+NETWORK_BANDWIDTH = 5e10  # likewise across machines, over a network of 400 Gbit/s
 PREFETCHED_BLOCKS = 2  # of FSDP2 and ZeRO-3: the block that runs and the next one
 
 
@@ -102,6 +105,11 @@ class Layout:
         return self.backend in ("fsdp2", "zero3")
 
     @property
+    def link(self) -> float:
+        """Bytes per second at which one device gathers weights from the others."""
+        return LINK_BANDWIDTH if self.shard_over <= MACHINE_GPUS else NETWORK_BANDWIDTH
+
+    @property
     def weights_share(self) -> float:
         """Part of the weights on one device between the steps."""
         if not self.sharded:
@@ -176,7 +184,8 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     """The layout that `--launch` and `--gpus` ask for, as the training verbs understand them.
 
     Args:
-        launch: Accelerate's launch file, or a packaged name; None: the whole model on every device.
+        launch: Accelerate's launch file, or a packaged name; None: the whole model on every device. Where it says one
+            machine, up to 8 GPUs are taken to be in each.
         gpus: number of processes; None: that of the launch file, or one.
     """
     if launch is None:
@@ -190,8 +199,17 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     sent = {key.upper(): str(value) for key, value in (values.get("fsdp_config") or {}).items()}
     for key, value in (values.get("deepspeed_config") or {}).items():
         sent[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(value)
-    sent["LOCAL_WORLD_SIZE"] = str(processes // int(values.get("num_machines", 1)))
-    return layout_from_env("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
+    machines = int(values.get("num_machines", 1))
+    if machines == 1:
+        machines = math.ceil(processes / MACHINE_GPUS)
+    sent["LOCAL_WORLD_SIZE"] = str(processes // machines)
+    layout = layout_from_env("single" if processes == 1 and kind != "DEEPSPEED" else kinds[kind], processes, sent)
+    if processes % layout.shard_over:
+        raise UserError(
+            f"{file}: hybrid sharding takes equally many GPUs of each machine, and {processes} on {machines} machines "
+            "are not; give another --gpus, or a launch file of your own with num_machines"
+        )
+    return layout
 
 
 def layout_from_env(kind: str, size: int, sent: Mapping[str, str]) -> Layout:

@@ -40,6 +40,7 @@ from alignment.training.backends.base import blocks_of, computing_types, whole_b
 from alignment.training.optim import hidden_matrices, optimizer_bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+SHARDED_SAMPLING = "sampling (sharded)"  # a phase
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
 SHARED = "shared base"
 USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/rollout_weights.py has it
@@ -308,7 +309,7 @@ class Tracer:
         fits = room is None or whole.total <= USABLE * room
         if config.rollout_weights == "gathered" or (config.rollout_weights == "auto" and fits):
             return whole
-        return self._peak("sampling (sharded)", tracker, self._whole("policy"))
+        return self._peak(SHARDED_SAMPLING, tracker, self._whole("policy"))
 
     @contextmanager
     def running(self) -> Iterator[MemoryTracker]:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,7 +15,8 @@ from torch import nn
 
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
-from alignment.config.yaml_source import read_yaml, strings
+from alignment.config.load import build
+from alignment.config.yaml_source import SourcedYaml, override, read_yaml, strings
 from alignment.data.batches import TokenizedRow
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare, prepare_with
@@ -27,8 +28,8 @@ from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
-from alignment.planning.layout import Device, Layout, free_memory, layout_from_env
-from alignment.planning.memory import DeviceRows, Peak, Tracer
+from alignment.planning.layout import GB, MACHINE_GPUS, Device, Layout, free_memory, layout_from_env, read_layout
+from alignment.planning.memory import SHARDED_SAMPLING, DeviceRows, Peak, Tracer
 from alignment.planning.networks import build_networks, parameter_count
 from alignment.planning.stages import StageConfig, Workload, workload_of
 from alignment.reward_model.model import AdapterEnsemble
@@ -41,10 +42,9 @@ CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
 CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
 
-SMALLER = (
-    "smaller, from what costs the run least: training.gradient_checkpointing=true, a smaller training.micro_batch_tokens, "
-    "optim.name=adamw_8bit, adapter.kind=lora, weights.quantize=nf4, more GPUs with --launch launch/fsdp2"
-)
+LEAST_SAVING = 0.001  # share of what is needed, below which a setting is not advised
+MICRO_BATCH = "training.micro_batch_tokens="
+SMALLER = ("optim.name=adamw_8bit", "adapter.kind=lora", "weights.quantize=nf4")  # from what costs a run least
 
 Config = TypeVar("Config")
 
@@ -104,6 +104,8 @@ class Plan:
     roles: Sequence[RoleCount]
     peaks: Sequence[Peak]
     length: RunLength
+    data: Data
+    near: Path | None
 
     @property
     def peak(self) -> Peak:
@@ -126,11 +128,21 @@ class Plan:
         """True where the device has so many; None where its memory is not known."""
         return None if self.device.memory is None else self.needed <= self.device.memory
 
+    @property
+    def samples_sharded(self) -> bool:
+        """True where the policy's weights stay sharded while it samples."""
+        return any(peak.phase == SHARDED_SAMPLING for peak in self.peaks)
+
     def seconds(self, mfu: float) -> float | None:
-        """Time of the run at a share `mfu` of the devices' peak rate, and of their memory's bandwidth while it samples."""
+        """Time of the run at a share `mfu` of the devices' peak rate, and of their memory's bandwidth while it samples.
+
+        Sharded sampling gathers for each token what a device lacks of the weights.
+        """
         if self.length.operations is None:
             return None
         sampling = self.length.decoding_bytes / (mfu * self.device.bandwidth)
+        if self.samples_sharded:
+            sampling += self.length.decoding_bytes * (1 - self.layout.weights_share) / self.layout.link
         return sampling + self.length.operations / (mfu * self.device.tflops * 1e12 * self.layout.gpus)
 
 
@@ -147,6 +159,8 @@ def make_plan(
         return plan_at(config, layout, device, tokens, data=data, near=near)
 
     row, most = token_range(config, workload_of(config, near), layout, device, data)
+    if not plan(row).fits:
+        return plan(row)
     return plan(largest_that_fits(lambda tokens: plan(tokens).needed, device.memory, row=row, most=most))
 
 
@@ -162,14 +176,9 @@ def token_range(config: StageConfig, stage: Workload, layout: Layout, device: De
 
 
 def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, most: int) -> int:
-    """The largest number of tokens up to `most`, a multiple of `row`, of which the bytes `needed` fit, by bisection."""
+    """The largest number of tokens up to `most`, a multiple of `row`, which fits, of which the bytes `needed` fit."""
     if needed(most) <= memory:
         return most
-    if (least := needed(row)) > memory:
-        raise UserError(
-            f"training.micro_batch_tokens: auto: not even one row of {row} tokens fits: {least / 1e9:.2f} GB are needed "
-            f"and {memory / 1e9:.2f} GB are free; {SMALLER}"
-        )
     fits, fails = 1, most // row
     for _ in range(MOST_TRIALS):
         middle = (fits + fails) // 2
@@ -190,7 +199,53 @@ def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *,
     per_update = math.ceil(config.training.batch_size / layout.gpus)
     rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
     tracer = Tracer(config, stage, networks, layout, gpu=device.gpu)
-    return Plan(config, layout, device, tokens, roles, tracer.peaks(rows, device.available_bytes(layout.gpus)), length)
+    peaks = tracer.peaks(rows, device.available_bytes(layout.gpus))
+    return Plan(config, layout, device, tokens, roles, peaks, length, data, near)
+
+
+# A run that does not fit
+
+
+def require_fit(plan: Plan, source: str) -> None:
+    """Refuse a run that does not fit its device, with the settings that would make it fit."""
+    if plan.fits is False:
+        lacking = (plan.needed - (plan.device.memory or 0)) / GB
+        raise UserError(f"{source} does not fit: {lacking:.1f} GB are missing; {smaller_settings(plan)}")
+
+
+def smaller_settings(plan: Plan) -> str:
+    """The settings that save memory, from what costs the run least, one on top of the other until it fits.
+
+    Each has the bytes that it saves. Left out is what saves nothing, being set already or for another reason.
+    """
+    row, _ = token_range(plan.config, workload_of(plan.config, plan.near), plan.layout, plan.device, plan.data)
+    gpus = 2 * plan.layout.gpus if plan.layout.sharded else max(MACHINE_GPUS, plan.layout.gpus)
+    more_gpus = f"--gpus {gpus} --launch launch/fsdp2"
+    saving = []
+    for change in ("training.gradient_checkpointing=true", f"{MICRO_BATCH}{row}", *SMALLER, more_gpus):
+        smaller = _changed(plan, change, row, gpus)
+        saved = 0 if smaller is None else plan.needed - smaller.needed
+        if smaller is not None and saved > LEAST_SAVING * plan.needed:
+            saving.append(f"{change} saves {saved / GB:.3g} GB")
+            plan = smaller
+        if plan.fits:
+            return f"{'; then '.join(saving)}: with that it needs {plan.needed / GB:.3g} GB and fits"
+    advice = "take a smaller base, a smaller data.max_length, or a device with more memory"
+    return "; then ".join([*saving, f"{plan.needed / GB:.3g} GB are still needed: {advice}"])
+
+
+def _changed(plan: Plan, change: str, row: int, gpus: int) -> Plan | None:
+    """The plan with a change of `smaller_settings`; None where the config does not take it."""
+    if change.startswith("--gpus"):
+        config, layout = plan.config, read_layout("launch/fsdp2", gpus)
+    else:
+        layout = plan.layout
+        try:
+            config = build(type(plan.config), override(SourcedYaml(asdict(plan.config)), [change]))
+        except UserError:
+            return None
+    tokens = min(plan.tokens, row) if change.startswith(MICRO_BATCH) else plan.tokens
+    return plan_at(config, layout, plan.device, tokens, data=plan.data, near=plan.near)
 
 
 # The length of a run
@@ -324,6 +379,8 @@ def _choose(config: StageConfig) -> int:
         layout = layout_from_env(group.kind, group.size, os.environ)
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
-        return make_plan(config, layout, device, data=read_training_rows(config, workload_of(config))).tokens
+        plan = make_plan(config, layout, device, data=read_training_rows(config, workload_of(config)))
+        require_fit(plan, f"training.micro_batch_tokens: auto: one row of {plan.tokens} tokens")
+        return plan.tokens
 
     return group.on_main(largest)  # it traces the model: the others would find the same, and may have less time

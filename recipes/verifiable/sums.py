@@ -13,7 +13,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from alignment.files import atomic_directory
+from alignment.files import atomic_directory, refuse_foreign
 from alignment.settings import NonNegativeInt, PositiveInt, Settings, Share
 
 FOLDS = 100  # of pairs of numbers; each file has a range of its own
@@ -68,6 +68,7 @@ class SumsConfig(Settings):
 def run(config: SumsConfig) -> Path:
     """Write the files into `output/data` and return that directory; no pair of numbers is in two of them."""
     directory = Path(config.output) / "data"
+    refuse_foreign(directory, [f"{name}.jsonl" for name in RANGES])
     with atomic_directory(directory) as temporary:
         for name in RANGES:
             lines = (json.dumps(row) + "\n" for row in sum_rows(name, config))

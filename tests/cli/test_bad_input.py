@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from alignment.cli import main
+from alignment.errors import UserError
+from alignment.hotel_world.datasets import RowCounts, write_world
 
 
 @pytest.fixture
@@ -255,3 +257,86 @@ def test_lines_that_are_written_anew_and_colors_reach_a_terminal(capsys, monkeyp
     assert main(["--version"]) == 0
     print("\x1b[1mbold\x1b[0m", end="\x1b[K\r")
     assert capsys.readouterr().out.endswith("\x1b[1mbold\x1b[0m\x1b[K\r")
+
+
+# --- files of the user that a command would write over ---------------------------------------------------------------
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """The content of all files below a folder."""
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_export_writes_over_nothing_but_an_export(tmp_path, broken_model, monkeypatch, capsys):
+    (tmp_path / "thesis" / "deep").mkdir(parents=True)
+    (tmp_path / "thesis" / "notes.tex").write_text("a")
+    (tmp_path / "thesis" / "deep" / "x.csv").write_text("b")
+    (tmp_path / "link").symlink_to("thesis")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(broken_model, "copy")  # a model of another's, with the names that an export has too
+    for free in ("new/deep", "empty", "edited", "edited", "grown"):  # an earlier export is replaced
+        assert main(["export", "--model", str(broken_model), "--output", free]) == 0
+    os.utime("edited/config.json", (2**32, 2**32))  # as after a change
+    Path("grown/results.json").write_text("{}")
+    before = files_below(tmp_path)
+    for output in ("thesis", "copy", "model", ".", "link", "thesis/notes.tex", "edited", "grown"):
+        check((main(["export", "--model", str(broken_model), "--output", output]), capsys.readouterr().err), "error: ")
+    assert files_below(tmp_path) == before
+    assert main(["export", "--model", "empty", "--output", "empty"]) == 2  # an export, but what is read
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "base/weights.bin", "best/notes.txt", "report.html", "samples.jsonl"])
+def test_a_stage_does_not_take_the_names_of_other_files(sft, tmp_path, name):
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("policy: mine")
+    check(sft(), str(tmp_path / "out"), name.partition("/")[0])
+    assert file.read_text() == "policy: mine"
+
+
+@pytest.mark.parametrize("name", ["results.json", "responses.jsonl"])
+def test_an_evaluation_leaves_results_of_others(name, tmp_path, world, checkpoints, capsys):
+    file = tmp_path / name
+    file.write_text('{"accuracy": 1}')
+    words = ["evaluate", "language", f"model={checkpoints['llama']}", f"data.train={world['pretrain']}"]
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"output: {tmp_path}\ndata: {{max_rows: 2}}\n")
+    check((main([*words[:2], str(config), *words[2:]]), capsys.readouterr().err), name)
+    assert file.read_text() == '{"accuracy": 1}'
+    file.unlink()
+    assert [main([*words[:2], str(config), *words[2:]]) for _ in range(2)] == [0, 0]  # its own are replaced
+
+
+@pytest.mark.parametrize("name", ["lens.json", "lens.html"])
+def test_a_page_and_its_numbers_replace_no_other_file(name, tmp_path, checkpoints, capsys):
+    file = tmp_path / name
+    file.write_text('[{"prompt": "mine"}]')
+    words = ["inspect", "lens", checkpoints["llama"], "--text", "Where", "--output", str(tmp_path / "lens.html")]
+    check((main(words), capsys.readouterr().err), name)
+    check((main([*words[:-1], str(tmp_path / "x.json")]), capsys.readouterr().err), "x.json")
+    assert file.read_text() == '[{"prompt": "mine"}]'
+    file.unlink()
+    assert [main(words) for _ in range(2)] == [0, 0]
+
+
+def test_a_report_replaces_no_file_that_is_no_page(tmp_path, stage, capsys):
+    (tmp_path / "report.html").write_text("<html>mine</html>")
+    words = ["report", str(stage("sft")), "--output", str(tmp_path / "report.html")]
+    check((main(words), capsys.readouterr().err), "report.html")
+    assert (tmp_path / "report.html").read_text() == "<html>mine</html>"
+
+
+def test_only_entries_of_the_cache_are_cleared(tmp_path, capsys):
+    (tmp_path / "entries" / "chapter1").mkdir(parents=True)
+    assert main(["data", "cache", "--clear", "--dir", str(tmp_path)]) == 0
+    assert (tmp_path / "entries" / "chapter1").is_dir()
+
+
+def test_the_hotel_world_replaces_its_own_files_alone(tmp_path):
+    sizes = RowCounts(1, 1, 1, 1, 1, 1, 1)
+    for _ in range(2):
+        write_world(tmp_path / "world", sizes=sizes)
+    (tmp_path / "world" / "mine.jsonl").touch()
+    with pytest.raises(UserError, match="mine"):
+        write_world(tmp_path / "world", sizes=sizes)

@@ -1,6 +1,8 @@
 """`alignment init`: kinds of rows are recognized, the configs it writes load and `--dry-run` clean, and nothing is replaced."""
 
+import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,11 @@ from typer.testing import CliRunner
 from alignment import cli
 from alignment.commands.init import fitting_values, kind_of
 from alignment.config.load import load_config
+from alignment.data.config import DataConfig
+from alignment.data.prepare import prepare
 from alignment.errors import UserError
+from alignment.evaluation.inputs import read_records
+from alignment.loading import load_tokenizer
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device
 
@@ -49,6 +55,44 @@ def test_the_written_configs_run_one_after_another(checkpoints, world, capsys):
     assert winrate["models"].keys() == {"base", "sft", "dpo", "ppo"} and winrate["data"]["train"] == [world["prompts"]]
 
 
+def test_the_win_rate_is_on_prompts_that_no_stage_trains_on(checkpoints, capsys):
+    demonstrations = [{"prompt": f"Where is room {number}?", "completion": " There."} for number in range(400)]
+    Path("sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
+    pairs = [{"prompt": row["prompt"], "chosen": "a", "rejected": "b"} for row in demonstrations[::-1]]
+    pairs[0]["chosen"] = "long " * 60  # one row of 400 does not set the length of all
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    assert init(checkpoints["llama"], "sft.jsonl", "pairs.jsonl") == 0
+    share = read("sft")["data"]["evaluation_share"]
+    assert all(read(stage)["data"]["evaluation_share"] == share for stage in ("dpo", "winrate"))
+    judged = {row.prompt for row in read_records(DataConfig(**read("winrate")["data"]), "prompts")}
+    assert len(judged) >= 50
+    tokenizer = load_tokenizer(checkpoints["llama"])
+    for stage, kind in (("sft", "demonstrations"), ("dpo", "comparisons")):
+        trained, _ = prepare(DataConfig(**read(stage)["data"]), kind, tokenizer)
+        prompts = {tokenizer.decode(row.documents[0]) for row in trained}
+        assert len(trained) + len(judged) == 400 and not any(text in found for text in judged for found in prompts)
+    text = Path("mine/dpo.yaml").read_text()
+    assert "1 of 400 rows are cut" in text and "held out" not in text and "no stage trains on" in text
+    # A dialogue with its answer is no prompt: the win rate is then on those of the comparisons.
+    message = {"role": "user", "content": "Where?"}
+    Path("chat.jsonl").write_text(json.dumps({"messages": [message, {"role": "assistant", "content": "a"}]}) + "\n")
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in "ab")
+    row = {"prompt": [message], "chosen": chosen, "rejected": rejected}
+    Path("pairs.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.rmtree("mine")
+    shutil.copytree(checkpoints["llama"], "base")
+    Path("base/chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert init("base", "chat.jsonl", "pairs.jsonl") == 0
+    assert read("winrate")["data"]["train"] == ["pairs.jsonl"] and "evaluation_share" not in read("sft")["data"]
+    assert all(f"# {key}" in text for key in ("every weight trains", "optim.learning_rate", "training.batch_size"))
+
+
+def test_lora_by_choice_and_larger_steps_for_smaller_bases():
+    full, lora = (fitting(GPT2, 16), fitting(GPT2, 16, lora=True))
+    assert lora["adapter"]["kind"] == "lora" and lora["optim"]["learning_rate"] == 2e-4
+    assert full["optim"]["learning_rate"] == 8e-5  # 1e-5 of 8B times sqrt(8e9 / 124e6) = 8.03
+
+
 def test_lengths_and_batches_come_from_the_rows(checkpoints, tmp_path):
     words = ["one", "two two", "three " * 20]
     rows = "".join(f'{{"prompt": "Say {word}", "response": "{word}"}}\n' for word in words * 100)
@@ -62,9 +106,9 @@ def test_lengths_and_batches_come_from_the_rows(checkpoints, tmp_path):
 GPT2, QWEN = "openai-community/gpt2", "Qwen/Qwen3-0.6B-Base"  # their facts are packaged
 
 
-def fitting(base: str, memory: int) -> dict:
+def fitting(base: str, memory: int, **how: bool) -> dict:
     changes = {"policy": base, "output": "out", "data": {"train": "rows.jsonl", "max_length": 512}}
-    return fitting_values("sft", changes, 1000, Device(True, memory * 10**9, "a card", 100.0), near=Path())
+    return fitting_values("sft", changes, 1000, Device(True, memory * 10**9, "a card", 100.0), near=Path(), **how)[0]
 
 
 @pytest.mark.parametrize(

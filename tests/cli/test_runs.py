@@ -42,7 +42,7 @@ def test_the_table_has_state_steps_metrics_duration_and_base(folder, capsys):
     assert max(map(len, lines)) <= 80
     table = "\n".join(lines)
     for run, words in {
-        "mine/ppo": ["ppo", "finished", " 2 ", "score 0.5", "kl 0.25", "after 0:01:30", " sft"],
+        "mine/ppo": ["ppo", "finished", " 2 ", "score nan", "kl 0.25", "after 0:01:30", " sft"],
         "mine/sft": ["sft", "finished", " 7 ", "loss 1.23", " base"],
         "mine/stopped": ["ppo", "stopped", " 1 ", "score 0.5"],
         "running": ["ppo", "running", " 0 ", "after 0:00:00"],
@@ -68,6 +68,41 @@ def test_json_has_all_metrics_and_the_same_differences(folder, capsys):
     assert (sft["metrics"], sft["seconds"], sft["base"]) == ({"loss": 1.234, "tokens": 9.0}, 90, "some/base")
     stopped = {"kl_coef": 0.2, "pretrain": {"train": "text.jsonl"}}
     assert shown["differences"]["ppo"]["mine/stopped"] == stopped and "sft" not in shown["differences"]
+
+
+def test_damaged_runs_are_named_behind_the_table_of_the_others(folder, capsys):
+    (folder / "mine/sft/lineage.json").write_text('{"stage": "s')
+    (folder / "mine/stopped/lineage.json").write_text("{}")
+    (folder / "running/metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"loss": 2.0}\n')
+    assert cli.main(["runs", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert "mine/ppo" in out and "mine/sft" not in out
+    damaged = {"mine/sft": "lineage.json", "mine/stopped": "lineage.json", "running": "metrics.jsonl:2"}
+    for run, place in damaged.items():
+        assert f"{folder}/{run}/{place}" in err
+        assert cli.main(["report", f"{folder}/{run}", "--output", f"{folder}/page.html"]) == 2
+        assert f"{folder}/{run}/{place}" in capsys.readouterr().err
+    assert cli.main(["runs", str(folder), "--json"]) == 2
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["mine/ppo"]
+
+
+def test_a_diverged_run_shows_its_last_values(folder, capsys):
+    lines = [{"step": step, "loss": 1.0 if step < 7 else None, "kl": 0.1} for step in range(1, 31)]
+    (folder / "mine/sft/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["runs", str(folder), "--json"]) == 0
+    (run,) = (run for run in json.loads(capsys.readouterr().out)["runs"] if run["name"] == "mine/sft")
+    assert run["metrics"] == {"loss": None, "kl": 0.1}
+    assert cli.main(["runs", str(folder)]) == 0 and "loss nan" in capsys.readouterr().out
+
+
+def test_a_run_that_an_error_ended_has_failed(tmp_path, checkpoints, capsys):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "sft.yaml").write_text(
+        f"policy: {checkpoints['llama']}\noutput: {tmp_path}/mine/sft\ndata: {{train: {tmp_path}/rows.jsonl}}\n"
+    )
+    assert cli.main(["sft", str(tmp_path / "sft.yaml"), "optim.learning_rate=1e-3"]) == 2
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert [run["state"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["failed"]
 
 
 def test_a_folder_without_runs_and_a_broken_log_are_mistakes_of_the_user(folder, tmp_path, capsys):

@@ -67,7 +67,9 @@ def full_data(name: str = "PPO") -> dict:
         },
     }
     points = [(0.1, 0.5, 2.0), (3.0, 1.5, 2.5), (math.nan, 2.0, None)]
-    path = [dict(zip(("kl", "score", "gold_score"), point, strict=True)) for point in points]
+    path = [
+        {"step": i, **dict(zip(("kl", "score", "gold_score"), point, strict=True))} for i, point in enumerate(points, 1)
+    ]
     return {
         "title": "A title & more",
         "summary": "What happened.",
@@ -122,8 +124,8 @@ def test_page_is_well_formed_and_holds_its_numbers(html):
     ):
         assert expected in words, expected
     assert "user: Hello" in words
-    # win rates; gold parts; pairs; proxy and gold over KL; loss, KL, learning rate (of one stage each)
-    assert page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
+    # win rates; gold parts; pairs; proxy and gold over KL; loss, KL, learning rate of one stage; KL and scores of another
+    assert page.tags.count("svg") == 1 + 2 + 3 + 2 + 3 + 3
     assert 'id="training-1"' in html and "empty" not in words
     pairs = html[html.index('id="pairs"') : html.index('id="overoptimization"')]
     assert pairs.count("<svg") == 3 and "SFT" not in pairs  # the baseline has not moved

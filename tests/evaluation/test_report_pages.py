@@ -349,3 +349,23 @@ def test_the_browsers_check_finds_planted_faults(family):
     said = check_pages(family[0]).stdout
     faults = ("html-has-lang", "color-contrast", "image-alt", "pixels wider", "overlap:", "loads http://localhost:9")
     assert [fault for fault in faults if fault not in said] == []
+
+
+def test_sentence_and_table_of_a_short_run_have_the_same_ends(tmp_path):
+    rows = [{"step": i, "score": 0.1 * i, "kl": 0.01 * (i - 1)} for i in range(1, 6)]
+    run = RunLog("ppo", {"policy": "a/base"}, *columns(rows), finished=5)
+    page = write_comparison([write_run(tmp_path / "ppo", run)], tmp_path / "page.html")
+    assert "Score was 0.1 first and 0.5 last" in summary(page)
+    table = re.sub(
+        r"<[^>]*>|\s+", " ", page.read_text("utf-8").partition("Beginning and end")[2].partition("</table>")[0]
+    )
+    assert re.search(r"score +0.100 +0.500 +kl +0.00 +0.0400", table)
+
+
+def test_runs_of_two_stages_differ_in_the_settings_that_both_have(tmp_path):
+    ppo = log("ppo", setting={"seed": 1, "kl_coef": 0.1, "optim": {"eps": 1.0}}, score=(0, 1))
+    reward = log("reward", setting={"seed": 2, "centering": 0.3, "optim": {"eps": 1.0}}, accuracy=(0.5, 0.7))
+    runs = [write_run(tmp_path / name, run) for name, run in (("a", ppo), ("b", reward))]
+    table = write_comparison(runs, tmp_path / "page.html").read_text("utf-8").partition("Settings that differ")[2]
+    rows = re.findall(r'<th scope="row"[^>]*>([^<]*)', table.partition("</table>")[0])
+    assert [row for row in rows if row in ("seed", "kl_coef", "centering", "optim.eps")] == ["seed"]

@@ -176,7 +176,8 @@ def test_trends_of_a_short_run_are_not_judged_but_its_invariants_are():
     rows = [{"step": i + 1, "score": 1.0 - i, "kl": 50.0, "first_ratio_error": 0.3} for i in range(5)]
     run = RunLog("ppo", CONFIG, *columns(rows))
     assert [found.symptom for found in diagnose(run)] == ["sampler mismatch"]
-    assert "no trend is judged" in "\n".join(report_lines("run", run, []))
+    text = "\n".join(report_lines("run", run, []))
+    assert "no trend is judged" in text and text.endswith("examined for: sampler mismatch")
 
 
 FALLING = {"loss": 2 - RISE + noise(0.05, 40), "grad_norm": np.full(N, 1.0)}
@@ -234,6 +235,8 @@ def test_only_keys_of_the_run_and_other_values_are_proposed():
 
 def test_the_first_and_last_windows_and_their_error_are_the_worked_ones():
     series = Series(tuple(range(1, 16)), tuple([0.0] * 5 + [3.0] * 5 + [6.0] * 5))
+    spike = Series(tuple(range(1, 14)), (1.0, 1e30, *map(float, range(2, 13))))  # no trace of it stays behind it
+    assert spike.windows.tolist()[2:] == list(map(float, range(3, 12)))
     assert (series.width, series.first, series.last) == (3, 0.0, 6.0)
     # differences: twelve 0 and two 3, mean 3/7, variance 18/14 - 9/49 = 54/49; halved: 27/49
     assert series.noise == pytest.approx((27 / 49) ** 0.5)

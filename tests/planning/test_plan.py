@@ -17,7 +17,7 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
-from alignment.commands.plan import stage_of
+from alignment.commands.plan import plan_lines, stage_of
 from alignment.config.load import load_config, packaged_folder
 from alignment.data.batches import Example
 from alignment.data.config import DataConfig, SourceConfig
@@ -256,6 +256,10 @@ def test_launch_files_say_how_the_model_lies_on_the_devices():
     assert read_layout(None, 4) == Layout("ddp", 4)
     assert read_layout("launch/fsdp2", 8) == Layout("fsdp2", 8, 8)
     assert read_layout("launch/zero3", 4) == Layout("zero3", 4, 4)
+    for gpus, of_machine in ((4, 4), (8, 8), (16, 8), (32, 8), (12, 6)):  # machines of up to 8 GPUs
+        assert read_layout("launch/fsdp2_hybrid", gpus) == Layout("fsdp2", gpus, of_machine)
+    with pytest.raises(UserError, match="equally many"):
+        read_layout("launch/fsdp2_hybrid", 9)
     with pytest.raises(UserError, match="no such file"):
         read_layout("launch/zero9", 4)
 
@@ -338,6 +342,28 @@ def test_the_command_says_0_where_the_run_fits_and_2_where_it_does_not(config_fi
     assert plan["fits"] is False and plan["needed_bytes"] > 803_000_000
 
 
+def advice_of(plan):
+    with pytest.raises(UserError) as refusal:
+        import_module("alignment.planning.plan").require_fit(plan, "mine")
+    return str(refusal.value)
+
+
+def test_advice_names_what_saves_and_what_then_fits(base):
+    config = sft_config(base, training={"micro_batch_tokens": 2048})
+    needed = make_plan(config, Layout(), GPU).needed
+    checkpointing = {"micro_batch_tokens": 2048, "gradient_checkpointing": True}
+    saved = needed - make_plan(sft_config(base, training=checkpointing), Layout(), GPU).needed
+    tight = replace(GPU, memory=needed - saved)
+    first = advice_of(make_plan(config, Layout(), tight))
+    assert f"training.gradient_checkpointing=true saves {saved / 1e9:.3g} GB: with that" in first
+    set_already = sft_config(base, training=checkpointing, adapter=LoRASpec(rank=RANK))
+    none = advice_of(make_plan(set_already, Layout(), replace(GPU, memory=10**8)))
+    assert "checkpointing" not in none and "lora" not in none and "still needed" in none
+    assert "--gpus" not in none  # a communicator takes more than the shards of so small a base save
+    auto = sft_config(base, training={"batch_size": 64, "micro_batch_tokens": "auto"})
+    assert "saves" in advice_of(make_plan(auto, Layout(), replace(GPU, memory=10**8)))
+
+
 @pytest.mark.parametrize(
     ("keys", "stage"),
     [
@@ -396,7 +422,7 @@ def test_distillation_holds_the_teacher_and_asks_it_in_the_updates(base, likelie
 # auto
 
 
-def test_the_largest_micro_batch_is_found_and_a_row_that_does_not_fit_is_an_error():
+def test_the_largest_micro_batch_is_found():
     tried = []
 
     def needed(tokens):
@@ -406,8 +432,6 @@ def test_the_largest_micro_batch_is_found_and_a_row_that_does_not_fit_is_an_erro
     assert largest_that_fits(needed, 1000 + 10 * 640, row=64, most=6400) == 640
     assert len(tried) <= 8
     assert largest_that_fits(needed, 10**9, row=64, most=6400) == 6400
-    with pytest.raises(UserError, match="not even one row of 64 tokens fits"):
-        largest_that_fits(needed, 1500, row=64, most=6400)
 
 
 def test_auto_takes_what_fits_the_device(base):
@@ -487,6 +511,12 @@ def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):
     assert plan.length.decoding_bytes == 2 * 2 * 16 * 4 * PARAMETERS
     slower = replace(plan, device=replace(plan.device, bandwidth=0.5e12))
     assert slower.seconds(0.5) - plan.seconds(0.5) == pytest.approx(plan.length.decoding_bytes / 0.5e12)
+    # Sharded over 4, each pass gathers three quarters of them at 300 GB/s inside a machine.
+    sharded = make_plan(replace(config, rollout_weights="sharded"), Layout("fsdp2", 4, 4), GPU)
+    whole = make_plan(replace(config, rollout_weights="gathered"), Layout("fsdp2", 4, 4), GPU)
+    gathers = 0.75 * sharded.length.decoding_bytes / 3e11
+    assert sharded.seconds(0.5) - whole.seconds(0.5) == pytest.approx(gathers)
+    assert "about" in "".join(plan_lines(sharded, 0.5)) and "policy update" in "".join(plan_lines(sharded, 0.5))
 
 
 def test_a_run_writes_its_choice_and_a_resume_keeps_it(checkpoints, world, tmp_path, monkeypatch, capsys):
@@ -528,4 +558,4 @@ def test_where_nothing_fits_all_ranks_end_with_one_message(checkpoints, world, t
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
     output = run_ranks(2, "tests.planning.short_of_memory", str(tmp_path / "sft.yaml"), str(tmp_path), seconds=120)
     said = output + (tmp_path / "rank-1").read_text()
-    assert said.count("not even one row of") == 1, said
+    assert said.count("auto: one row of") == 1, said

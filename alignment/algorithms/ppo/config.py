@@ -464,9 +464,9 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         ),
         Rule(
             "data.evaluation",
-            lambda c: c.held_out is None and c.data.evaluates,
-            "is not read, nor evaluation_share: nobody scores the responses to held-out prompts; name a second reward model in "
-            "held_out, or leave it out and compare the results with `alignment evaluate winrate`",
+            lambda c: c.held_out is None and c.data.evaluation is not None,
+            "is not read: nobody scores the responses to held-out prompts; name a second reward model in held_out, or "
+            "leave it out and compare the results with `alignment evaluate winrate`",
         ),
         Rule(
             "training.keep_best",

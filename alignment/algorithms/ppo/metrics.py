@@ -246,9 +246,10 @@ def text_metrics(
 
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer, count: int | None = None) -> tuple[list[str], list[str]]:
-    """Prompts and responses as texts; of the first `count` rows, or of all."""
+    """Prompts and responses as texts; of the first `count` rows, for people and with the marks of roles, or of all."""
     rows = range(len(rollout.prompts))[:count]
-    prompts = [tokenizer.decode(rollout.prompts[row], skip_special_tokens=True) for row in rows]
+    skip = count is None or tokenizer.chat_template is None
+    prompts = [tokenizer.decode(rollout.prompts[row], skip_special_tokens=skip) for row in rows]
     responses = [response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])) for row in rows]
     return prompts, responses
 

@@ -1,12 +1,11 @@
 """Charts as inline SVG in the page's own colors, light or dark."""
 
 import io
-import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -16,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from alignment.evaluation.report.html import Chart
+from alignment.evaluation.run_log import window_sums
 
 # Placeholder colors for matplotlib; the SVG refers to the page's style sheet instead.
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
@@ -168,8 +168,9 @@ def empty_figure(height: float) -> tuple[Figure, Axes]:
 
 def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
     """Mean of about `width` neighbors around each value, fewer at the ends."""
-    window = np.ones(2 * (width // 2) + 1)
-    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+    side = width // 2
+    sums = window_sums(np.pad(values, side), 2 * side + 1)
+    return sums / window_sums(np.pad(np.ones_like(values), side), 2 * side + 1)
 
 
 def _thin(values: np.ndarray) -> np.ndarray:
@@ -203,11 +204,6 @@ def padded_limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min([0.0, *values]), max([0.0, *values])
     room = 0.05 * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high
-
-
-def is_finite_number(value: object) -> TypeGuard[float]:
-    """True of a finite number, which an axis can show."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def inline_svg(figure: Figure, label: str, description: str = "") -> Markup:

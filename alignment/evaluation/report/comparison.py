@@ -10,7 +10,7 @@ from alignment.evaluation.report.html import Row, short_path
 from alignment.evaluation.report.page import flatten_settings, logged_samples, write_report, write_run_report
 from alignment.evaluation.report.recipe_report import policy_rows, verdicts
 from alignment.evaluation.report.sentences import Results, better_run, describe_run, joined, winner
-from alignment.evaluation.run_log import StageRecord, read_log_rows, read_run_log, read_stage_record
+from alignment.evaluation.run_log import StageRecord, read_run_log, read_stage_record
 from alignment.files import read_json_object
 
 OWN = {"output", "resume", "trackers", "tracking"}  # settings that change no result
@@ -39,7 +39,6 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         verdicts=[*verdicts(judged), *(f"{name}: {describe_run(run)}" for name, run in runs.items())],
         tables={"Policies": policy_rows(judged), "Settings that differ": differing},
         results=judged,
-        stages={name: read_log_rows(folder / "metrics.jsonl") for name, folder in trained.items()},
         runs=runs,
         samples=[
             *judged.get("samples", []),
@@ -70,12 +69,17 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
-    """A row for each setting that is not the same in all runs, run -> value; a section that a run lacks is a single row."""
+    """A row for each setting that is not the same in all runs, run -> value.
+
+    A section that a run lacks is a single row. Of runs of several stages only settings that all of them have are told.
+    """
     settings = {record.name: _settings(record) for record in records}
     keys = dict.fromkeys(key for own in settings.values() for key in own)
     lacking = tuple(f"{key}." for key in keys if any(other.startswith(f"{key}.") for other in keys))
     rows = [{"setting": key} | {name: own.get(key, "...") for name, own in settings.items()} for key in keys]
-    return [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
+    rows = [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
+    alike = len({record.lineage["stage"] for record in records}) == 1
+    return [row for row in rows if alike or "..." not in row.values()]
 
 
 def _settings(record: StageRecord) -> dict[str, str]:

@@ -10,7 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from alignment.files import write_text
+from alignment.errors import UserError
+from alignment.files import PAGE, refuse_other_file, write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKS = {  # of the words of another text, and of those in their place
@@ -61,8 +62,19 @@ def render_page(path: Path, template: Path = TEMPLATES / "page.html.jinja", **co
         lstrip_blocks=True,
     )
     environment.filters |= {"cell": _breakable_cell, "against": mark_differences}
+    refuse_other_file(path, PAGE)
     write_text(Path(path), environment.get_template(template.name).render(content))
     return Path(path)
+
+
+def numbers_of(page: Path) -> Path:
+    """The JSON file beside a page of `alignment inspect`; UserError where either name is that of another file."""
+    numbers = page.with_suffix(".json")
+    if numbers == page:
+        raise UserError(f"{page}: the numbers of the page take that name; give the page the ending .html")
+    refuse_other_file(page, PAGE)
+    refuse_other_file(numbers, '"model":')
+    return numbers
 
 
 def mark_differences(text: str, other: str) -> Markup:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +12,24 @@ from alignment.evaluation.report.charts import (
     Curve,
     bar_chart,
     curve_chart,
-    is_finite_number,
     padded_limits,
     path_chart,
     rate_chart,
 )
 from alignment.evaluation.report.html import Chart, Row, Section, format_duration, render_page, short_path
 from alignment.evaluation.report.sentences import Results, describe_run, end_interval
-from alignment.evaluation.run_log import RunLog, StageRecord, read_log_rows, read_run_log, read_stage_record
+from alignment.evaluation.run_log import (
+    RunLog,
+    Series,
+    StageRecord,
+    columns,
+    read_log_rows,
+    read_run_log,
+    read_stage_record,
+)
 
 Log = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+Metrics = Mapping[str, Series]
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
 Colors = Mapping[str, int]  # policy -> number of its color
 HELD_OUT = "held_out_"
@@ -124,18 +131,21 @@ def write_report(
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
         runs: stage -> its log, for doctor to judge.
+        stages: likewise lines of metrics, of stages that are not among `runs`.
         further: sections that stand behind the samples.
         together: draw each metric of all stages in one chart, as of runs that are compared.
     """
     models = results.get("models", {})
-    paths = {name: log for name, log in stages.items() if any("kl" in line for line in log)}
+    metrics = {name: run.series for name, run in runs.items()}
+    metrics |= {name: columns(log)[0] for name, log in stages.items() if name not in runs}
+    paths = {name: logged for name, logged in metrics.items() if "kl" in logged}
     names = [
         *models,
-        *(stages if together else paths),
+        *(metrics if together else paths),
         *(name for one in samples for name, own in one["responses"].items() if "color" not in own),
     ]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
-    joint = {"all runs": stages} if together else {name: {name: log} for name, log in stages.items()}
+    joint = {"all runs": metrics} if together else {name: {name: logged} for name, logged in metrics.items()}
     training = [
         _training(number, name, logs, colors, alone=len(joint) == 1)
         for number, (name, logs) in enumerate(joint.items(), 1)
@@ -156,7 +166,7 @@ def write_report(
     return render_page(path, kind="report", title=title, summary=summary, sections=shown)
 
 
-def _evaluation(results: Results, paths: Mapping[str, Log], colors: Colors) -> list[Section]:
+def _evaluation(results: Results, paths: Mapping[str, Metrics], colors: Colors) -> list[Section]:
     """Sections on the figures of an evaluation, and on what training gained for the KL."""
     models = results.get("models", {})
     gold = {name: model["gold"] for name, model in models.items() if "gold" in model}
@@ -299,32 +309,30 @@ def part_charts(
     return charts
 
 
-def overoptimization_charts(paths: Mapping[str, Log], colors: Colors) -> list[Chart]:
+def overoptimization_charts(paths: Mapping[str, Metrics], colors: Colors) -> list[Chart]:
     """Two charts over the same KL: the score that was optimized, and the true one."""
     charts = []
     for metric, (title, note) in OVEROPTIMIZATION.items():
-        points = {policy: _points(log, "kl", metric) for policy, log in paths.items()}
-        curves = [Curve(policy, *known, colors[policy]) for policy, known in points.items() if known[0]]
+        curves = []
+        for policy, logged in paths.items():
+            kl = dict(zip(logged["kl"].steps, logged["kl"].values, strict=True))
+            known = [pair for pair in zip(*logged.get(metric, ((), ())), strict=True) if pair[0] in kl]
+            if known:
+                moved = [kl[step] for step, _ in known]
+                curves.append(Curve(policy, moved, [value for _, value in known], colors[policy]))
         if curves:
             svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title, noisy=True)
             charts.append(Chart(title, note, svg))
     return charts
 
 
-def _points(log: Log, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Columns of the lines in which both metrics are finite numbers."""
-    points = [(line[x], line[y]) for line in log if is_finite_number(line.get(x)) and is_finite_number(line.get(y))]
-    return tuple(one for one, _ in points), tuple(other for _, other in points)
-
-
 # Training
 
 
-def _training(number: int, name: str, logs: Mapping[str, Log], colors: Colors, *, alone: bool) -> Section:
+def _training(number: int, name: str, logs: Mapping[str, Metrics], colors: Colors, *, alone: bool) -> Section:
     """A section on a stage, or on several runs with a line for each; the charts that tell most are shown, the others folded."""
     main, rest = (
-        (panels if len(logs) == 1 else _one_metric_each(panels))
-        for panels in (MAIN, further_panels([*chain(*logs.values())]))
+        (panels if len(logs) == 1 else _one_metric_each(panels)) for panels in (MAIN, further_panels([*logs.values()]))
     )
     first, charts = stage_charts(name, logs, main, colors), stage_charts(name, logs, rest, colors)
     shown, charts = max(CHARTS_SHOWN, len(first) if alone else 0), [*first, *charts]
@@ -337,11 +345,11 @@ def _one_metric_each(panels: Mapping[str, Panel]) -> dict[str, Panel]:
     return {key: Panel(": ".join(filter(None, [own.title, label])), own.note) for key, label, own in metrics}
 
 
-def further_panels(log: Log) -> dict[str, Panel]:
+def further_panels(logs: Sequence[Mapping[str, object]]) -> dict[str, Panel]:
     """A panel for each metric logged by source, such as loss/NAME, then `FURTHER`, then one for each that no other shows."""
     shown = {"step", "tokens", *MAIN, *FURTHER, *(key for panel in MAIN.values() for key in panel.metrics)}
     by_source, others = dict[str, Panel](), dict[str, Panel]()
-    for key in dict.fromkeys(key.removeprefix(HELD_OUT) for line in log for key in line):
+    for key in dict.fromkeys(key.removeprefix(HELD_OUT) for logged in logs for key in logged):
         metric, slash, name = key.partition("/")
         title = metric.replace("_", " ").capitalize()
         if slash:
@@ -352,7 +360,7 @@ def further_panels(log: Log) -> dict[str, Panel]:
     return {**{f"{metric}/": panel for metric, panel in by_source.items()}, **FURTHER, **others}
 
 
-def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel], colors: Colors) -> list[Chart]:
+def stage_charts(stage: str, logs: Mapping[str, Metrics], panels: Mapping[str, Panel], colors: Colors) -> list[Chart]:
     """Charts of the panels for which a stage has measurements, of training and held out.
 
     Args:
@@ -373,7 +381,7 @@ def stage_charts(stage: str, logs: Mapping[str, Log], panels: Mapping[str, Panel
         curves = tuple(
             Curve(label, *known, colors[name] if several else number, several and metric.startswith(HELD_OUT))
             for number, (label, name, metric) in enumerate(lines)
-            if (known := _points(logs[name], "step", metric))[0]
+            if (known := logs[name].get(metric)) is not None
         )
         if curves:
             # one curve has no list of labels
@@ -421,13 +429,12 @@ def write_run_report(directory: Path, path: Path | None = None) -> Path:
         path: of the page; None: `report.html` in the run's directory.
     """
     record, run = read_stage_record(directory), read_run_log(directory)
-    log = read_log_rows(directory / "metrics.jsonl")
+    log = read_log_rows(directory / "metrics.jsonl") if (directory / "sources.json").is_file() else []
     return write_report(
         path or directory / "report.html",
         f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
         summary=describe_run(run),
         tables={"Data sources": source_table(directory, log)},
-        stages={record.name: log},
         runs={record.name: run},
         samples=logged_samples({"": run.samples}),
         lineage=[record],

@@ -105,7 +105,7 @@ def metric_change(run: RunLog) -> str:
         f"{verb} from {series.first:.3g} to {series.last:.3g} "
         f"(means of the first {min(10, series.width)} and the last {series.width} logged)"
     )
-    few = f"was {series.values[0]:.3g} first and {series.values[-1]:.3g} last"
+    few = f"was {series.first:.3g} first and {series.last:.3g} last"
     return f"{metric.replace('_', ' ').capitalize()} {whole if run.series_of(metric) else few}. "
 
 

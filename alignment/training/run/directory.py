@@ -137,7 +137,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and self.total and self.is_main:
+        if self._lineage and isinstance(error, Exception) and not isinstance(error, _DryRunEnd):
+            with suppress(OSError, UserError):  # the error that ends the run may be a full disk
+                write_json(self.output / "lineage.json", {**self._lineage, "failed": type(error).__name__})
+        elif error is None and self.total and self.is_main:
             self._lineage["finished"] = self.total
             write_json(self.output / "lineage.json", self._lineage)
         self._resources.close()

@@ -24,6 +24,8 @@ RESUMABLE_KEYS = frozenset(
         "cuda_graphs",
     }
 )  # fmt: skip
+# What a run writes beside its model, checkpoints and metrics.
+ALSO_WRITTEN = ("config.yaml", "base", "best", "report.html", "samples.jsonl", "sources.json")
 LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow when a run is finished
 
 
@@ -52,12 +54,19 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
         for name, path in paths.items()
         if (any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0)
     ]
+    new = {"stage": stage, **json.loads(json.dumps(identity))}
     if not found:
+        if not (output / "lineage.json").exists() and earlier_run(output).get("config") != new["config"]:
+            found = [name for name in ALSO_WRITTEN if (output / name).exists()]
+        if found:
+            raise UserError(
+                f"{output}: holds {', '.join(found)} that no run has written, and a run writes files of these names\n"
+                "Nothing was changed. Choose another output directory"
+            )
         return False
     old = earlier_run(output)
     finished = old.pop("finished", 0)
     old.pop("source", "")
-    new = {"stage": stage, **json.loads(json.dumps(identity))}
     changed = [line for key in old for line in differences(old[key], new[key], key)]
     if old and not changed:
         return finished > 0 and "model" in found
