@@ -189,9 +189,9 @@ def _train_module(model: AnyModel, name: str) -> None:
     model.set_submodule(name, wrapper)
 
 
-def _holders(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Counter[nn.Parameter]:
+def _holders(model: nn.Module, kind: type[nn.Module] = nn.Module) -> Counter[Tensor]:
     """The number of modules of a kind that have each parameter: 2 for a token table that is also the head."""
-    holders = Counter[nn.Parameter]()
+    holders = Counter[Tensor]()
     for module in model.modules():
         if isinstance(module, kind):
             holders.update(module.parameters(recurse=False))
@@ -453,7 +453,9 @@ class InjectedKind(AdapterKind):
         layers = self.layers(model).values()
         _merge_rows(model)  # first: the update of a tied head lies on them
         bases = [layer.get_base_layer() for layer in layers]
-        _give_own_weights(model, bases + [wrapper.original_module for wrapper in wrappers(model).values()])
+        _give_own_weights(
+            cast(AnyModel, model), bases + [wrapper.original_module for wrapper in wrappers(model).values()]
+        )
         for layer in layers:
             layer.merge(safe_merge=True)
         self.detach(model)
