@@ -453,7 +453,7 @@ def label(
 @app.command()
 def export(
     model: ModelName,
-    output: Annotated[str, typer.Option(help="Directory to write.")],
+    output: Annotated[str, typer.Option(help="Directory to write: new, empty, or an earlier export.")],
     adapter: AdapterName = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,

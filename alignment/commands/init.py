@@ -110,7 +110,7 @@ def write_configs(
     ]
 
 
-def stages_of(kinds: Mapping[str, Kind], folder: Path) -> list[str]:
+def stages_of(kinds: Mapping[str, str], folder: Path) -> list[str]:
     """The stages that rows of these kinds (by file) allow; UserError where there are none, or a config is there."""
     stages = [stage for stage, needed in NEEDS.items() if {*needed} <= {*kinds.values()}]
     if not stages:
@@ -140,10 +140,10 @@ def add_held_out(data: Mapping[Kind, DataSection]) -> str:
 
     The share is the smallest that leaves `HELD_OUT` in each, or else the largest that is tried.
     """
-    for share in SHARES:
-        chosen = {kind: held_out(section.hashes, share) for kind, section in data.items()}
-        if min(out.sum() for out in chosen.values()) >= HELD_OUT:
-            break
+    hashes = [section.hashes for section in data.values()]
+    enough = (share for share in SHARES if min(held_out(each, share).sum() for each in hashes) >= HELD_OUT)
+    share = next(enough, SHARES[-1])
+    chosen = {kind: held_out(section.hashes, share) for kind, section in data.items()}
     if any(out.all() or not out.any() for out in chosen.values()):
         return "no prompts are held out, there are too few: the win rate is one on training prompts"
     for section in data.values():
