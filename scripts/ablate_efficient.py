@@ -20,16 +20,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from alignment.config.load import packaged_folder
 from alignment.files import write_json, write_text
 from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import MaskedLanguageModel
 from alignment.models.layers import AttentionSpec, BlockSpec, LayerNormSpec, LearnedPositionsSpec, PlainFeedForwardSpec
-from alignment.models.layers.efficient import LinformerSpec, LSHSpec, NystromSpec, PerformerSpec
 from alignment.models.layers.sparse import BlockSparseSpec
 from alignment.models.transformer import TransformerSpec
+from alignment.pipeline.stages import load_stage_file
 from alignment.ragged import Ragged
 from alignment.training.optim import build_optimizer, learning_rate_at
 
+parts: Any = load_stage_file(packaged_folder("recipes") / "history/efficient.py")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 REPEATS = 2
 VOCABULARY = 64  # kinds of tokens in documents; one more stands where the first ones are to be recalled
@@ -73,11 +75,13 @@ PARTS = {
     "unfused": Part("Full, all scores in memory", lambda heads, width, longest: _full(heads, width), unfused=True),
     "window": Part("Window (16 to each side)", lambda heads, width, longest: _full(heads, width, window=17)),
     "linformer": Part(
-        "Linformer (32 mixtures)", lambda heads, width, longest: LinformerSpec(heads, width, 32, longest)
+        "Linformer (32 mixtures)", lambda heads, width, longest: parts.LinformerSpec(heads, width, 32, longest)
     ),
-    "performer": Part("Performer (64 features)", lambda heads, width, longest: PerformerSpec(heads, width, 64)),
-    "nystrom": Part("Nyströmformer (32 landmarks)", lambda heads, width, longest: NystromSpec(heads, width, 32)),
-    "lsh": Part("LSH (chunks of 16, 4 rounds)", lambda heads, width, longest: LSHSpec(heads, width, 16, 4, longest)),
+    "performer": Part("Performer (64 features)", lambda heads, width, longest: parts.PerformerSpec(heads, width, 64)),
+    "nystrom": Part("Nyströmformer (32 landmarks)", lambda heads, width, longest: parts.NystromSpec(heads, width, 32)),
+    "lsh": Part(
+        "LSH (chunks of 16, 4 rounds)", lambda heads, width, longest: parts.LSHSpec(heads, width, 16, 4, longest)
+    ),
     "bigbird": Part("BigBird (blocks of 8, 1 random)", _bigbird),
 }
 

@@ -30,14 +30,14 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from alignment.commands.import_llama2c import ImportConfig, run_import
-from alignment.config.load import data_folder
+from alignment.config.load import data_folder, packaged_folder
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks.figures import measure, task_figures
 from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
 from alignment.generation import SamplingConfig
 from alignment.loading import load_model, load_tokenizer
+from alignment.pipeline.stages import load_stage_file
 
 TASKS = ("truthfulqa", "mmlu", "hhh", "sst2", "crows_pairs", "lambada", "wikitext", "gsm8k")
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -78,10 +78,9 @@ def write_model(name: str, folder: Path) -> str:
     """The directory of stories260K, converted, or of a random model whose tokenizer was trained on WikiText-2."""
     data = data_folder()
     if name == "stories":
-        source = data / "stories260k"
-        return str(
-            run_import(ImportConfig(str(source / "stories260K.bin"), str(source / "tok512.bin"), str(folder / name)))
-        )
+        llama2c: Any = load_stage_file(packaged_folder("recipes") / "stories/llama2c.py")
+        files = [str(data / "stories260k" / file) for file in ("stories260K.bin", "tok512.bin")]
+        return str(llama2c.run_import(llama2c.ImportConfig(*files, str(folder / name))))
     with gzip.open(data / "wikitext2" / "valid.txt.gz", "rt", encoding="utf-8") as file:
         measuring.write_checkpoint(folder / name, CONFIGS[name], file, VOCABULARY)
     return str(folder / name)

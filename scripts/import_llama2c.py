@@ -9,9 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from alignment.commands.import_llama2c import convert
+from alignment.config.load import packaged_folder
 from alignment.errors import UserError
 from alignment.files import exported_directory
+from alignment.pipeline.stages import load_stage_file
 
 
 def main() -> int:
@@ -22,8 +23,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     try:
+        llama2c = load_stage_file(packaged_folder("recipes") / "stories/llama2c.py")
         with exported_directory(arguments.output) as folder:
-            convert(arguments.checkpoint, arguments.tokenizer, folder)
+            llama2c.convert(arguments.checkpoint, arguments.tokenizer, folder)
     except (UserError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

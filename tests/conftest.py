@@ -52,6 +52,17 @@ def data_folder() -> Path:
     return DATA
 
 
+@pytest.fixture
+def stories260k(tmp_path) -> str:
+    """The real checkpoint as a Hugging Face directory; for tests marked `real_data`."""
+    from alignment.config.load import packaged_folder
+    from alignment.pipeline.stages import load_stage_file
+
+    llama2c: Any = load_stage_file(packaged_folder("recipes") / "stories/llama2c.py")
+    files = [str(DATA / "stories260k" / name) for name in ("stories260K.bin", "tok512.bin")]
+    return str(llama2c.run_import(llama2c.ImportConfig(*files, str(tmp_path / "stories260k"))))
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> dict[str, str]:
     """Files of a tiny embedded world by name."""

@@ -7,7 +7,7 @@ Where to read, in order; each step needs only those before it.
 2. Attention: `attention` projects queries, keys and values and calls `attend` of its `AttentionContext`. `padded_layout`
    pads documents to rectangles and masks them; `sdpa` attends inside documents, from new tokens to the `kv_cache`, and to
    an encoder's states; `windowed` is for long documents in layers with a window; `disentangled` is DeBERTa's, `sparse`
-   Longformer's and BigBird's, `efficient` has cheaper kinds. `block` wires one layer, and `layer_contexts` makes all layers'
+   Longformer's and BigBird's, `block` wires one layer, and `layer_contexts` makes all layers'
    contexts for one forward.
 3. `transformer` is the trunk: embed, blocks, norm. `activation_checkpointing` recomputes blocks in the backward pass.
 4. `heads` stand on a trunk. `model` has the `forward` of all models; those in `language_model`, `encoder_decoder` and

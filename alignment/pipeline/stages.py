@@ -16,7 +16,6 @@ from alignment.settings import Key
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
     "best_of_n": "alignment.algorithms.best_of_n:run",
-    "import_llama2c": "alignment.commands.import_llama2c:run_import",
     "pretrain": "alignment.algorithms.pretrain:run",
     "sft": "alignment.algorithms.sft:run",
     "reward": "alignment.algorithms.reward:run",

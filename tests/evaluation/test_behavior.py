@@ -582,12 +582,8 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_a_model_of_children_s_stories_knows_the_grammar_of_short_sentences(tmp_path, data_folder):
-    from alignment.commands.import_llama2c import convert
-
-    folder = data_folder / "stories260k"
-    convert(folder / "stories260K.bin", folder / "tok512.bin", tmp_path / "model")
-    config = BehaviorConfig(str(tmp_path), [str(TEMPLATES / "minimal_pairs.yaml")], policy=str(tmp_path / "model"))
+def test_a_model_of_children_s_stories_knows_the_grammar_of_short_sentences(tmp_path, stories260k):
+    config = BehaviorConfig(str(tmp_path), [str(TEMPLATES / "minimal_pairs.yaml")], policy=stories260k)
     found = json.loads(run(config).read_text())["tests"]
     for test in ("subject and verb", "subjects and verb", "form of the verb"):  # chance is one half
         assert found[test]["failure"]["high"] < 0.5, test

@@ -817,14 +817,11 @@ def text_log_prob(peer, ids):
 
 @pytest.mark.real_data
 @torch.no_grad()
-def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_path):
+def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_path, stories260k):
     """LAMBADA's accuracy and perplexity, WikiText-2's perplexity per word and byte, of a few rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from alignment.commands.import_llama2c import ImportConfig, run_import
-
-    source = data_folder / "stories260k"
-    model = str(run_import(ImportConfig(str(source / "stories260K.bin"), str(source / "tok512.bin"), str(tmp_path))))
+    model = stories260k
     peer, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     tasks = {"lambada": 30, "wikitext": 2}
     found = {}
@@ -848,15 +845,13 @@ def test_figures_of_stories260k_equal_those_of_direct_forwards(data_folder, tmp_
 
 
 @pytest.mark.real_data
-def test_gpt2_s_zero_shot_table_of_stories260k(data_folder, tmp_path):
+def test_gpt2_s_zero_shot_table_of_stories260k(data_folder, tmp_path, stories260k):
     """The parts whose files are there, and the perplexity of the detokenized articles by transformers' own class."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from alignment.commands.import_llama2c import ImportConfig, run_import
     from alignment.config.load import load_config
 
-    source = data_folder / "stories260k"
-    model = str(run_import(ImportConfig(str(source / "stories260K.bin"), str(source / "tok512.bin"), str(tmp_path))))
+    model = stories260k
     config = load_config(BenchmarksConfig, "evaluate/gpt2_zero_shot")
     assert config.tasks == [
         "lambada", "cbt_common_nouns", "cbt_named_entities", "wikitext_detokenized", "ptb", "enwik8", "text8"

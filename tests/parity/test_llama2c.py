@@ -6,16 +6,19 @@ import struct
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.commands import import_llama2c
+from alignment.config.load import packaged_folder
 from alignment.errors import UserError
 from alignment.models.huggingface.checkpoint import load_language_model
+from alignment.pipeline.stages import load_stage_file
 from alignment.ragged import Ragged
 
+import_llama2c: Any = load_stage_file(packaged_folder("recipes") / "stories/llama2c.py")
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "import_llama2c.py"
 spec = importlib.util.spec_from_file_location("import_llama2c", SCRIPT)
 importer = importlib.util.module_from_spec(spec)
@@ -128,7 +131,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="token 4 is not there, not byte 1"):
         import_llama2c.read_tokenizer(path, 4)
     monkeypatch.setattr(
-        sys, "argv", ["import_llama2c.py", str(tmp_path / "none"), str(path), "--output", str(tmp_path)]
+        sys, "argv", ["import_llama2c.py", str(tmp_path / "none"), str(path), "--output", str(tmp_path / "out")]
     )
     assert importer.main() == 2
     assert "none" in capsys.readouterr().err

@@ -59,7 +59,7 @@ class AttentionContext:
 
 
 class OwnScoresSpec(Protocol):
-    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, those of efficient.py."""
+    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, recipes/history/efficient.py."""
 
     @property
     def heads(self) -> int: ...

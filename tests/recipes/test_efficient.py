@@ -1,6 +1,7 @@
 """Attention below quadratic cost: its limits are full attention, documents do not see each other, and models of it learn."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,16 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from alignment.config.load import packaged_folder
 from alignment.errors import UserError
 from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
 from alignment.models.layers import BlockSpec, LayerNormSpec, LearnedPositionsSpec, PlainFeedForwardSpec
-from alignment.models.layers import efficient as e
 from alignment.models.layers.attention import AttentionContext
 from alignment.models.layers.padded_layout import pad_layout
 from alignment.models.transformer import TransformerSpec
+from alignment.pipeline.stages import load_stage_file
 from alignment.ragged import Ragged
 
+e: Any = load_stage_file(packaged_folder("recipes") / "history/efficient.py")
 SPECS = {
     "linformer": e.LinformerSpec(2, 8, projected=4, max_positions=48),
     "performer": e.PerformerSpec(2, 8, features=16),
