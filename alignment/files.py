@@ -295,10 +295,12 @@ def without_foreign_code(config: dict[str, Any], path: Path) -> dict[str, Any]:
     foreign = sorted({name for name in classes if name.rpartition(".")[2].casefold() not in known})
     if foreign or not classes:
         raise UserError(
-            f"{path}: auto_map asks to run Python code of the checkpoint ({', '.join(foreign) or config['auto_map']}), which "
-            "is refused, and transformers has no class of that name; take a checkpoint that was converted to one"
+            f"{path}: auto_map asks to run Python code of the checkpoint ({', '.join(foreign) or config['auto_map']}), "
+            "which is refused, and transformers has no class of that name; take a checkpoint that was converted to one"
         )
-    warn_once(f"{path}: auto_map names code beside the checkpoint, which is not run; transformers' own classes are taken")
+    warn_once(
+        f"{path}: auto_map names code beside the checkpoint, which is not run; transformers' own classes are taken"
+    )
     return kept
 
 

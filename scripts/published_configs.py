@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from alignment.errors import UserError
 from alignment.models.huggingface.checkpoint import load_language_model
@@ -31,15 +32,20 @@ SIZES = {
     16: "head_dim d_kv q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim attention_head_size "
     "query_pre_attn_scalar linear_key_head_dim linear_value_head_dim sliding_window attention_window rotary_dim",
     1: "n_group topk_group first_k_dense_replace num_nextn_predict_layers",
-    256: "vocab_size",
+    256: "vocab_size org_vocab_size",
 }
 SMALL = {key: size for size, keys in SIZES.items() for key in keys.split()}
-FOREIGN = ("auto_map", "quantization_config", "trust_remote_code", "architectures", "torch_dtype", "dtype")
+FOREIGN = (  # keys that the reference is made without
+    "_attn_implementation", "_flash_attn_2_enabled", "architectures", "auto_map", "dtype", "quantization_config",
+    "torch_dtype", "trust_remote_code",
+)  # fmt: skip
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """The config with small sizes, nested ones too."""
-    small = {key: SMALL[key] if isinstance(value, int) and key in SMALL and value else value for key, value in config.items()}
+    small = {
+        key: SMALL[key] if isinstance(value, int) and key in SMALL and value else value for key, value in config.items()
+    }
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and groups:
         small["num_key_value_heads"] = max(1, 4 * groups // heads)
@@ -53,7 +59,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         if key.endswith("_token_id") and isinstance(value, int) and value > 255:
             small[key] = 3
         if key in ("short_factor", "long_factor"):
-            small[key] = value[:8]
+            small[key] = value[: int(16 * config.get("partial_rotary_factor", 1.0)) // 2]
     return small
 
 
@@ -69,7 +75,8 @@ def reference(config: dict[str, Any], folder: Path, ids: torch.Tensor) -> torch.
         door = transformers.AutoModelForMaskedLM
     torch.manual_seed(0)
     model = door.from_config(settings).float().eval()
-    model.save_pretrained(folder)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     with torch.no_grad():
         return logits(model, ids, settings.is_encoder_decoder)
@@ -93,6 +100,7 @@ def outcome(path: Path) -> tuple[str, str]:
         except Exception as error:  # transformers does not know the type, or the shrunk sizes do not fit each other
             expected = f"{type(error).__name__}: {str(error)[:100]}"
             (folder / "config.json").write_text(json.dumps(config))
+            save_file({"weight": torch.zeros(256, 96)}, folder / "model.safetensors", metadata={"format": "pt"})
         try:
             ours = load_language_model(folder)
         except UserError as error:

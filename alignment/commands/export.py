@@ -55,8 +55,8 @@ def export_model(
 
     Args:
         model: a model or adapter directory, or a .gguf file, whose weights become those of a plain directory.
-        dtype: type of the weights written; "auto": that of the model, or of the adapter's base, float32 of a GGUF file. A score head is
-            float32.
+        dtype: type of the weights written; "auto": that of the model, or of the adapter's base, float32 of a GGUF file.
+            A score head is float32.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
         chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary, their
             rows the mean of the others, as are `add_tokens` and `add_special_tokens`.

@@ -188,8 +188,8 @@ def _contradicts_scores(row: CheckedRow) -> bool:
 def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
     """True where the last token that counts is one at which generation does not stop.
 
-    A response that was cut lacks its stop token for that, and fills its document. Earlier replies of a dialogue may end in
-    another token than the last one, as gpt-oss ends them.
+    A response that was cut lacks its stop token for that, and fills its document. Earlier replies of a dialogue may
+    end in another token than the last one, as gpt-oss ends them.
     """
     for ids, mask in zip(example.documents, example.masks, strict=True):
         last = bytes(mask).rfind(1)

@@ -37,7 +37,8 @@ def read_config(directory: Path) -> HFConfig:
     """The content of a directory's config.json, without an `auto_map`.
 
     Raises:
-        UserError: there is none, the directory links to files elsewhere, the weights are quantized, or need code of their own.
+        UserError: there is none, the directory links to files elsewhere, the weights are quantized, or need code of
+            their own.
     """
     path = Path(directory) / CONFIG
     if not path.is_file():
@@ -49,15 +50,15 @@ def read_config(directory: Path) -> HFConfig:
 
 
 def refuse_quantized(config: HFConfig, path: Path) -> None:
-    """Refuse weights that are stored quantized, with the name of the model that they were made from where it is known."""
+    """Refuse weights that are stored quantized, and name the model that they were made from where it is known."""
     settings = config.get("quantization_config")
     if not settings:
         return
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     original = QUANTIZED_NAME.sub("", str(config.get("_name_or_path") or ""))
     raise UserError(
-        f"{path}: quantization_config: the weights are quantized ({method or settings}), and such files are not read; take "
-        f"the 16-bit model{f', {original},' if original else ' that they were made from'} and set weights.quantize=nf4"
+        f"{path}: quantization_config: the weights are quantized ({method or settings}), and such files are not read; "
+        f"take the 16-bit model{f', {original},' if original else ' that they were made from'} and set weights.quantize=nf4"
     )
 
 

@@ -88,7 +88,9 @@ def test_an_error_stops_the_run_unless_it_is_told_not_to(jsonl, chatml, template
     path = jsonl(SHORT, {**SHORT, "response": "the cat"})
     for _ in range(2):  # the second time from the cache
         examples, _ = prepare(DataConfig(path), "demonstrations", chatml)
-        with pytest.raises(UserError, match=r"rows.jsonl: 2 rows have two BOS next to each other \(.*\n.*data.check=warn"):
+        with pytest.raises(
+            UserError, match=r"rows.jsonl: 2 rows have two BOS next to each other \(.*\n.*data.check=warn"
+        ):
             check_findings(examples, "stop")
         assert check_findings(examples, "warn")[0].startswith("error: 2 rows have two BOS next")
         assert check_findings(examples, "off") == []

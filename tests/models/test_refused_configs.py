@@ -23,6 +23,7 @@ TINY = {
 LLAMA_LIKE = ("gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3", "smollm3")
 REFUSED = [  # model_type, keys, message
     ("llama", {"attention_chunk_size": 8}, "unknown key 'attention_chunk_size'.*transformers acts on it"),
+    ("qwen2", {"is_causal": False}, "unknown key 'is_causal'"),  # gte-Qwen2: attention in both directions
     ("gpt2", {"hidden_size": 64}, "unknown key 'hidden_size'.*transformers acts on it"),  # its other name for n_embd
     ("llama", {"quantization_config": {}}, "quantization_config"),
     ("llama", {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),

@@ -40,8 +40,22 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Keys that act although transformers' config classes have no attribute of the name.
-ACTING = frozenset({"attention_chunk_size", "auto_map", "gguf_file", "quantization_config", "trust_remote_code"})
+# Keys that transformers' code reads although its config classes have no attribute of the name.
+ACTING = frozenset(
+    (
+        "attention_chunk_size",
+        "auto_map",
+        "embedding_size",
+        "gguf_file",
+        "is_causal",
+        "quantization_config",
+        "token_classification_bias",
+        "transformers_weights",
+        "trust_remote_code",
+        "unpadded_vocab_size",
+        "use_bidirectional_attention",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,9 @@ def unread_keys(config: Mapping[str, Any], known: Collection[str]) -> set[str]:
         if name not in known and name not in transformers_attributes(config["model_type"]):
             unread.add(name)
             model_type = config["model_type"]
-            warn_once(f"config.json: {name!r} is no key of transformers' {model_type} and changes nothing{hint(name, known)}")
+            warn_once(
+                f"config.json: {name!r} is no key of transformers' {model_type} and changes nothing{hint(name, known)}"
+            )
     return unread
 
 
@@ -158,7 +174,8 @@ def refused_keys(
     for name in config:
         if name not in known:
             yield (
-                f"config.json: unknown key {name!r}{hint(name, known)}; transformers acts on it, so it cannot be left out here"
+                f"config.json: unknown key {name!r}{hint(name, known)}; transformers acts on it, so it cannot be left out "
+                "here"
             )
     for name, allowed in fixed.items():
         if name in config and config[name] not in allowed:

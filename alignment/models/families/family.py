@@ -116,7 +116,7 @@ class Family:
         return {key: self.default(key) for key in self.keys if key not in present} | present
 
     def read(self, config: HFConfig) -> HFConfig:
-        """The values of a config, of the keys that act; UserError names every other one, and each value that cannot be."""
+        """The values of the keys of a config that act; UserError names each that is unknown or has a wrong value."""
         value = self.values(config)
         problems = [
             f"config.json: {old} = {config[old]!r} and {key} = {value[key]!r} are the same thing"
