@@ -55,10 +55,10 @@ def refuse_quantized(config: HFConfig, path: Path) -> None:
     if not settings:
         return
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    original = QUANTIZED_NAME.sub("", str(config.get("_name_or_path") or ""))
+    original = QUANTIZED_NAME.sub("", str(config.get("_name_or_path") or "")) or "that they were made from"
     raise UserError(
         f"{path}: quantization_config: the weights are quantized ({method or settings}), and such files are not read; "
-        f"take the 16-bit model{f', {original},' if original else ' that they were made from'} and set weights.quantize=nf4"
+        f"take the 16-bit model {original} and set weights.quantize=nf4"
     )
 
 

@@ -174,8 +174,8 @@ def refused_keys(
     for name in config:
         if name not in known:
             yield (
-                f"config.json: unknown key {name!r}{hint(name, known)}; transformers acts on it, so it cannot be left out "
-                "here"
+                f"config.json: unknown key {name!r}{hint(name, known)}; transformers acts on it, so it cannot be left "
+                "out here"
             )
     for name, allowed in fixed.items():
         if name in config and config[name] not in allowed:
