@@ -58,9 +58,9 @@ def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hash
 
 
 def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
-    """Mean of values [n] +- 1.96 cluster-robust standard errors: `value`, `low`, `high`, `n`; no bounds of one cluster."""
-    mean, (error, number) = float(values.mean()), clustered_error(values, clusters)
-    low, high = (mean - Z_95 * error, mean + Z_95 * error) if number > 1 else (None, None)
+    """Mean of values [n] +- 1.96 cluster-robust standard errors, None where unknown: `value`, `low`, `high`, `n`."""
+    mean, (error, _) = float(values.mean()), clustered_error(values, clusters)
+    low, high = (mean - Z_95 * error, mean + Z_95 * error) if error else (None, None)
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 
 

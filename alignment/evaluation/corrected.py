@@ -42,12 +42,12 @@ def corrected_win_rate(
     Returns:
         `items` with a verdict, and `labels` of them; the rates `judge` (its verdicts alone: what the interval does not hold is
         bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on won and on lost
-        items differ too little or all items are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the judge's mean
-        verdict less people's on the labeled items. `correlation` of both there, 0 where either does not vary. `label_worth`: as
-        many labels alone as one label counts with the judge's verdicts, a ratio of variances.
+        items differ too little or all clusters but one are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the
+        judge's mean verdict less people's on the labeled items. `correlation` of both there, 0 where either does not
+        vary. `label_worth`: as many labels alone as one label counts with the judge's verdicts, a ratio of variances.
 
     Raises:
-        UserError: there are fewer than five labels on items that the judge has judged.
+        UserError: there are fewer than five labels, or clusters with one, on items that the judge has judged.
 
     Source: Angelopoulos et al. 2023, PPI++, arXiv:2311.01453, section 6 (their f is the judge); Rogan and Gladen 1978, American
     Journal of Epidemiology 107, 71-76, with Fieller's interval.
@@ -58,14 +58,15 @@ def corrected_win_rate(
     cluster = cluster_numbers([row[2] for row in rows])
     known = ~np.isnan(people)
     n, others = int(known.sum()), int((~known).sum())
-    if n < MIN_LABELS:
+    apart = len(np.unique(cluster[~known])) > 1  # of one cluster no spread is known
+    if len(np.unique(cluster[known])) < MIN_LABELS:
         raise UserError(
-            f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, "
-            f"found {n} among {len(rows)} items"
+            f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, in "
+            f"as many clusters; found {n} among {len(rows)} items, in {len(np.unique(cluster[known]))} clusters"
         )
     y, f = people[known], judge[known]
     variance, covariance = judge.var(ddof=1), float(((y - y.mean()) * (f - f.mean())).mean())
-    weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if others and variance > 0 else 0.0
+    weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if apart and variance > 0 else 0.0
     (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
     spread = math.sqrt(float(y.var() * f.var()))
     return {
@@ -74,7 +75,7 @@ def corrected_win_rate(
         "judge": _powered(judge, judge, 0.0, cluster)[0],
         "people": alone,
         "corrected": powered,
-        "rogan_gladen": _rogan_gladen(judge, people, cluster) if others else None,
+        "rogan_gladen": _rogan_gladen(judge, people, cluster) if apart else None,
         "bias": float((f - y).mean()),
         "correlation": covariance / spread if spread else 0.0,
         "label_worth": max(1.0, wide / narrow) if narrow else 1.0,
@@ -86,7 +87,7 @@ def corrected_by_people(
 ) -> Figures | None:
     """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
 
-    None where they have said something of fewer than five.
+    None where they have said something of fewer than five different prompts.
 
     Args:
         labels: judgment rows, such as a form that was filled in: each counts for the texts in it, in either order.
@@ -98,9 +99,10 @@ def corrected_by_people(
         for prompt, a, b in zip(prompts, ours, theirs, strict=True)
     ]
     means = [fmean(votes) if votes else None for votes in found]
-    if sum(None not in pair for pair in zip(means, verdicts, strict=True)) < MIN_LABELS:
+    names = [str(prompt.prompt) for prompt in prompts]
+    if len({name for name, *pair in zip(names, means, verdicts, strict=True) if None not in pair}) < MIN_LABELS:
         return None
-    return corrected_win_rate(verdicts, means, [str(prompt.prompt) for prompt in prompts])
+    return corrected_win_rate(verdicts, means, names)
 
 
 def labels_needed(
@@ -137,6 +139,7 @@ def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.n
     if weight:
         parts[~known] = (others - others.mean()) / len(others)
     mean = float(rest.mean() + others.mean()) if weight else float(rest.mean())
+    mean = min(max(mean, 0.0), 1.0)
     variance = float((np.bincount(cluster, parts) ** 2).sum())
     degrees = max(len(np.unique(cluster[known])) - 2, 1)
     half = float(stdtrit(degrees, 0.975)) * math.sqrt(variance + 0.5 / n**2)
@@ -151,8 +154,11 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     `won` and `lost` are the judge's mean verdicts on items that people decided so (sensitivity and 1 - specificity of a judge
     without ties), `between` what its verdicts on the others, such as people's ties, are above the line through the two. Fieller's
     interval, of the rates at which (mean - lost - between) - rate * (won - lost) would just not be told from 0, holds the
-    variance of both the mean and the errors, and widens without end where won - lost is small.
+    variance of both the mean and the errors, and widens without end where won - lost is small. It is Student's, of
+    labeled clusters less three, and takes half an item's disagreement more than was seen for won and for lost items.
     """
+    from scipy.special import stdtrit
+
     known = ~np.isnan(people)
     y, f, others = people[known], judge[known], judge[~known]
     won, lost, middle = y == WIN, y == LOSS, (y != WIN) & (y != LOSS)
@@ -168,7 +174,11 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     parts[:, known] = np.array([errors, bottoms - tops]) / math.sqrt(n * max(n - 3, 1))
     parts[0, ~known] = (others - others.mean()) / len(others)
     sums = np.array([np.bincount(cluster, part) for part in parts])
-    (level_level, cross), (_, slope_slope) = Z_95**2 * (sums @ sums.T)
+    half_won = 0.5 / won.sum() ** 2
+    half_lost = 0.5 / lost.sum() ** 2
+    covariance = sums @ sums.T + np.array([[half_lost, -half_lost], [-half_lost, half_lost + half_won]])
+    quantile = float(stdtrit(max(len(np.unique(cluster[known])) - 3, 1), 0.975))
+    (level_level, cross), (_, slope_slope) = quantile**2 * covariance
     square, linear, constant = slope**2 - slope_slope, -(level * slope + cross), level**2 - level_level
     if slope <= 0 or square <= 0:
         return None

@@ -5,12 +5,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation.judge_config import WinRateConfig
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
-from alignment.evaluation.winrate import TIE, detectable_difference, sign_test
+from alignment.evaluation.winrate import TIE, cluster_numbers, detectable_difference, sign_test
 from alignment.files import read_json_object
 
 COIN = 1 / 3  # share of items with contradictory orders from which a judge is called a coin, whose share is a half
@@ -25,7 +27,7 @@ KINSHIP = (  # of a language model, and of a reward model
 
 def judgment_figures(result: JudgeResult) -> dict[str, Any]:
     """Figures of one comparison for `results.json`."""
-    return {name: value for name, value in asdict(result).items() if name != "verdicts"}
+    return {name: value for name, value in asdict(result).items() if name not in ("verdicts", "contradictory")}
 
 
 def comparison_figures(
@@ -33,21 +35,23 @@ def comparison_figures(
 ) -> dict[str, Any]:
     """Statistics beyond the rate: at equal length, by a sign test, and the difference that so many prompts can show."""
     rate, contradictory = result.win_rate, int(result.inconsistent["count"])  # these say nothing
-    judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, result.verdicts, strict=True) if v is not None]
-    lengths, baseline_lengths, verdicts = zip(*judged, strict=True)
+    columns = zip(ours, baseline, result.verdicts, result.contradictory, strict=True)
+    judged = [(verdict, len(a), len(b), toss) for a, b, verdict, toss in columns if verdict is not None]
+    *sides, tossed = zip(*judged, strict=True)
+    clusters = judged_prompts(prompts, result.verdicts)
     equal, why = None, "the judge's two orders contradict each other too often"
     if result.inconsistent["rate"] <= COIN:
         try:
-            clusters = judged_prompts(prompts, result.verdicts)
-            equal, why = length_controlled_win_rate(verdicts, lengths, baseline_lengths, clusters=clusters), None
+            equal, why = length_controlled_win_rate(*sides, clusters=clusters, contradictory=tossed), None
         except UserError as error:  # such as responses of one length, or too few of them
             why = str(error)
+    leads = np.bincount(cluster_numbers(clusters), np.subtract(sides[0], TIE))  # each prompt votes once
     known, ties = rate.n - contradictory, max(rate.ties - contradictory, 0)
     share = (rate.effective or rate.n) / rate.n  # of independent items
     return {
         "length_controlled": equal and asdict(equal),
         "length_controlled_why_not": why,
-        "sign_test": {"p": sign_test(rate.wins, rate.losses)},
+        "sign_test": {"p": sign_test(int((leads > 0).sum()), int((leads < 0).sum()))},
         "detectable_difference": detectable_difference(share * known, ties=ties / known) if known > ties else None,
     }
 

@@ -28,7 +28,7 @@ from alignment.evaluation.corrected import MIN_LABELS, corrected_win_rate, label
 from alignment.evaluation.inputs import check_hotel_prompts
 from alignment.evaluation.judge_config import JudgeConfig
 from alignment.evaluation.judge_faults import judgment_figures
-from alignment.evaluation.judges import Judge, build_judge, compare, longer_judge
+from alignment.evaluation.judges import Judge, JudgeResult, build_judge, compare, longer_judge
 from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, add_items
 from alignment.evaluation.logged_judge import LoggedJudge
 from alignment.evaluation.report.html import Section, format_cell, format_share, render_page, table_of
@@ -64,25 +64,30 @@ def run(config: JudgeEvalConfig) -> Path:
     output = Path(config.output)
     verdicts = config.verdicts if config.judge == "verdicts" and config.verdicts else ""
     found = read_items(config, verdicts)
-    prompts = [item.prompt for item in found]
     if config.judge == "gold":
-        check_hotel_prompts(prompts, "judge=gold")
+        check_hotel_prompts([item.prompt for item in found], "judge=gold")
     judge = judge_of_rows(found) if verdicts else build_judge(config, output)
-    sides = [item.first for item in found], [item.second for item in found]
-    judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share)
+    judged = judge_items(found, judge, config.max_failed_share)
     results = {
         "judge": judge.name if isinstance(judge, LoggedJudge) else verdicts,
         "items": len(found),
         "failures": judged.failures,
         **judge_figures(found, judged.verdicts, config.width),
     }
-    if not verdicts or any(len(item.verdicts) > 1 for item in found):
-        orders = judgment_figures(judged)
+    twice = [item for item in found if len(item.verdicts) > 1 and None not in item.verdicts.values()]
+    if twice or not verdicts:
+        orders = judgment_figures(judge_items(twice, judge_of_rows(twice)) if verdicts else judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
     write_json(output / "results.json", results)
     show_results(output / "judge.html", results)
     return output / "results.json"
+
+
+def judge_items(items: Sequence[LabeledItem], judge: Judge, max_failed_share: float = 1.0) -> JudgeResult:
+    """The judgments on items, both orders of each."""
+    sides = [item.first for item in items], [item.second for item in items]
+    return compare([item.prompt for item in items], *sides, judge, max_failed_share=max_failed_share)
 
 
 def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
@@ -173,41 +178,58 @@ def agreement_figures(voted: Judged) -> Figures:
 
 
 def longer_figures(voted: Judged) -> Figures | None:
-    """Share of wins of the longer response by judge and by people, and the difference; None without texts of two lengths."""
+    """Share of wins of the longer response by judge and by people, and the difference; None if all texts are as long.
+
+    The bounds are within those of a share, or of a difference of two, and are these where nothing is known.
+    """
     rows = [(item, verdict) for item, verdict in voted if len(item.first) != len(item.second)]
     leads = np.sign([len(item.first) - len(item.second) for item, _ in rows])
     verdicts = np.array([(verdict, item.mean_vote) for item, verdict in rows]).reshape(-1, 2).T
     judge, people = TIE + leads * (verdicts - TIE)
     shares = {"judge": judge, "people": people, "difference": judge - people}
     clusters = [item.cluster for item, _ in rows]
-    return {name: mean_figures(values, clusters) for name, values in shares.items()} if rows else None
+    figures = {name: mean_figures(values, clusters) for name, values in shares.items()} if rows else {}
+    for name, share in figures.items():
+        lowest = -1.0 if name == "difference" else 0.0
+        share["low"] = lowest if share["low"] is None else max(share["low"], lowest)
+        share["high"] = 1.0 if share["high"] is None else min(share["high"], 1.0)
+    return figures or None
 
 
 def win_rate_figures(judged: Judged, width: float) -> Figures:
     """Corrected win rates of the first model of each pair, and the labels that an interval takes.
 
     The correlation of judge and people is that within pairs of models, and around one half where no models are named.
+    It is at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are the
+    pairs of models with fewer.
     """
-    pairs, rest = dict[str, Figures](), list[np.ndarray]()
+    pairs, rest, unlabeled = dict[str, Figures](), list[np.ndarray](), list[str]()
     for pair in sorted({item.pair for item, _ in judged}):
         rows = [row for row in judged if row[0].pair == pair]
         known = np.array([(verdict, item.mean_vote) for item, verdict in rows if item.votes]).reshape(-1, 2)
         rest.append(known - (known.mean(0) if pair and len(known) else TIE))
-        if pair and len(known) >= MIN_LABELS:
+        if pair and len({item.cluster for item, _ in rows if item.votes}) < MIN_LABELS:
+            unlabeled.append(pair)
+        elif pair:
             sides = [verdict for _, verdict in rows], [item.mean_vote for item, _ in rows]
             pairs[pair] = corrected_win_rate(*sides, [item.cluster for item, _ in rows])
     errors = [abs(figures["bias"]) for figures in pairs.values()]
     moments = np.concatenate(rest).T @ np.concatenate(rest)
     people, scale = moments[1, 1] / max(sum(map(len, rest)), 1), (moments[0, 0] * moments[1, 1]) ** 0.5
     correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used
+    clusters = len({item.cluster for item, _ in judged if item.votes})
+    correlation = min(correlation, (1 - 0.5 / max(clusters, 1)) ** 0.5)
+    is_known = clusters >= MIN_LABELS
+    needed = labels_needed(width, correlation=correlation, variance=float(people)) if people else None
     return {
         "pairs": pairs,
+        "unlabeled": unlabeled,
         "error": {"mean": fmean(errors), "largest": max(errors), "n": len(errors)} if errors else None,
         "labels": {
-            "correlation": correlation,
-            "worth": 1 / (1 - correlation**2) if correlation < 1 else None,
+            "correlation": correlation if is_known else None,
+            "worth": 1 / (1 - correlation**2) if is_known else None,
             "width": width,
-            "needed": labels_needed(width, correlation=correlation, variance=float(people)) if people else None,
+            "needed": needed if is_known else None,
             "without_judge": labels_needed(width, variance=float(people)) if people else None,
         },
     }
@@ -220,7 +242,9 @@ def show_results(path: Path, results: Figures) -> None:
     """Write the results as a self-contained page, and print its tables and sentences on standard output."""
     orders = {"the two orders contradict each other": "inconsistent", "the response shown first wins": "position_bias"}
     leans = {name: {"judge": results[key]} for name, key in orders.items() if key in results}
-    leans |= {"the longer response wins": results["longer"]} if results["longer"] else {}
+    longer = results["longer"] or {}
+    shares = {name: {**share, "rate": share["value"]} for name, share in longer.items()}
+    leans |= {"the longer response wins": shares} if shares else {}
     subsets = {name: figures["judge"] for name, figures in results["subsets"].items()}
     sections = [
         Section(
@@ -259,6 +283,12 @@ def judge_sentences(results: Figures) -> list[str]:
             f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's on the "
             f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
         )
+    few = f"people have labeled fewer than {MIN_LABELS} items, or prompts"
+    if results["unlabeled"]:
+        found.append(f"No win rate of {', '.join(results['unlabeled'])}: {few}.")
+    if labels["correlation"] is None:
+        found.append(f"A label's worth is not known: {few}.")
+        return found
     found.append(
         f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
         f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "

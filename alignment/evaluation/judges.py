@@ -57,6 +57,7 @@ class JudgeResult:
         longer_preferred, length_slope: how the verdicts go with the lengths, see `length_effect`.
         failures: items without a verdict, in no rate.
         verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
+        contradictory: True of the verdicts that are ties because two orders contradict each other.
     """
 
     win_rate: WinRate
@@ -66,6 +67,7 @@ class JudgeResult:
     length_slope: Figures | None
     failures: int
     verdicts: list[Verdict]
+    contradictory: list[bool]
 
 
 def compare(
@@ -104,15 +106,16 @@ def compare(
     count, twice = contradictions.count(True), n - contradictions.count(None)
     shares = share_of([2 * each - 1 for each in contradictions if each is not None])
     inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
-    coins = sum(each is True and v == TIE for each, v in zip(contradictions, merged.verdicts, strict=True))
+    coins = [each is True and v == TIE for each, v in zip(contradictions, merged.verdicts, strict=True)]
     clusters = judged_prompts(prompts, merged.verdicts)
     return JudgeResult(
-        win_rate(judged, inconsistent=coins, clusters=clusters),
+        win_rate(judged, inconsistent=sum(coins), clusters=clusters),
         inconsistent,
         share_of(leads),
-        **length_effect(ours, baseline, merged.verdicts, clusters),
+        **length_effect(ours, baseline, merged.verdicts, clusters, contradictory=coins),
         failures=merged.failures,
         verdicts=merged.verdicts,
+        contradictory=coins,
     )
 
 
@@ -133,6 +136,8 @@ def length_effect(
     baseline: Sequence[str],
     verdicts: Sequence[Verdict],
     clusters: Sequence[Hashable] | None = None,
+    *,
+    contradictory: Sequence[bool] = (),
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
@@ -142,20 +147,32 @@ def length_effect(
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
+        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`; (): none.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
         None where it cannot be known.
     """
-    judged = [(len(a), len(b), v) for a, b, v in zip(ours, baseline, verdicts, strict=True) if v is not None]
-    leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict in judged if a != b]
-    slope, rows = None, np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict in judged])
+    columns = zip(ours, baseline, verdicts, list(contradictory) or [False] * len(verdicts), strict=True)
+    judged = [(len(a), len(b), verdict, toss) for a, b, verdict, toss in columns if verdict is not None]
+    names = list(range(len(judged)) if clusters is None else clusters)
+    coins = np.array([toss for *_, toss in judged], bool)
+    unequal = [i for i, (a, b, *_) in enumerate(judged) if a != b]
+    leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict, _ in judged if a != b]
+    longer = slope = None
+    if leads:
+        shares = [(1 + lead) / 2 for lead in leads]
+        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])
+        longer = {**share_of(leads), "low": preferred.low, "high": preferred.high}
+    rows = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict, _ in judged])
     x, y = (rows - rows.mean(0)).T
-    if len(rows) > 2 and x.any() and y.any():
+    if len(rows) > 2 and np.ptp(rows, 0).min() > 1e-9:
         rate, scale = float(x @ y / (x @ x)), len(rows) / (x @ x)
-        error = Z_95 * clustered_error(scale * x * (y - rate * x), clusters)[0]
-        slope = {"slope": rate, "low": rate - error, "high": rate + error}
-    return {"longer_preferred": share_of(leads) if leads else None, "length_slope": slope}
+        tosses = float(((scale * x[coins]) ** 2).sum())
+        error = Z_95 * clustered_error(scale * x * (y - rate * x), names, tosses=tosses)[0]
+        if error > 1e-9:  # else it is not known, or nothing varies about the line
+            slope = {"slope": rate, "low": rate - error, "high": rate + error}
+    return {"longer_preferred": longer, "length_slope": slope}
 
 
 # Judges by scores

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.regression import Estimate, fit_outcomes, refuse_collinear
+from alignment.evaluation.regression import Estimate, check_clusters, fit_outcomes, refuse_collinear
 from alignment.evaluation.winrate import Z_95, clustered_error
 
 FEWEST_ROWS = 10
@@ -33,6 +33,7 @@ def length_controlled_win_rate(
     difficulty: Sequence[float] | None = None,
     clusters: Sequence[Hashable] | None = None,
     prior: Mapping[str, tuple[float, float]] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> LengthControlledRate:
     """Mean preference for ours that a logistic regression predicts at equal lengths.
 
@@ -50,10 +51,10 @@ def length_controlled_win_rate(
             left out, and a difficulty that goes with length remains in the rate.
         clusters: name of each row's cluster, as in `win_rate`, [n].
         prior: mean and standard deviation of a normal prior of the coefficient of "length" or "difficulty".
+        contradictory: True of rows whose two orders contradict each other, see `fit_outcomes`, [n].
 
     Raises:
-        UserError: columns that do not fit together; collinear ones, such as responses that are all equally long; a
-            separation, such as where ours wins everywhere.
+        UserError: columns that do not fit together, collinear ones, a separation, too few clusters, ties alone.
 
     Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the other
     sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the prior).
@@ -62,29 +63,40 @@ def length_controlled_win_rate(
     from scipy.special import expit, logit
 
     optional = {} if difficulty is None else {"difficulty": difficulty}
-    columns = _read_columns(
-        {"preferences": preferences, "lengths": lengths, "baseline_lengths": baseline_lengths, **optional}
-    )
+    sides = {"lengths": lengths, "baseline_lengths": baseline_lengths}
+    columns = _read_columns({"preferences": preferences, **sides, **optional})
     outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
-    n, spread = len(outcomes), float(longer.std(ddof=1))
-    if spread == 0:
-        raise UserError(
-            f"lengths: ours differ from the baseline's by {longer[0]:g} in every row: nothing to control for"
-        )
-    features = {"length": np.tanh(longer / spread)} | {key: columns[key] for key in columns if key == "difficulty"}
-    design = np.column_stack([np.ones(n), *features.values()])
+    features = {"length": _relative_lengths(longer)} | {key: columns[key] for key in columns if key == "difficulty"}
+    design = np.column_stack([np.ones(len(outcomes)), *features.values()])
+    check_clusters(clusters, design.shape[1], "a rate at equal length")
     refuse_collinear(csr_array(design), list(features))
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
-    fit = fit_outcomes(csr_array(design), outcomes, np.diag(beliefs[:, 1] ** -2), center=beliefs[:, 0])
+    precision = np.diag(beliefs[:, 1] ** -2)
+    fit = fit_outcomes(csr_array(design), outcomes, precision, center=beliefs[:, 0], contradictory=contradictory)
     equal, coefficients = design * (np.arange(design.shape[1]) != 1), fit.coefficients[:-1]
     chances = expit(equal @ coefficients)
-    slope = np.append(
-        equal.T @ (chances * (1 - chances)), 0.0
-    )  # n times the derivative of the rate by the coefficients
-    rate, (error, _) = float(chances.mean()), clustered_error(chances + fit.scores @ (fit.inverse @ slope), clusters)
+    # n times the derivative of the rate by the coefficients
+    slope = np.append(equal.T @ (chances * (1 - chances)), 0.0)
+    share = fit.inverse @ slope
+    tosses = 4 * float(((fit.coins @ share) ** 2).sum())
+    rate, (error, _) = float(chances.mean()), clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
+    if error == 0:
+        raise UserError("preferences: all are ties, or the clusters do not differ: the error of a rate is not known")
     half = Z_95 * error / (rate * (1 - rate))
     low, high = (float(expit(logit(rate) + side)) for side in (-half, half))
-    return LengthControlledRate(rate, low, high, n, error, fit.estimates(clusters)[1])
+    return LengthControlledRate(rate, low, high, len(outcomes), error, fit.estimates(clusters)[1])
+
+
+def _relative_lengths(longer: np.ndarray) -> np.ndarray:
+    """tanh(d / sd(d)) of differences of lengths d, [n]; refused where it is the same in all rows."""
+    relative = np.tanh(longer / max(longer.std(ddof=1), 1e-12))
+    if np.ptp(relative) < 1e-6:
+        differences = " to ".join(f"{edge:g}" for edge in dict.fromkeys([longer.min(), longer.max()]))
+        raise UserError(
+            f"lengths: ours differ from the baseline's by {differences} in every row: nothing to control for, and "
+            "equal lengths are too far from all that was seen"
+        )
+    return relative
 
 
 def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:

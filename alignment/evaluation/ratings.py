@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.regression import Estimate, Ties, fit_outcomes, refuse_collinear
+from alignment.evaluation.regression import Estimate, Ties, check_clusters, fit_outcomes, refuse_collinear
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Z_95, cluster_numbers, holm
 
 Battle = tuple[str, str, float]  # model_a, model_b, outcome: 1 where model_a won, 0.5 a tie, 0 where it lost
@@ -78,6 +78,7 @@ def bradley_terry_ratings(
     ties: Ties = "half",
     covariates: Mapping[str, Sequence[float]] | None = None,
     clusters: Sequence[Hashable] | None = None,
+    contradictory: Sequence[bool] = (),
 ) -> Ratings:
     """Ratings that make the outcomes most likely: log odds of model_a = beta_a - beta_b + covariates @ effects.
 
@@ -89,6 +90,8 @@ def bradley_terry_ratings(
         covariates: name -> what model_a's response has more of than model_b's, [n], such as length. Ratings are then those at
             equal covariates; a column of ones is an advantage of being shown first.
         clusters: name of each row's cluster, such as its prompt, [n]; None: rows are independent.
+        contradictory: True of ties that stand for two orders of a judge that contradict each other, [n]: they count
+            half, and narrow no interval, see `fit_outcomes`.
 
     Raises:
         UserError: rows that are no battles; models that the battles do not connect; models without a finite rating, such as
@@ -104,19 +107,16 @@ def bradley_terry_ratings(
     if ties != "half" and len(set(outcomes.tolist())) < 3:
         raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
     n, size, effects = len(battles), len(models), dict(covariates or {})
-    _check_rows(n, effects | ({} if clusters is None else {"clusters": clusters}))
+    tossed = list(contradictory) or [False] * n
+    _check_rows(n, effects | {"contradictory": tossed} | ({} if clusters is None else {"clusters": clusters}))
     design = csr_array((np.repeat([1.0, -1.0], n), (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
     if effects:
         design = csr_array(hstack([design, np.array(list(effects.values()), float).T]))
         refuse_collinear(design, list(effects))
-    if clusters is not None and len(set(clusters)) < len(effects) + size + (ties != "half"):
-        raise UserError(
-            f"{len(set(clusters))} clusters are too few for the intervals of {size} models; take smaller clusters, or fewer "
-            "models"
-        )
+    check_clusters(clusters, len(effects) + size - 1 + (ties != "half"), f"{size} models")
     penalty = np.zeros([size + len(effects)] * 2)
     penalty[:size, :size] = 1 / size  # the ratings' sum is 0, which the outcomes leave open
-    fit = fit_outcomes(design, outcomes, penalty, ties=ties)
+    fit = fit_outcomes(design, outcomes, penalty, ties=ties, contradictory=tossed)
 
     *strengths, tie = fit.estimates(clusters)
     return _ranked(
@@ -134,6 +134,7 @@ def elo_ratings(
     *,
     k: float = 4.0,
     clusters: Sequence[Hashable] | None = None,
+    contradictory: Sequence[bool] = (),
     bootstraps: int = 200,
     seed: int = 0,
 ) -> Ratings:
@@ -142,29 +143,41 @@ def elo_ratings(
     expected outcome of model_a = 1 / (1 + 10^((R_b - R_a) / 400)); all start at 1000. The order of the rows matters, unlike
     in `bradley_terry_ratings`, and the last ones count most, the more so the larger k is. Intervals are the 2.5 % and 97.5 %
     quantiles of the ratings with rows (or clusters) drawn again, each as often as a Poisson variable of mean 1 says, in the
-    same order.
+    same order; contradictory rows are tosses of a coin there.
 
     Args:
-        rows, clusters: as of `bradley_terry_ratings`.
+        rows, clusters, contradictory: as of `bradley_terry_ratings`.
         k: points that a battle moves at most.
         bootstraps: number of draws.
+
+    Raises:
+        UserError: rows that are no battles; one cluster, or models that only tie: no draw differs from another.
 
     Source: Elo 1978, The Rating of Chessplayers; Poisson bootstrap: Oza and Russell 2001, AISTATS.
     """
     battles = list(rows)
     models, sides, outcomes = _read_battles(battles)
     numbers = cluster_numbers(range(len(battles)) if clusters is None else clusters)
-    _check_rows(len(battles), {"clusters": numbers.tolist()})
+    tossed = list(contradictory) or [False] * len(battles)
+    _check_rows(len(battles), {"clusters": numbers.tolist(), "contradictory": tossed})
+    check_clusters(clusters, 1, f"{len(models)} models")
     generator = np.random.default_rng(seed)
     weights = [generator.poisson(1.0, bootstraps + 1).astype(np.uint8) for _ in range(int(numbers.max()) + 1)]
     ratings = np.full((len(models), bootstraps + 1), MEAN)  # the first column is that of the rows themselves
-    for (a, b), outcome, number in zip(sides.tolist(), outcomes.tolist(), numbers.tolist(), strict=True):
+    for (a, b), outcome, number, is_toss in zip(sides.tolist(), outcomes, numbers.tolist(), tossed, strict=True):
         expected = 1 / (1 + 10 ** ((ratings[b] - ratings[a]) / 400))
         weights[number][0] = 1
+        if is_toss:
+            outcome = np.append(outcome, generator.integers(2, size=bootstraps))
         change = k * weights[number] * (outcome - expected)
         ratings[a] += change
         ratings[b] -= change
     drawn = ratings[:, 1:]
+    raise_all(
+        f"{model}: its battles are ties alone, so that no draw of Elo's bootstrap differs; take method=bradley_terry"
+        for model, row in zip(models, ratings, strict=True)
+        if (row == MEAN).all()
+    )
     figures = np.column_stack([ratings[:, 0], *np.quantile(drawn, [0.025, 0.975], axis=1)])
     return _ranked(models, sides, figures, np.atleast_2d(np.cov(drawn)))
 

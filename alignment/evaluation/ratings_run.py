@@ -2,8 +2,9 @@
 
 import itertools
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,13 +13,17 @@ from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.judge_config import JudgeConfig
+from alignment.evaluation.judge_faults import judgment_figures, length_warnings, position_warnings
 from alignment.evaluation.judges import build_judge, compare
+from alignment.evaluation.judgments import Judgment
 from alignment.evaluation.labeled_items import LabelColumns, read_votes
+from alignment.evaluation.people_judge import PeopleJudge
 from alignment.evaluation.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
 from alignment.evaluation.regression import Ties
 from alignment.evaluation.report.charts import Bar, Chart, bar_chart
 from alignment.evaluation.report.html import Section, render_page
 from alignment.evaluation.report.recipe_report import print_table
+from alignment.evaluation.winrate import merge_orders
 from alignment.files import hash_of, write_json
 from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
 
@@ -28,7 +33,7 @@ COLUMNS = {
     "outcome": "label",
     "cluster": "cluster",
 }  # of `LabelColumns`
-NUMBER = re.compile(r"\s*\d+(\.\d*)?([eE][-+]?\d+)?\s*")
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan", re.I)
 STYLE: dict[str, Callable[[str], int]] = {  # measured where a covariate's columns hold text
     "length": len,
     "headers": lambda text: len(re.findall(r"^#{1,6} ", text, re.M)),
@@ -98,21 +103,43 @@ class Row(NamedTuple):
     outcome: float | None  # for model_a; None: there is none
     cluster: Hashable  # None: the row is its own
     covariates: tuple[float, ...] = ()  # in the config's order
+    contradictory: bool = False  # a tie that stands for two orders of a judge that contradict each other
 
 
 def run(config: RatingsConfig) -> Path:
     """Rate the models, print the table, and write `results.json` and `ratings.html`."""
-    rows = play_tournament(config.tournament, config) if config.tournament is not None else read_battles(config)
+    judging: dict[str, Any] = {"warnings": []}
+    if config.tournament is None:
+        rows = read_battles(config)
+    else:
+        rows, judging = play_tournament(config.tournament, config)
     used = [r for r in rows if r.outcome is not None and not {r.model_a, r.model_b} & set(config.leave_out)]
     battles = [(row.model_a, row.model_b, row.outcome) for row in used if row.outcome is not None]
-    clusters = None if any(row.cluster is None for row in used) else [row.cluster for row in used]
+    clusters = None
+    if any(row.cluster is not None for row in used):
+        clusters = [(i,) if row.cluster is None else row.cluster for i, row in enumerate(used)]
+    tossed = [row.contradictory for row in used]
+    if any(tossed):
+        judging["warnings"].append(
+            f"a judge's two orders contradict each other on {sum(tossed)} of {len(used)} battles, which count half and "
+            "narrow no interval"
+        )
+    for warning in judging["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
     if config.method == "elo":
-        ratings = elo_ratings(battles, k=config.k, clusters=clusters, seed=config.seed)
+        ratings = elo_ratings(battles, k=config.k, clusters=clusters, contradictory=tossed, seed=config.seed)
     else:
         columns = dict(zip(config.covariates, zip(*(row.covariates for row in used), strict=True), strict=False))
-        ratings = bradley_terry_ratings(battles, ties=config.ties, covariates=columns, clusters=clusters)
-    counts = {"battles": len(used), "unused": len(rows) - len(used), "clusters": clusters and len(set(clusters))}
-    results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings)}
+        ratings = bradley_terry_ratings(
+            battles, ties=config.ties, covariates=columns, clusters=clusters, contradictory=tossed
+        )
+    counts = {
+        "battles": len(used),
+        "unused": len(rows) - len(used),
+        "contradictory": sum(tossed),
+        "clusters": clusters and len(set(clusters)),
+    }
+    results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings), **judging}
     write_json(Path(config.output) / "results.json", results)
     table: list[dict[str, object]] = [
         {"model": name, "rank": own["rank"], "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
@@ -176,33 +203,64 @@ def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object
 
 
 def read_battles(config: RatingsConfig) -> list[Row]:
-    """The battles of a file; rows that are no battles are refused, with file:line."""
+    """The battles of a file; rows that are no battles are refused, with file:line.
+
+    Judgments on the same two texts in both orders are one battle, as in `merge_orders`.
+    """
     columns = LabelColumns({COLUMNS[role]: name for role, name in config.columns.items()})
     measured = [name for names in config.covariates.values() for name in names]
-    rows, problems = list[Row](), list[str]()
-    for vote in read_votes(str(config.battles), columns, battles=True, also=measured):
+    votes = read_votes(str(config.battles), columns, battles=True, also=measured)
+    measures = {
+        name: STYLE[name] if name in STYLE and _holds_texts(votes, cells) else float
+        for name, cells in config.covariates.items()
+    }
+    rows, places, problems = list[Row](), dict[tuple[str | None, ...], int](), list[str]()
+    for vote in votes:
         cluster = vote.extra["cluster"] or (vote.extra.get("id") if "verdict" in vote.extra else None)
         try:
-            covariates = tuple(_measure(name, vote.extra, *own) for name, own in config.covariates.items())
-            rows.append(Row(str(vote.first_model), str(vote.second_model), vote.verdict, cluster, covariates))
+            covariates = tuple(_measure(measures[name], vote.extra, cells) for name, cells in config.covariates.items())
         except ValueError as error:
             problems.append(f"{vote.location}: {str(error)[:300]}")
+            continue
+        row = Row(str(vote.first_model), str(vote.second_model), vote.verdict, cluster, covariates)
+        sides = (row.model_a, vote.first), (row.model_b, vote.second)
+        here, turned = ((vote.judge, vote.id, *first, *second) for first, second in (sides, sides[::-1]))
+        if turned in places and "verdict" in vote.extra:
+            place = places.pop(turned)
+            merged = merge_orders([rows[place].outcome], [row.outcome])
+            rows[place] = rows[place]._replace(outcome=merged.verdicts[0], contradictory=merged.inconsistent > 0)
+        else:
+            places[here] = len(rows)
+            rows.append(row)
     raise_all(problems)
     return rows
 
 
-def _measure(name: str, row: Mapping[str, object], *columns: str) -> float:
-    """(a - b) / (a + b) of what two columns hold, or of what is measured in their texts; 0 where both are 0.
+def _holds_texts(votes: Sequence[Judgment], columns: tuple[str, str]) -> bool:
+    """True where some cell of the columns is neither a number nor empty."""
+    cells = {str(vote.extra[column]).strip() for vote in votes for column in columns}
+    return any(cell and not NUMBER.fullmatch(cell) for cell in cells)
+
+
+def _measure(measure: Callable[[str], float], row: Mapping[str, object], columns: tuple[str, str]) -> float:
+    """(a - b) / (a + b) of what is measured in two columns; 0 where both are 0.
 
     Source: the style control of Chatbot Arena, Li et al. 2024, lmsys.org/blog/2024-08-28-style-control.
     """
-    texts = [str(row[column]) for column in columns]
-    a, b = (STYLE[name](text) if name in STYLE and not NUMBER.fullmatch(text) else float(text) for text in texts)
+    cells = [row[column] for column in columns]
+    if None in cells:
+        raise ValueError(f"{columns[cells.index(None)]!r} is null: leave the row out, or the covariate")
+    a, b = (measure(str(cell)) for cell in cells)
     return (a - b) / (abs(a) + abs(b)) if a or b else 0.0
 
 
-def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> list[Row]:
-    """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree is a tie."""
+def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[list[Row], dict[str, Any]]:
+    """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree counts half.
+
+    Returns:
+        The battles; and for the results the judge's calls, the figures of each pair's judgments, and warnings of the
+        judge's faults.
+    """
     if not Path(config.responses).is_file():
         raise UserError(f"{config.responses}: no such file; tournament.responses is that of an evaluate winrate")
     read = list(json_line_rows(Path(config.responses)))
@@ -220,11 +278,25 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> list[Ro
     )
     prompts = [Prompt(row["prompt"], {}, row["id"]) for row in rows]
     judge, battles = build_judge(config, Path(ratings.output)), list[Row]()
+    figures, warnings = dict[str, Any](), list[str]()
     for one, other in itertools.combinations(models, 2):
         sides = [row["responses"][one] for row in rows], [row["responses"][other] for row in rows]
         judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share, models=(one, other))
         battles += [
-            Row(one, other, verdict, hash_of(prompt.prompt))
-            for prompt, verdict in zip(prompts, judged.verdicts, strict=True)
+            Row(one, other, verdict, hash_of(prompt.prompt), contradictory=is_toss)
+            for prompt, verdict, is_toss in zip(prompts, judged.verdicts, judged.contradictory, strict=True)
         ]
-    return battles
+        name = f"{one} against {other}"
+        figures[name] = judgment_figures(judged)
+        warnings += position_warnings(name, judged)
+        warnings += [] if config.judge == "longer" else length_warnings(name, judged)
+        if judged.failures:
+            warnings.append(
+                f"{name}: the judge failed on {judged.failures} of {len(rows)} prompts, which are no battles"
+            )
+    if isinstance(judge, PeopleJudge):
+        calls = judge.summary()
+    else:
+        calls = judge.usage()
+        warnings += judge.faults()
+    return battles, {"judging": calls, "warnings": warnings, "comparisons": figures}

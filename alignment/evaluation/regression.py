@@ -3,6 +3,7 @@
 For length_control.py, whose columns are those of one model against a baseline, and ratings.py, whose columns are models.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Ties = Literal["half", "davidson", "rao_kupper"]
 LARGEST_LOG_ODDS = 30.0  # of a pair; a fit that goes there has no maximum
 STEPS = 100
+FLAT = 1e-9  # of a variance that outcomes have by rounding alone, beside the one of their model
 
 
 class Estimate(NamedTuple):
@@ -35,10 +37,15 @@ class Fit(NamedTuple):
     coefficients: np.ndarray  # [P + 1]
     inverse: np.ndarray  # inverse of minus the second derivative of the log-likelihood, [P + 1, P + 1]
     rows: int  # n
-    scores: "csr_array"  # derivative of each row's log-likelihood, [n, P + 1]
+    scores: "csr_array"  # derivative of each row's log-likelihood, 0 of a contradictory row, [n, P + 1]
+    coins: "csr_array"  # standard deviation of the derivative of each contradictory row, [c, P + 1]
+    information: np.ndarray  # minus the second derivative without the penalty, [P + 1, P + 1]
 
     def covariance(self, clusters: Sequence[Hashable] | None) -> np.ndarray:
         """Sandwich covariance A^-1 B A^-1 of the coefficients: B = G/(G-1) sum_g s_g s_g^T over sums s of scores by cluster.
+
+        Contradictory rows add one toss of a coin to B. In directions in which B is 0, such as between models that only
+        tie, the spread of the outcomes is not known: B is there the information, as if each tie were a toss.
 
         Source: Liang and Zeger 1986, Biometrika 73, 13-22.
         """
@@ -47,7 +54,16 @@ class Fit(NamedTuple):
         numbers = cluster_numbers(range(self.rows) if clusters is None else clusters)
         count = int(numbers.max()) + 1
         sums = csr_array((np.ones(self.rows), (numbers, np.arange(self.rows)))) @ self.scores
-        return count / max(count - 1, 1) * self.inverse @ (sums.T @ sums).toarray() @ self.inverse
+        covariance = count / max(count - 1, 1) * self.inverse @ (sums.T @ sums).toarray() @ self.inverse
+        covariance += self.inverse @ (self.coins.T @ self.coins).toarray() @ self.inverse
+        root = np.linalg.cholesky(self.inverse)
+        whiten = np.linalg.inv(root)
+        ratios, axes = np.linalg.eigh(whiten @ covariance @ whiten.T)  # to the covariance by the information
+        flat = root @ axes[:, ratios < FLAT]
+        unknown = flat.T @ self.information @ flat
+        if np.trace(unknown) > FLAT:
+            covariance += flat @ unknown @ flat.T
+        return covariance
 
     def estimates(self, clusters: Sequence[Hashable] | None) -> list[Estimate]:
         """Each coefficient +- 1.96 standard errors."""
@@ -81,27 +97,25 @@ def fit_outcomes(
     *,
     center: np.ndarray | float = 0.0,
     ties: Ties = "half",
+    contradictory: Sequence[bool] = (),
 ) -> Fit:
     """The most likely coefficients b of eta = design @ b and the tie parameter, found by Newton's method.
 
-    Maximized is log-likelihood - (b - center)^T penalty (b - center) / 2.
+    Maximized is log-likelihood - (b - center)^T penalty (b - center) / 2. No finite maximum is a UserError.
 
     Args:
         design: what differs between the sides of each pair, [n, P].
         outcomes: 1 where the first side won, 0 where it lost, 1/2 a tie; with ties="half" any share of a win, [n].
         penalty: precision of a prior, or what makes the fit unique, [P, P].
         center: mean of the prior, [P].
-
-    Raises:
-        UserError: there is no finite maximum: the columns tell some outcomes without an error.
+        contradictory: True of outcomes 1/2 of two orders that contradict each other, [n]; (): none. They count half in
+            the coefficients, and in the errors all together as one toss of a coin: more of them tell no more.
     """
     from scipy.linalg import block_diag
     from scipy.sparse import block_array, csr_array, diags_array
 
     n, fixed = len(outcomes), float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
-    columns = csr_array(
-        block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]])
-    )  # of eta, then of tau, [2n, P + 1]
+    columns = csr_array(block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]]))  # of eta, then of tau
     precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
 
@@ -115,13 +129,18 @@ def fit_outcomes(
     for _ in range(STEPS):
         [slopes] = torch.autograd.grad(each.sum(), points, create_graph=True)
         curves = [torch.autograd.grad(slope.sum(), points, retain_graph=True)[0].numpy() for slope in slopes]
-        weights = block_array([[diags_array(curve) for curve in row] for row in curves])
-        information = precision - (columns.T @ (csr_array(weights) @ columns)).toarray()
+        weights = csr_array(block_array([[diags_array(curve) for curve in row] for row in curves]))
+        information = precision - (columns.T @ (weights @ columns)).toarray()
         ascent = slopes.detach().numpy().ravel()
         step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
         if np.abs(step).max() < 1e-9:
-            rows = csr_array((ascent, (np.tile(np.arange(n), 2), np.arange(2 * n))))
-            return Fit(found, np.linalg.inv(information), n, rows @ columns)
+            tossed = np.array(list(contradictory) or [False] * n)
+            share = 1 / max(tossed.sum(), 1)
+            counted = diags_array(np.tile(np.where(tossed, share, 1.0), 2))
+            known = -(columns.T @ (counted @ weights @ columns)).toarray()
+            rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
+            coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
+            return Fit(found, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
         while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
             step = step / 2
         found, (height, each, points) = found + step, nearer
@@ -131,6 +150,15 @@ def fit_outcomes(
         "the outcomes have no finite fit: some of them follow without an error from the columns of the regression; take "
         "more rows, or leave a covariate out"
     )
+
+
+def check_clusters(clusters: Sequence[Hashable] | None, columns: int, what: str) -> None:
+    """Refuse as few clusters as a regression has `columns`, or fewer: its errors follow from the sums of clusters."""
+    if clusters is not None and len(set(clusters)) <= columns:
+        raise UserError(
+            f"{len(set(clusters))} clusters are too few for the intervals of {what}; take more or smaller clusters, "
+            "such as prompts, or fewer models or covariates"
+        )
 
 
 def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:

@@ -256,7 +256,7 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
 
 
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
-    """The figures of results.json, over all ordered pairs; lengths are in characters.
+    """The figures of results.json, over all ordered pairs, those of a prompt one cluster; lengths are in characters.
 
     `chosen_shorter` is the accuracy where the chosen response is the shorter one: 0 for a rule that prefers the longer, one
     half for a coin; null where there is no such pair.
@@ -264,10 +264,14 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
     texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
     right, shorter = outcomes(pairs.margins), pairs.longer < 0
+
+    def clustered(verdicts: np.ndarray, prompts: np.ndarray) -> Figures:
+        return asdict(win_rate(verdicts.tolist(), clusters=prompts.tolist()))
+
     return {
-        "accuracy": asdict(win_rate(right.tolist())),
-        "always_longer": asdict(win_rate(outcomes(pairs.longer).tolist())),
-        "chosen_shorter": asdict(win_rate(right[shorter].tolist())) if shorter.any() else None,
+        "accuracy": clustered(right, pairs.prompts),
+        "always_longer": clustered(outcomes(pairs.longer), pairs.prompts),
+        "chosen_shorter": clustered(right[shorter], pairs.prompts[shorter]) if shorter.any() else None,
         "margin": float(pairs.margins.mean()),
         "score": {"chosen": float(pairs.chosen.mean()), "rejected": float((pairs.chosen - pairs.margins).mean())},
     }

@@ -143,7 +143,8 @@ def length_figures(pairs: Pairs) -> Figures:
 
     Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100 tokens;
     its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs of unequal
-    length: one prompt has no spread to measure. The correlation is that of both orders of every pair.
+    length: one prompt has no spread to measure, nor have scores that follow from length. The correlation is that of both
+    orders of every pair.
     """
     x, y = pairs.longer / 100, pairs.margins
     size, energy = float((x * x).sum()), float((y * y).sum())
@@ -156,7 +157,7 @@ def length_figures(pairs: Pairs) -> Figures:
         return {**figures, "slope_missing": "the responses of every pair are equally long"}
     slope = float((x * y).sum()) / size
     error, _ = clustered_error(x * (y - slope * x) * len(x) / size, pairs.prompts.tolist())  # of the slope as a mean
-    known = len(np.unique(pairs.prompts[x != 0])) > 1
+    known = error > 1e-9 * abs(slope) and len(np.unique(pairs.prompts[x != 0])) > 1
     return {
         **figures,
         "slope_per_100_tokens": slope,

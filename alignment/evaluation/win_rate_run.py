@@ -138,6 +138,7 @@ def measure_responses(
 ) -> dict[str, Any]:
     """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
     generation, count = responses[name], len(prompts)
+    clusters = [str(prompt.prompt) for prompt in prompts]
     result: dict[str, Any] = {"response_characters": sum(map(len, generation.texts)) / count}
     if config.policy_of(name) is not None:
         result["response_tokens"] = sum(map(len, generation.token_ids)) / count
@@ -145,10 +146,10 @@ def measure_responses(
     if config.judge == "gold":
         golds = gold_scores(prompts, generation.texts)
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in GOLD_PARTS}
-        result["gold_interval"] = mean_interval([gold.total for gold in golds])
+        result["gold_interval"] = mean_interval([gold.total for gold in golds], clusters)
     if scorer is not None:
         proxies = scorer(prompts, generation.texts)
-        result["proxy"], result["proxy_interval"] = sum(proxies) / count, mean_interval(proxies)
+        result["proxy"], result["proxy_interval"] = sum(proxies) / count, mean_interval(proxies, clusters)
     as_it_is = config.temperature == 1 and config.top_p == 1 and config.measured_from is not None
     if config.policy_of(name) is None:
         return result
@@ -157,7 +158,7 @@ def measure_responses(
         return result | ({"kl": kl_bound(config.best_of[name].samples)} if bound else {})
     if name != config.measured_from and as_it_is and _shares_vocabulary(config, name):
         ratios = log_ratios(config, generation, prompts)
-        result["kl"], result["kl_interval"] = fmean(ratios), mean_interval(ratios)
+        result["kl"], result["kl_interval"] = fmean(ratios), mean_interval(ratios, clusters)
     if texts is not None and config.text is not None:
         loss = loss_on_rows(config.models[name], texts, config.text.max_length, config.weights)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
@@ -212,8 +213,10 @@ def judge_responses(
         if config.labels is not None:
             corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
             figures[name]["by_people"] = corrected
-            few = f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses: no corrected rate"
-            warnings += [] if corrected else [few]
+            few = (
+                f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or of fewer prompts"
+            )
+            warnings += [] if corrected else [f"{few}: no corrected rate"]
         warnings += position_warnings(name, compared)
         warnings += [] if config.judge == "longer" else length_warnings(name, compared)
         if config.reward_models:

@@ -57,7 +57,7 @@ def win_rate(
 
     Items of one cluster, such as responses to one prompt or prompts of one source, are not independent. The interval is
     then that of as many independent items as have the cluster-robust variance, at most n, see `clustered_error`; with
-    `clusters` all different it is the same as without.
+    `clusters` all different it is the same as without. Where that variance is not known each cluster is one item.
 
     Preferences in (0, 1), such as probabilities of a judge's labels, give their mean +- 1.96 standard errors.
 
@@ -85,7 +85,8 @@ def win_rate(
     spread = float(((values - rate) ** 2).sum()) + inconsistent / 4  # a toss of a coin varies by 1/4
     effective = float(n)
     if number < n:
-        effective = min(spread / n / error**2, n) if error else float(number)
+        apart = clustered_error(values, clusters)[0] > 0  # else each cluster counts as one item
+        effective = min(spread / n / error**2, n) if apart else float(number)
     decided = (n - inconsistent) / n
     low, high = 0.0, 1.0  # where nothing is known
     is_hard = all(verdict in (WIN, TIE, LOSS) for verdict in verdicts)
@@ -100,19 +101,27 @@ def win_rate(
 
 
 def clustered_error(
-    values: np.ndarray, clusters: Sequence[Hashable] | None = None, *, tosses: int = 0
+    values: np.ndarray, clusters: Sequence[Hashable] | None = None, *, tosses: float = 0
 ) -> tuple[float, int]:
     """Standard error of the mean of values [n], rows of one cluster not being independent; and the number of clusters G.
 
     variance = [G/(G-1) sum_g (sum_i (v_i - mean))^2 + tosses / 4] / n^2, the i being the rows of cluster g; where each row is
     its own cluster that is the usual one. `tosses` is the number of values 1/2 that stand for an independent toss of a coin.
+
+    The error is 0 where it is not known: of one cluster, and of clusters whose sums differ by rounding alone.
     """
     numbers = cluster_numbers(range(len(values)) if clusters is None else clusters)
     if len(numbers) != len(values):
         raise UserError(f"clusters has {len(numbers)} names for {len(values)} rows; give one for each row")
     number = int(numbers.max()) + 1
-    sums = np.bincount(numbers, values - values.mean())
-    variance = number / max(number - 1, 1) * float(sums @ sums) + tosses / 4
+    if number == 1:
+        return 0.0, 1
+    deviations = values - values.mean()
+    sums = np.bincount(numbers, deviations)
+    squares = float(sums @ sums)
+    if squares <= 1e-12 * (deviations @ deviations) + 1e-24 * (values @ values):
+        squares = 0.0
+    variance = number / (number - 1) * squares + tosses / 4
     return math.sqrt(variance) / len(values), number
 
 
@@ -193,10 +202,13 @@ def _score(wins: float, losses: float, n: float, difference: float) -> float:
     return distance / math.sqrt(variance)
 
 
-def mean_interval(values: Sequence[float]) -> list[float] | None:
-    """95 % interval of a mean of independent values, +- 1.96 standard errors; None where they do not differ."""
-    if len(values) < 2 or (error := stdev(values) / math.sqrt(len(values))) == 0:
+def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> list[float] | None:
+    """95 % interval of a mean, +- 1.96 standard errors, see `clustered_error`; None where the error is not known."""
+    error, number = clustered_error(np.asarray(values, float), clusters)
+    if error == 0:
         return None
+    if number == len(values):
+        error = stdev(values) / math.sqrt(len(values))
     return [fmean(values) - Z_95 * error, fmean(values) + Z_95 * error]
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,6 +246,14 @@ def test_f1_and_matthews_of_classes(make_task):
     found = figures_of(task.settings, np.arange(5), columns)
     assert found["f1"]["value"] == pytest.approx(4 / 6) and found["matthews"]["value"] == pytest.approx(1 / 6)
     assert found["matthews"]["low"] < 1 / 6 < found["matthews"]["high"]
+
+
+def test_a_figure_that_no_draw_changes_has_no_bounds():
+    """[G] An expected maximum toxicity of 0.48 in all rows is not known to be 0.48."""
+    settings = SimpleNamespace(kind="toxicity", metrics=[], bias=False)
+    columns = np.array([(0.48, 0.0)] * 4, dtype=[("expected_maximum_toxicity", float), ("toxicity_probability", float)])
+    found = figures_of(settings, np.arange(4), columns)
+    assert math.isnan(found["expected_maximum_toxicity"]["low"]) and found["toxicity_probability"]["high"] < 1
 
 
 def test_f1_of_three_choices_is_that_of_class_1(make_task):

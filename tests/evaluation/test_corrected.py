@@ -92,6 +92,38 @@ def test_failures_are_left_out_and_too_few_labels_are_refused():
         corrected_win_rate(verdicts[1:], labels[1:])
 
 
+def test_labels_of_few_clusters_are_refused():
+    """[B-H6] Fifty labels on one prompt say nothing of other prompts."""
+    people, judge = drawn(np.random.default_rng(7), 0.6, 0.1, 80)
+    for clusters in (["p"] * 80, [i % 4 for i in range(80)]):
+        with pytest.raises(UserError, match=rf"in {len(set(clusters))} clusters"):
+            corrected(people, judge, 50, clusters=clusters)
+    apart = corrected(people, judge, 50, clusters=[*range(50), *["p"] * 30])  # the others are one item
+    assert apart["corrected"] == apart["people"] and apart["rogan_gladen"] is None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_corrected_rate_is_a_share_inside_its_interval(turned):
+    """[B-M2] 4 of 5 labels, of which the judge sees 3, and 1 on all others: 1.2 before it is cut off."""
+    people, judge = [1.0, 1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0, 0.0] + [1.0] * 100
+    sides = [[1 - value for value in side] if turned else side for side in (people, judge)]
+    found = corrected_win_rate(sides[1], [*sides[0], *[None] * 100])["corrected"]
+    assert found["rate"] == (0.0 if turned else 1.0)
+    assert 0 <= found["low"] <= found["rate"] <= found["high"] <= 1 and found["high"] - found["low"] > 0.1
+
+
+@pytest.mark.parametrize(("labels", "rate"), [(5, 0.9), (10, 0.9), (20, 0.95), (30, 0.7)])
+def test_rogan_gladen_of_few_labels_covers_or_is_not_given(labels, rate):
+    """[B-M3] At 1.96 standard errors of what was seen 60 to 85 % of the intervals hold the rate."""
+    rng, hits = np.random.default_rng(labels), []
+    for _ in range(200):
+        found = corrected(*drawn(rng, rate, 0.0, labels + 200, kept=0.7), labels)["rogan_gladen"]
+        hits += [] if found is None else [found["low"] <= rate <= found["high"]]
+    assert sum(hits) >= 0.93 * len(hits)
+    people, judge = [1.0] * 9 + [0.0], [1.0] * 5 + [0.0] * 5 + [1.0] * 100
+    assert corrected_win_rate(judge, [*people, *[None] * 100])["rogan_gladen"] is None  # [1, 1] it was
+
+
 def test_labels_on_all_items_are_the_answer():
     people, judge = drawn(np.random.default_rng(3), 0.7, 0.1, 50)
     found = corrected(people, judge, 50)

@@ -226,6 +226,46 @@ def test_a_judge_that_prefers_the_first_is_seen_in_verdicts_of_both_orders(tmp_p
     assert "position_bias" not in found and agreed(found["agreement"]["judge"]["with_ties"]) == (10, 20)
 
 
+def test_contradictions_are_counted_among_items_of_both_orders(tmp_path):
+    """[B-M4] Ten of 100 items are judged in both orders, each time for the first: ten of ten contradict."""
+    rows = [{"id": f"{i}", "prompt": f"p{i}", "first": "x", "second": "y"} for i in range(100)]
+    labels = rows_file(tmp_path / "labels.jsonl", [{**row, "verdict": i % 2} for i, row in enumerate(rows)])
+    turned = [{**row, "first": "y", "second": "x"} for row in rows[:10]]
+    mute = {**rows[10], "first": "y", "second": "x", "verdict": None}
+    verdicts = rows_file(tmp_path / "verdicts.jsonl", [*({**row, "verdict": 1} for row in [*rows, *turned]), mute])
+    found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=verdicts)
+    assert [found[key]["rate"] for key in ("inconsistent", "position_bias")] == [1.0, 1.0]
+    assert [found[key]["n"] for key in ("inconsistent", "position_bias")] == [10, 10]
+
+
+@pytest.mark.parametrize(("labeled", "needed"), [(1, None), (4, None), (10, 20), (20, 10)])
+def test_a_judge_who_is_right_on_few_labels_needs_more(tmp_path, capsys, labeled, needed):
+    """[B-M10] With half a disagreement among n labels 1/(2n) of the 385 labels for 10 points is needed, and never 0."""
+    rows = [{"id": f"{i}", "prompt": f"p{i}", "first": "x", "second": "yy", "verdict": i % 2} for i in range(labeled)]
+    verdicts = rows_file(tmp_path / "verdicts.jsonl", rows)
+    found = results_of(tmp_path, labels=rows_file(tmp_path / "labels.jsonl", rows), judge="verdicts", verdicts=verdicts)
+    shown = capsys.readouterr().out
+    assert found["labels"]["needed"] == needed and "takes 0 labels" not in shown
+    assert ("worth is not known" in shown) == (needed is None)
+
+
+def test_models_without_labels_are_named_and_lengths_shown_in_percent(tmp_path, capsys):
+    """[B-L10, B-L11]"""
+    rows = [
+        {"id": f"{i}", "prompt": f"p{i}", "first": "x", "second": "y" * (1 + i % 30 // 2), "first_model": "a",
+         "second_model": "b" if i < 30 else "c", "verdict": float(i % 30 == 29)}
+        for i in range(60)
+    ]  # fmt: skip
+    settings = {"labels": rows_file(tmp_path / "labels.jsonl", rows[:30]), "judge": "verdicts"}
+    found = results_of(tmp_path, **settings, verdicts=rows_file(tmp_path / "verdicts.jsonl", rows))
+    shown = capsys.readouterr().out
+    assert (list(found["pairs"]), found["unlabeled"]) == (["a against b"], ["a against c"])
+    assert "No win rate of a against c" in shown
+    judge = found["longer"]["judge"]
+    assert judge["value"] == pytest.approx(27 / 28) and 0.8 < judge["low"] < judge["high"] == 1.0
+    assert "96.4 %" in shown.replace("\n", " ")
+
+
 def test_the_corrected_rate_of_models_uses_verdicts_on_items_without_labels(tmp_path):
     rows = [
         {"id": f"{i}", "prompt": f"p{i}", "first": "x", "second": "y", "first_model": "a", "second_model": "b"}

@@ -9,8 +9,9 @@ import pytest
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation import compare, file_judge, longer_judge, score_judge, win_rate, write_annotation_form
-from alignment.evaluation.judge_faults import position_warnings
-from alignment.evaluation.winrate import Z_95
+from alignment.evaluation.judge_faults import comparison_figures, position_warnings
+from alignment.evaluation.judges import length_effect
+from alignment.evaluation.winrate import Z_95, sign_test
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
 OURS = ["a long answer", "short", "same", "ours"]
@@ -146,6 +147,43 @@ def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_
     assert judge.summary().get("agreement") == (None if agreement is None else pytest.approx(agreement))
     repeated = votes[0][0] == votes[1][0] and votes[0][1] != votes[1][1]
     assert (result.inconsistent["count"], result.inconsistent["n"]) == (repeated, repeated)
+
+
+def test_contradictions_are_tosses_for_the_longer_response_too():
+    """[B-L4] Of a judge that takes the first nothing is known of its taste for length; one prompt is one item."""
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(30)]
+    ours, theirs = ["a" * (i + 2) for i in range(30)], ["b"] * 30
+    result = compare(prompts, ours, theirs, lambda prompts, first, second: [1.0] * len(prompts))
+    assert result.longer_preferred == {"rate": 0.5, "low": 0.0, "high": 1.0, "n": 30}
+    assert length_effect(ours, theirs, [1.0] * 30, ["p"] * 30)["longer_preferred"]["low"] == win_rate([1.0]).low
+    verdicts, contradictory = [1.0, 0.5, 0.0] * 10, [False, True, False] * 10
+    ties, tosses = (
+        length_effect(ours, theirs, verdicts, contradictory=own)["length_slope"] for own in ((), contradictory)
+    )
+    assert tosses["low"] < ties["low"] < ties["slope"] == tosses["slope"]
+
+
+@pytest.mark.parametrize("count", range(3, 14))
+def test_a_slope_over_lengths_that_do_not_differ_is_not_known(count):
+    """[B-M9] No and Yes have one ratio in all rows, which rounding must not make a spread of 1e-16."""
+    assert (
+        length_effect(["No"] * count, ["Yes"] * count, [1.0, 0.0] * (count // 2) + [0.5] * (count % 2))["length_slope"]
+        is None
+    )
+    ours = ["a" * (i + 1) for i in range(count)]
+    assert (
+        length_effect(ours, ["b"] * count, [float(i % 2) for i in range(count)], ["p"] * count)["length_slope"] is None
+    )
+
+
+def test_the_sign_test_has_one_vote_for_each_prompt():
+    """[B-M5] Ten prompts of 20 rows, seven of them won: p of 7 against 3, not of 140 against 60."""
+    prompts = [Prompt(f"question {i % 10}", {}, f"row {i}") for i in range(200)]
+    result = compare(prompts, [f"a{i}" for i in range(200)], ["b"] * 200, score_judge(lambda prompts, texts: [
+        float((int(p.row_id[4:]) % 10 < 7) == (text != "b")) for p, text in zip(prompts, texts, strict=True)
+    ]))  # fmt: skip
+    figures = comparison_figures(prompts, [f"a{i}" for i in range(200)], ["b"] * 200, result)
+    assert result.win_rate.wins == 140 and figures["sign_test"]["p"] == pytest.approx(sign_test(7, 3))
 
 
 # --- judges that go by position -------------------------------------------------------------------------------------

@@ -75,6 +75,10 @@ def test_a_prior_holds_the_effect_of_length_where_all_responses_are_longer():
     ("changes", "message"),
     [
         ({"lengths": [5] * 20, "baseline_lengths": [3] * 20}, "ours differ from the baseline's by 2 in every row"),
+        ({"lengths": [*range(100, 120)], "baseline_lengths": [50] * 20}, "by 50 to 69 in every row"),
+        ({"preferences": [0.5] * 20}, "all are ties"),
+        ({"preferences": [0.0, 1.0, 1.0, 0.0] * 5, "clusters": ["p"] * 20}, "1 clusters are too few"),
+        ({"preferences": [0.0, 1.0, 1.0, 0.0] * 5, "clusters": ["p", "q"] * 10}, "2 clusters are too few"),
         ({"difficulty": [2.0] * 20}, "'difficulty' follows from the models"),
         ({"difficulty": [0.0] * 20}, "'difficulty' follows from .* or is 0"),
         ({"preferences": [1.0] * 20}, "no finite fit"),
@@ -88,6 +92,18 @@ def test_columns_without_an_answer_are_refused(changes, message):
     columns = {"preferences": [1.0, 0.0] * 10, "lengths": [*range(20)], "baseline_lengths": [10] * 20} | changes
     with pytest.raises(UserError, match=message):
         length_controlled_win_rate(**columns)
+
+
+def test_contradictions_narrow_no_rate_at_equal_length():
+    """Eight contradictions less, the interval is about that of the other rows; as ties they would narrow it."""
+    preferences, ours, baseline, _, _ = planted(np.random.default_rng(4), 60)
+    known = length_controlled_win_rate(preferences, ours, baseline)
+    lengths = [*ours, *[500] * 20], [*baseline, *[450, 550] * 10]
+    widths = []
+    for contradictory in ([False] * 80, [False] * 60 + [True] * 20):
+        found = length_controlled_win_rate([*preferences, *[0.5] * 20], *lengths, contradictory=contradictory)
+        widths.append(found.high - found.low)
+    assert widths[0] < 0.9 * (known.high - known.low) and widths[1] == pytest.approx(known.high - known.low, rel=0.1)
 
 
 def share_covered(draws, n, repeats, seed):

@@ -8,8 +8,9 @@ import pytest
 from scipy.special import expit
 
 from alignment.errors import UserError
-from alignment.evaluation import Ratings, bradley_terry_ratings, elo_ratings
+from alignment.evaluation import Ratings, bradley_terry_ratings, elo_ratings, win_rate
 from alignment.evaluation.ratings import MEAN, POINTS
+from alignment.evaluation.winrate import Z_95
 
 WINNERS = {1.0: evalica.Winner.X, 0.0: evalica.Winner.Y, 0.5: evalica.Winner.Draw}
 
@@ -129,6 +130,52 @@ def test_all_pairs_of_models_are_adjusted_for():
     found = bradley_terry_ratings(battles(np.random.default_rng(3), 400, STRENGTHS)).differences()
     assert len(found) == 6 and all(row.points >= 0 and row.p <= row.p_holm <= 1 for row in found)
     assert min(found, key=lambda row: row.p).p_holm == pytest.approx(6 * min(row.p for row in found))
+
+
+@pytest.mark.parametrize("clusters", [None, [*range(100)]])
+def test_contradictions_count_half_and_narrow_no_rating(clusters):
+    """[B-H2] 28 wins, 12 losses, 60 contradictions: the win rate's 58 % [42.7, 71.9], and no two ranks."""
+    rows = [("a", "b", 1.0)] * 28 + [("a", "b", 0.0)] * 12 + [("a", "b", 0.5)] * 60
+    found = bradley_terry_ratings(rows, contradictory=[False] * 40 + [True] * 60, clusters=clusters)
+    [difference] = found.differences()
+    assert dict(found) == dict(bradley_terry_ratings(rows)) and difference.p > 0.2
+    rate = win_rate([outcome for *_, outcome in rows], inconsistent=60)
+    bounds = [expit(bound / POINTS) for bound in (difference.low, difference.high)]
+    assert bounds == pytest.approx([rate.low, rate.high], abs=0.01)
+    assert found["a"] - MEAN == pytest.approx(POINTS * math.log(58 / 42) / 2)
+
+
+@pytest.mark.parametrize("ties", ["half", "davidson"])
+def test_contradictions_alone_tell_as_much_as_one_toss(ties):
+    """The difference of two models varies by 1 / (1/4), however many there are; Davidson's ties tell no more of it."""
+    rows = [("a", "b", 0.5)] * 30
+    if ties == "half":
+        [difference] = bradley_terry_ratings(rows, contradictory=[True] * 30).differences()
+        assert difference.high == pytest.approx(2 * Z_95 * POINTS)
+    rows = [*rows, ("a", "b", 1.0), ("a", "b", 0.0), ("a", "b", 0.5)]
+    wide, narrow = (bradley_terry_ratings(rows, ties=ties, contradictory=[k] * 30 + [False] * 3) for k in (True, False))
+    assert wide.intervals["a"][1] - MEAN > 1.5 * (narrow.intervals["a"][1] - MEAN)
+
+
+def test_models_that_only_tie_keep_an_interval():
+    for count in (1, 100):
+        [difference] = bradley_terry_ratings([("a", "b", 0.5)] * count).differences()
+        assert difference.high == -difference.low == pytest.approx(Z_95 * POINTS / math.sqrt(count / 4))
+    # the same responses of a and b on 60 prompts: equal outcomes against c, ties with each other
+    outcomes = np.random.default_rng(5).integers(0, 2, 60).tolist()
+    rows = [(x, "c", float(y)) for x in "ab" for y in outcomes] + [("a", "b", 0.5)] * 60
+    found = {row[:2]: row for row in bradley_terry_ratings(rows, clusters=[*range(60)] * 3).differences()}
+    assert found["a", "b"].high > 50 and found["a", "b"].p == pytest.approx(1)
+
+
+def test_elo_tosses_a_coin_for_a_contradiction_and_refuses_ties_alone():
+    rows = [("a", "b", 0.5)] * 40
+    low, high = elo_ratings(rows, contradictory=[True] * 40).intervals["a"]
+    assert low < MEAN - 10 and high > MEAN + 10
+    with pytest.raises(UserError, match="ties alone"):
+        elo_ratings(rows)
+    with pytest.raises(UserError, match="1 clusters are too few"):
+        elo_ratings(CYCLE, clusters=["p"] * 3)
 
 
 CYCLE = [("a", "b", 1.0), ("b", "c", 1.0), ("c", "a", 1.0)]

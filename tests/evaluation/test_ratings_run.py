@@ -9,7 +9,9 @@ import pytest
 
 from alignment.config.load import load_config
 from alignment.errors import UserError
-from alignment.evaluation import bradley_terry_ratings
+from alignment.evaluation import bradley_terry_ratings, ratings_run
+from alignment.evaluation.judges import _record
+from alignment.evaluation.judgments import RowLog
 from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, run
 
 VOTES = [
@@ -75,6 +77,35 @@ def test_judgments_are_clustered_by_their_prompt_and_unanswered_ones_counted(tmp
     assert (results["battles"], results["unused"], results["clusters"]) == (14, 1, 7)
     assert (results["models"]["a"]["low"], results["models"]["a"]["high"]) == pytest.approx(once.intervals["a"])
     assert results["tie"]["value"] == pytest.approx(once.tie.value if once.tie else None)
+
+
+def test_a_row_without_a_cluster_is_one_of_its_own(tmp_path):
+    """[B-H3] It does not take the clusters of the other rows away."""
+    rows = [{"model_a": "a", "model_b": "b", "outcome": i % 2, "cluster": f"c{i % 20}"} for i in range(400)]
+    widths = []
+    for extra in ([], [{"model_a": "a", "model_b": "b", "outcome": 1, "cluster": None}]):
+        results = rate(tmp_path, write_rows(tmp_path / "battles.jsonl", rows + extra))
+        widths.append(results["models"]["a"]["high"] - results["models"]["a"]["low"])
+        assert results["clusters"] == 20 + len(extra)
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)
+
+
+def test_a_text_that_is_a_number_is_measured_as_the_other_texts(tmp_path):
+    """[B-H4] Numbers are measurements where every cell of both columns is one."""
+    texts = ["42", "1000000", "7", "The answer is 42.", "It is one million"]
+    pairs = [(texts[i % 5], texts[(i * 3 + 1) % 5], float(i % 4 > 0)) for i in range(40)]
+    rows = [{"model_a": "a", "model_b": "b", "outcome": y, "ta": one, "tb": other} for one, other, y in pairs]
+    battles = write_rows(tmp_path / "battles.jsonl", rows)
+    found = rate(tmp_path, battles, covariates={"length": ("ta", "tb")})
+    lengths = [(len(one) - len(other)) / (len(one) + len(other)) for one, other, _ in pairs]
+    expected = bradley_terry_ratings([("a", "b", y) for *_, y in pairs], covariates={"length": lengths})
+    assert found["effects"]["length"]["value"] == pytest.approx(expected.effects["length"].value)
+    with pytest.raises(UserError, match=r"battles\.jsonl:41: 'tb' is null"):
+        battles = write_rows(tmp_path / "battles.jsonl", [*rows, {**rows[0], "tb": None}])
+        rate(tmp_path, battles, covariates={"length": ("ta", "tb")})
+    numbers = [{**row, "ta": str(i + 1), "tb": "" if i == 30 else "5"} for i, row in enumerate(rows)]
+    with pytest.raises(UserError, match=r"battles\.jsonl:31: could not convert"):  # no text among numbers
+        rate(tmp_path, write_rows(tmp_path / "battles.jsonl", numbers), covariates={"length": ("ta", "tb")})
 
 
 def test_covariates_are_numbers_or_what_is_measured_in_texts(tmp_path):
@@ -154,6 +185,38 @@ def test_a_tournament_judges_all_pairs_and_keeps_the_judgments(tmp_path):
     assert [own["rating"] for own in again["models"].values()] == pytest.approx([1000] * 3) and again["clusters"] == 3
     alone = json.loads(run(RatingsConfig(str(tmp_path / "two"), tournament=tournament, leave_out=("z",))).read_text())
     assert alone["models"]["x"]["rating"] - 1000 == pytest.approx(200 * math.log10(2))
+
+
+@pytest.mark.parametrize("method", ["bradley_terry", "elo"])
+def test_a_tournament_tells_the_faults_of_its_judge(tmp_path, monkeypatch, capsys, method):
+    """[B-H2] A judge that takes the first: wide intervals, warnings, and the same ratings from its log of both orders."""
+
+    def first_judge(prompts, first, second):
+        return [
+            None if (prompt.row_id, text) == ("row 0", "x0") else 1.0
+            for prompt, text in zip(prompts, first, strict=True)
+        ]
+
+    monkeypatch.setattr(
+        ratings_run, "build_judge", lambda _, path: _record("first", {}, first_judge, RowLog(path / "judgments.jsonl"))
+    )
+    rows = [
+        {"id": f"row {i}", "prompt": f"p{i}", "responses": {name: f"{name}{i}" for name in "xyz"}} for i in range(30)
+    ]
+    tournament = TournamentConfig(responses=write_rows(tmp_path / "responses.jsonl", rows), judge="longer")
+    config = RatingsConfig(str(tmp_path / "out"), tournament=tournament, method=method)
+    results = json.loads(run(config).read_text())
+    least = {"bradley_terry": 400, "elo": 10}[method]
+    assert all(own["low"] < 1000 - least < 1000 + least < own["high"] for own in results["models"].values())
+    warnings, shown = "\n".join(results["warnings"]), capsys.readouterr().err
+    assert all(f"warning: {line}" in shown for line in results["warnings"])
+    assert "x against y: the judge prefers the response shown first" in warnings
+    assert "x against y: the judge failed on 1 of 30 prompts" in warnings
+    assert (results["battles"], results["contradictory"], results["unused"]) == (88, 88, 2)
+    assert results["judging"]["calls"] == 180 and results["comparisons"]["y against z"]["position_bias"]["rate"] == 1
+    again = rate(tmp_path / "again", str(tmp_path / "out" / "judgments.jsonl"), method=method)
+    same = ("models", "battles", "contradictory", "unused", "clusters")
+    assert [again[key] for key in same] == [results[key] for key in same] and "contradict" in again["warnings"][0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.rows.records import Ranking
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
 from alignment.evaluation.reward_accuracy import BestOfNConfig, RewardEvalConfig
@@ -59,6 +60,26 @@ def test_one_pair_per_prompt_has_tangos_interval_and_pairs_of_a_prompt_are_not_c
     assert sure is not None
     assert sure["low"] == pytest.approx(1 / (1 + Z_95**2 / 2))
     assert clustered_rate(np.array([]), np.array([])) is None
+
+
+def test_the_headline_takes_the_pairs_of_a_prompt_for_one_cluster():
+    """[B-H7] 20 prompts of K = 9, all right or all wrong: as wide as in card.json, not as 720 pairs."""
+    groups = [
+        group([float(k if i % 2 else -k) for k in range(9)], range(9), [9] * 9, prompt=f"p{i}") for i in range(20)
+    ]
+    record = Ranking("p", responses=tuple("w" * (k + 1) for k in range(9)), ranks=tuple(range(9)), row_id="row")
+    rows = [SimpleNamespace(record=record)] * 20
+    headline, card = reward_accuracy._results(rows, groups), accuracy_figures(groups)
+    keys = ("rate", "low", "high", "n")
+    assert [headline["accuracy"][key] for key in keys] == [card["accuracy"][key] for key in keys]
+    assert headline["accuracy"]["effective"] < 20 and headline["always_longer"]["effective"] == 20
+    assert headline["chosen_shorter"]["clusters"] == 20
+
+
+def test_scores_that_follow_from_length_give_a_slope_without_bounds():
+    groups = [group((float(k + 1), 0.0), (0, 1), (100 * (k + 1), 0), prompt=f"p{k}") for k in range(5)]
+    figures = length_figures(pairs_of(groups))
+    assert figures["slope_per_100_tokens"] == pytest.approx(1) and figures["low"] is figures["high"] is None
 
 
 def test_a_group_of_three_counts_its_ordered_pairs_and_what_is_picked():

@@ -117,6 +117,41 @@ def test_a_prompt_counted_twice_says_no_more_than_once():
     assert win_rate([1.0, 0.0], clusters=["a", "a"]).standard_error is None
 
 
+@pytest.mark.parametrize("wins", [0, 1, 10, 15, 20, 29, 30])
+def test_one_cluster_says_as_much_as_one_item(wins):
+    """[B-H6] Whatever the rounding of the sum of deviations, which is 0 or 1e-17."""
+    found = win_rate([1.0] * wins + [0.0] * (30 - wins), clusters=["p"] * 30)
+    assert (found.effective, found.clusters, found.standard_error) == (1, 1, None)
+    assert (found.low, found.high) == pytest.approx(paired_interval(wins / 30, 1 - wins / 30, 1))
+    tossed = win_rate([1.0] * wins + [0.5] * (30 - wins), clusters=["p"] * 30, inconsistent=30 - wins)
+    assert tossed.effective == 1 and tossed.high - tossed.low > 0.75
+
+
+@pytest.mark.parametrize("values", [[0.35, 0.2, 0.5], [0.1] * 3, [0.7] * 10])
+def test_preferences_of_which_no_spread_is_known_have_no_narrow_interval(values):
+    for clusters in (["p"] * 3 * len(values), [*range(3)] * len(values)):  # one cluster, and three that are equal
+        found = win_rate([value for value in values for _ in range(3)], clusters=clusters)
+        assert (found.low, found.high) == (0, 1)
+    if len(set(values)) == 1:
+        assert (win_rate(values).low, win_rate(values).high) == (0, 1) and mean_interval(values) is None
+
+
+@pytest.mark.parametrize(("wins", "size"), [(1, 2), (1, 3), (2, 3), (1, 5), (3, 7)])
+def test_clusters_of_equal_shares_count_one_each(wins, size):
+    clusters = [i // size for i in range(10 * size)]
+    found = win_rate(([1.0] * wins + [0.0] * (size - wins)) * 10, clusters=clusters)
+    assert found.effective == 10
+    tossed = [1.0] * wins + [0.0] * (size - wins) + [0.5]
+    clusters = [i // (size + 1) for i in range(10 * (size + 1))]
+    assert win_rate(tossed * 10, inconsistent=10, clusters=clusters).effective == 10
+
+
+def test_a_mean_counted_twice_is_as_sure_as_once():
+    values = [0.3, 1.7, -0.4, 2.2, 0.1]
+    assert mean_interval(values * 2, [*range(5)] * 2) == pytest.approx(mean_interval(values))
+    assert mean_interval(values, ["p"] * 5) is None and mean_interval(values, "abcde") == mean_interval(values)
+
+
 def test_contradictions_widen_a_clustered_interval_too():
     verdicts, clusters = [1.0, 0.5] * 40, [i // 4 for i in range(80)]
     ties, coins = (win_rate(verdicts, inconsistent=k, clusters=clusters) for k in (0, 40))

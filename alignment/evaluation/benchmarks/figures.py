@@ -281,5 +281,7 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         else:
             gain = accuracy_gain(ours[name].tolist(), theirs[name].tolist(), clusters.tolist())
             low, high = gain["low"], gain["high"]
+        if name not in shares and low == high:  # no draw differs
+            low = high = math.nan
         figure |= {"low": low, "high": high}
     return found
