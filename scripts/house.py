@@ -174,9 +174,9 @@ class House(Package):
         packed = []
         for module in self.modules.values():
             for node in ast.walk(module.tree):
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-                    if isinstance(node.value, ast.Tuple):
-                        packed.append(f"{module.path.relative_to(self.directory)}:{node.lineno}")
+                values = node.value if isinstance(node, ast.Assign) else None
+                if isinstance(values, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
+                    packed.append(f"{module.path.relative_to(self.directory)}:{node.lineno}")
         return packed
 
     def nested_comprehensions(self) -> list[str]:

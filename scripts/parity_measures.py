@@ -190,7 +190,7 @@ def refusals(directory: Path) -> dict[str, bool]:
     damaged = {
         "missing tensor": (victim, {k: v for k, v in tensors.items() if k != victim}, config),
         "extra tensor": ("surplus.weight", {**tensors, "surplus.weight": torch.zeros(1)}, config),
-        "unknown key": ("attention_surplus", tensors, {**config, "attention_surplus": 30.0}),
+        "unknown key": ("attention_chunk_size", tensors, {**config, "attention_chunk_size": 30}),
     }
     results = {}
     for kind, (name, broken_tensors, broken_config) in damaged.items():

@@ -12,6 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("ALIGNMENT_DATA") or ROOT.parent / "shared" / "data")
+BASES = Path(os.environ.get("ALIGNMENT_BASES") or ROOT / "build" / "bases")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_positions": 320, "n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -23,13 +24,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without real data its tests are skipped, and counted as such."""
-    if DATA.is_dir():
-        return
-    skip = pytest.mark.skip(reason=f"no real data in {DATA}; set ALIGNMENT_DATA")
+    """Without real data, or real bases, their tests are skipped, and counted as such."""
+    skips = {}
+    if not DATA.is_dir():
+        skips["real_data"] = pytest.mark.skip(reason=f"no real data in {DATA}; set ALIGNMENT_DATA")
+    if not (BASES / "smollm2").is_dir():
+        skips["real_base"] = pytest.mark.skip(reason=f"no SmolLM2 in {BASES}; run `make bases`")
     for item in items:
-        if item.get_closest_marker("real_data"):
-            item.add_marker(skip)
+        for marker, skip in skips.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:

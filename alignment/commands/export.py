@@ -10,12 +10,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.import_utils import is_gguf_available
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
 from alignment.adapters.files import read_members, score_rows
 from alignment.data.text.templates import with_template_tokens
 from alignment.data.tokenizers.tokenizer import add_new_tokens, save_tokenizer
-from alignment.errors import UserError
+from alignment.errors import UserError, install_advice
 from alignment.files import exported_directory, refuse_foreign
 from alignment.loading import find_base, find_directory, load_model, load_tokenizer, set_special_tokens, torch_dtype
 from alignment.models.external.models import ExternalModel
@@ -53,7 +55,9 @@ def export_model(
     the texts whose scores tell a damaged model: they must score as before, and are written with their new scores.
 
     Args:
-        dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
+        model: a model or adapter directory, or a .gguf file, whose weights become those of a plain directory.
+        dtype: type of the weights written; "auto": that of the model, or of the adapter's base, float32 of a GGUF file.
+            A score head is float32.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
         chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary, their
             rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
@@ -63,6 +67,8 @@ def export_model(
             prefix does not change weights); `quantize` without an adapter; an ensemble of adapters; a reward model
             whose scores are not those that were saved with it.
     """
+    if model.endswith(".gguf"):
+        return export_gguf(Path(model), Path(output), torch_dtype(dtype) or torch.float32)
     directory = find_directory(model)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     base = find_base(directory) if updates == directory else directory
@@ -152,3 +158,32 @@ def _types(
         stored = load(base, None, "meta").named_parameters(remove_duplicate=False)
         found = {name: parameter.dtype for name, parameter in stored}
     return found | {name: torch.float32 for name in found if scalar and name.startswith("head.")}
+
+
+def export_gguf(path: Path, output: Path, dtype: torch.dtype) -> Path:
+    """Write the model and the tokenizer of a GGUF file, its quantized weights as numbers of `dtype`.
+
+    Raises:
+        UserError: there is no such file, gguf is not installed, or transformers does not read the file's architecture.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    refuse_foreign(output)
+    if not is_gguf_available():
+        raise UserError(f"{path}: a GGUF file is read by the package gguf; {install_advice('gguf')}")
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # of any type, depending on what the file lacks
+        raise UserError(f"{path}: transformers could not read it ({type(error).__name__}: {error})") from error
+    del loaded.config.quantization_config
+    loaded.config.__dict__.pop("_model_name_or_path", None)
+    with torch.device("meta"):  # the model that was read says that it is quantized, and is not saved
+        plain = type(loaded)(loaded.config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    with exported_directory(output) as folder:
+        plain.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
+    return output

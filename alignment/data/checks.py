@@ -186,15 +186,21 @@ def _contradicts_scores(row: CheckedRow) -> bool:
 
 
 def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
-    """True where a span that counts ends with a token at which generation does not stop.
+    """True where the last token that counts is one at which generation does not stop.
 
-    A response that was cut lacks its stop token for that, and fills its document.
+    A response that was cut lacks its stop token for that, and fills its document. Earlier replies of a dialogue may
+    end in another token than the last one, as gpt-oss ends them.
     """
-    return any(
-        ids[found.start()] not in special.stops and found.start() != special.max_length - 1
-        for ids, mask in zip(example.documents, example.masks, strict=True)
-        for found in re.finditer(b"\x01(?!\x01)", bytes(mask))
-    )
+    for ids, mask in zip(example.documents, example.masks, strict=True):
+        last = bytes(mask).rfind(1)
+        if last >= 0 and ids[last] not in special.stops and last != special.max_length - 1:
+            return True
+    return False
+
+
+def _has_two_bos(example: Example, special: SpecialTokens) -> bool:
+    """True where two BOS stand next to each other; a template may write one before each turn."""
+    return special.bos is not None and any((special.bos, special.bos) in pairwise(ids) for ids in example.documents)
 
 
 SEPARATION = "no separation"
@@ -260,8 +266,8 @@ FAULTS = (
 TOKEN_FAULTS = (
     Fault(
         "bos",
-        "have more than one BOS",
-        lambda row, special: special.bos is not None and any(ids.count(special.bos) > 1 for ids in row.documents),
+        "have two BOS next to each other",
+        _has_two_bos,
         0.0,
         "error",
     ),

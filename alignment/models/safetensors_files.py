@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.errors import UserError, raise_all
-from alignment.files import check_directory, read_json_object, write_atomic, write_json
+from alignment.files import check_directory, read_json_object, without_foreign_code, write_atomic, write_json
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION_CONFIG = "generation_config.json"  # stop tokens and defaults for other programs; our sampling ignores it
@@ -27,18 +27,39 @@ SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys that count modules
 SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # config keys that are widths
+QUANTIZED_NAME = re.compile(r"(?:[-_.](?:unsloth|bnb|[48]bit|int[48]|awq|gptq|fp8|mxfp4|dynamic))+$", re.IGNORECASE)
 MAX_SHARED_LAYERS = 1024  # layers that share weights may be more than there are tensors
 
 HFConfig = dict[str, Any]  # the content of a config.json, or its values with the defaults filled in
 
 
 def read_config(directory: Path) -> HFConfig:
-    """The content of a directory's config.json; UserError also for a directory that links to files elsewhere."""
+    """The content of a directory's config.json, without an `auto_map`.
+
+    Raises:
+        UserError: there is none, the directory links to files elsewhere, the weights are quantized, or need code of
+            their own.
+    """
     path = Path(directory) / CONFIG
     if not path.is_file():
         raise UserError(f"{directory}: no {CONFIG}; a model directory holds {CONFIG} and {WEIGHTS}")
     check_directory(Path(directory))
-    return read_json_object(path)
+    config = without_foreign_code(read_json_object(path), path)
+    refuse_quantized(config, path)
+    return config
+
+
+def refuse_quantized(config: HFConfig, path: Path) -> None:
+    """Refuse weights that are stored quantized, and name the model that they were made from where it is known."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    original = QUANTIZED_NAME.sub("", str(config.get("_name_or_path") or "")) or "that they were made from"
+    raise UserError(
+        f"{path}: quantization_config: the weights are quantized ({method or settings}), and such files are not read; "
+        f"take the 16-bit model {original} and set weights.quantize=nf4"
+    )
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,33 @@ SHORT = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
 
 
 def test_an_error_stops_the_run_unless_it_is_told_not_to(jsonl, chatml, templates):
-    chatml.chat_template = "{{ bos_token }}hi" + templates["chatml with bos"]
+    chatml.chat_template = "hi{{ bos_token }}" + templates["chatml with bos"]
     path = jsonl(SHORT, {**SHORT, "response": "the cat"})
     for _ in range(2):  # the second time from the cache
         examples, _ = prepare(DataConfig(path), "demonstrations", chatml)
-        with pytest.raises(UserError, match=r"rows.jsonl: 2 rows have more than one BOS \(.*\n.*data.check=warn"):
+        with pytest.raises(
+            UserError, match=r"rows.jsonl: 2 rows have two BOS next to each other \(.*\n.*data.check=warn"
+        ):
             check_findings(examples, "stop")
-        assert check_findings(examples, "warn")[0].startswith("error: 2 rows have more than one BOS")
+        assert check_findings(examples, "warn")[0].startswith("error: 2 rows have two BOS next")
         assert check_findings(examples, "off") == []
+
+
+def test_a_bos_that_opens_each_turn_is_no_fault(jsonl, chatml, templates):
+    turn = "{% for message in messages %}"
+    chatml.chat_template = templates["chatml"].replace(turn, turn + "{{ bos_token }}")  # SmolLM2's BOS is <|im_start|>
+    dialogue = [{"role": role, "content": "the cat"} for role in ("user", "assistant", "user", "assistant")]
+    examples, _ = prepare(DataConfig(jsonl({"messages": dialogue})), "demonstrations", chatml)
+    assert list(examples[0].documents[0]).count(chatml.bos_token_id) == 4
+    assert check_findings(examples, "stop") == []
+
+
+def test_only_the_last_reply_has_to_end_in_a_stop_token(jsonl, chatml, templates):
+    ends = "{% if loop.last or loop.index % 2 %}<|im_end|>{% else %}<pad>{% endif %}"  # gpt-oss ends an earlier reply in <|end|>
+    chatml.chat_template = templates["chatml"].replace("<|im_end|>", ends)
+    dialogue = [{"role": role, "content": "the cat"} for role in ("user", "assistant", "user", "assistant")]
+    examples, _ = prepare(DataConfig(jsonl({"messages": dialogue})), "demonstrations", chatml)
+    assert check_findings(examples, "stop") == []
 
 
 def test_warnings_are_noted_source_by_source(jsonl, bpe):

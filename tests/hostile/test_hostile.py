@@ -194,7 +194,7 @@ change("config_hidden_and_heads", BOTH, "config.json", "config.json", hidden_siz
 change("config_code", BOTH, "config.json", "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
 change("config_unknown_type", BOTH, "nobody", "config.json", model_type="nobody")
 change("config_list_type", BOTH, "config.json", "config.json", model_type=["llama"])
-change("config_unknown_key", "native", "config.json", "config.json", attention_sink=4)
+change("config_unknown_key", "native", "config.json", "config.json", attention_chunk_size=4)
 change(
     "config_other_weights", "foreign", "config.json", "config.json",
     quantization_config={"quant_method": "gguf", "gguf_file": "../elsewhere/model.gguf"},

@@ -334,7 +334,7 @@ def test_damage_is_refused_by_name(tmp_path):
             load_external(tmp_path)
     save_file(tensors, weights, metadata={"format": "pt"})
     for changed, problem in (
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "brings its own code"),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map asks to run Python code"),
         ({"model_type": "nobody"}, "neither in our tables nor in transformers'"),
         ({"model_type": "clip"}, "no language model"),
     ):

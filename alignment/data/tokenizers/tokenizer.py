@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from alignment.errors import UserError, raise_all
-from alignment.files import check_directory, read_json_object, write_atomic, write_json
+from alignment.files import check_directory, read_json_object, without_foreign_code, write_atomic, write_json
 
 ANCHOR = "\n"  # a text put before another one, so that it is not the first
 
@@ -111,9 +111,10 @@ def is_panic(error: BaseException) -> bool:
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the old and the new names
 GPT2_END = "<|endoftext|>"
 WORDPIECE_FILE = "vocab.txt"
-FOREIGN_CODE = ("auto_map", "trust_remote_code", "gguf_file")
+FOREIGN_CODE = ("trust_remote_code", "gguf_file")
 UNUSED_KEY = "special_tokens_map_file"  # old directories name its author's own path
-LOADING_OPTIONS = ("is_local", "local_files_only")  # written by transformers; say nothing about the tokenizer
+# Written by transformers, or the name of code that is never run; they say nothing about the tokenizer.
+LOADING_OPTIONS = ("is_local", "local_files_only", "auto_map")
 
 
 def read_tokenizer_files(source: str | Path) -> Tokenizer:
@@ -197,9 +198,10 @@ def _load_wordpiece(path: Path) -> Tokenizer:
 
 
 def _refuse_foreign_code(path: Path) -> None:
+    config = without_foreign_code(read_json_object(path), path) if path.exists() else {}
     raise_all(
         f"{path}: {key} asks for code or files from elsewhere, which are never read; save the tokenizer as tokenizer.json"
-        for key, value in (read_json_object(path) if path.exists() else {}).items()
+        for key, value in config.items()
         if (key in FOREIGN_CODE and value)
         or (key != UNUSED_KEY and key.endswith(("_file", "_files")) and _leads_out(path, value))
     )

@@ -37,6 +37,7 @@ from alignment.models.safetensors_files import (
     read_config,
     read_generation_config,
     read_shapes,
+    refuse_quantized,
     write_generation_config,
 )
 
@@ -55,7 +56,6 @@ AUTO_CLASSES: dict[str, tuple[str, type[ExternalModel]]] = {  # kind -> transfor
 }
 REFUSED_KEYS = {  # config keys that ask transformers for other code or weights -> what they do
     "auto_map": "brings its own code",
-    "quantization_config": "has quantized weights, which are not read",
     "gguf_file": "names another file for its weights",
 }
 EXTRA_PARAMETERS = 2**26  # numbers that a model may have beside those of its file: buffers, a new head
@@ -183,6 +183,7 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
     check_sizes(directory, config, read_shapes(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        settings.__dict__.pop("auto_map", None)  # `read_config` has looked at it
         settings.update(changes if task != "scalar" else changes | score_settings(config | changes))
     except Exception as error:  # each class checks its keys in its own way
         raise UserError(f"{directory}/{CONFIG}: transformers refuses it ({type(error).__name__}: {error})") from error
@@ -201,6 +202,7 @@ def score_settings(config: HFConfig) -> HFConfig:
 
 def _refuse_keys(directory: Path, config: HFConfig) -> None:
     """Refuse a config that asks for code or weights from elsewhere, also in a nested config."""
+    refuse_quantized(config, directory / CONFIG)
     for key, value in config.items():
         if key in REFUSED_KEYS and value:
             raise UserError(
@@ -294,6 +296,8 @@ def _compute_buffers(inner: "PreTrainedModel", auto_class: str, settings: "PreTr
 
 def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
     """One message per problem in the loading report; of `trunk` if that is not empty, whose pooler belongs to the head."""
+    if any("vision" in name for name in report["unexpected_keys"]):
+        return ["its weights are those of a model for pictures and text, of which only text models are read; take one"]
 
     def relevant(name: str) -> bool:
         return not trunk or (name.startswith(f"{trunk}.") and not name.startswith(f"{trunk}.pooler."))

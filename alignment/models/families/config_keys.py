@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from alignment.errors import spelling_hint
+from alignment.errors import spelling_hint, warn_once
 from alignment.models.layers.feedforward import ACTIVATIONS
 
 # Keys of any family that do not change the forward pass. Sampling defaults are among them on purpose: a run has its own
@@ -38,6 +38,24 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
 }
+
+
+# Keys that transformers' code reads although its config classes have no attribute of the name.
+ACTING = frozenset(
+    (
+        "attention_chunk_size",
+        "auto_map",
+        "embedding_size",
+        "gguf_file",
+        "is_causal",
+        "quantization_config",
+        "token_classification_bias",
+        "transformers_weights",
+        "trust_remote_code",
+        "unpadded_vocab_size",
+        "use_bidirectional_attention",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,32 @@ def transformers_defaults() -> dict[str, dict[str, Any]]:
     return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
+@cache
+def transformers_attributes(model_type: str) -> frozenset[str]:
+    """Keys of transformers' config class of a family; to import it takes a second, and few configs ask for it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    settings = CONFIG_MAPPING[model_type]()
+    return frozenset((*vars(settings), *settings.attribute_map))
+
+
+def unread_keys(config: Mapping[str, Any], known: Collection[str]) -> set[str]:
+    """Keys that act nowhere, each named by one note: neither `known` to a family nor read by transformers.
+
+    A key that transformers' config class of this `model_type` has no attribute for cannot act there.
+    """
+    known = {*known, *FIXED, *HARMLESS, *ACTING}
+    unread = set()
+    for name in config:
+        if name not in known and name not in transformers_attributes(config["model_type"]):
+            unread.add(name)
+            model_type = config["model_type"]
+            warn_once(
+                f"config.json: {name!r} is no key of transformers' {model_type} and changes nothing{hint(name, known)}"
+            )
+    return unread
+
+
 def refused_keys(
     config: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
 ) -> Iterable[str]:
@@ -129,7 +173,10 @@ def refused_keys(
     known = {*known, *fixed, *HARMLESS}
     for name in config:
         if name not in known:
-            yield f"config.json: unknown key {name!r}{hint(name, known)}; a key that is not understood is never ignored"
+            yield (
+                f"config.json: unknown key {name!r}{hint(name, known)}; transformers acts on it, so it cannot be left "
+                "out here"
+            )
     for name, allowed in fixed.items():
         if name in config and config[name] not in allowed:
             yield f"config.json: {name} = {config[name]!r} is not supported, only {' or '.join(map(repr, allowed))}"

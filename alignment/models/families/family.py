@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.families.config_keys import KEYS, Key, refused_keys, transformers_defaults
+from alignment.models.families.config_keys import KEYS, Key, refused_keys, transformers_defaults, unread_keys
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import TransformerSpec
@@ -116,7 +116,7 @@ class Family:
         return {key: self.default(key) for key in self.keys if key not in present} | present
 
     def read(self, config: HFConfig) -> HFConfig:
-        """The values of a config; raises UserError naming every key that is unknown or has a value that cannot be."""
+        """The values of the keys of a config that act; UserError names each that is unknown or has a wrong value."""
         value = self.values(config)
         problems = [
             f"config.json: {old} = {config[old]!r} and {key} = {value[key]!r} are the same thing"
@@ -124,6 +124,7 @@ class Family:
             if old in config and config[old] != value[key]
         ]
         known = {*self.keys, *self.by_hand, *self.harmless}
+        value = {key: value[key] for key in value if key not in unread_keys(value, {*known, *self.fixed})}
         problems += refused_keys(value, known, self.fixed)
         wrong = [problem for key in self.keys if (problem := self._value_problem(key, value[key]))]
         understood = {key: value[key] for key in value if key in known}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, raise_all, warn_once
 from alignment.models.families.config_keys import hint
 from alignment.models.layers.rotary import (
     DynamicScaling,
@@ -31,6 +31,8 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,), ()),
     "longrope": ((), (ORIGINAL, "factor", "attention_factor"), ("short_factor", "long_factor")),
 }
+
+ROPE_NUMBERS = {key for kinds in ROPE_TYPES.values() for keys in kinds for key in keys}
 
 
 def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
@@ -79,8 +81,12 @@ def _problems(rope: HFConfig, kind: str) -> Iterator[str]:
     numbers, optional, lists = ROPE_TYPES[kind]
     numbers = (THETA, PARTIAL, *numbers)
     for key in rope:
-        if key not in (*numbers, *optional, *lists):
+        if key in (*numbers, *optional, *lists):
+            continue
+        if key in ROPE_NUMBERS or key.startswith("mrope"):
             yield f"config.json: unknown rope key {key!r} for rope_type {kind!r}"
+        else:
+            warn_once(f"config.json: rope key {key!r} is no key of transformers and changes nothing")
     for key in (*numbers, *(key for key in optional if key in rope and key != "truncate")):
         if not _positive(rope.get(key)):
             yield f"config.json: rope key {key} must be a number above 0, got {rope.get(key)!r}"

@@ -76,7 +76,7 @@ def test_foreign_code_is_refused_by_key(bpe, tmp_path, file, key):
     config = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
     (tmp_path / file).write_text(json.dumps({**config, key: {"AutoTokenizer": ["x.py", None]}}))
     (tmp_path / "x.py").write_text("open('touched', 'w')")
-    with pytest.raises(UserError, match=f"{file}: {key} asks for code"):
+    with pytest.raises(UserError, match=f"{file}: {key} asks"):
         read_tokenizer_files(tmp_path)
 
 
