@@ -40,11 +40,17 @@ FORMS = (  # of a score, in the order of trust
 
 
 class RequestFailed(Exception):
-    """No score; `pause` is the service's wish in seconds before another try, None where none would help."""
+    """No score.
 
-    def __init__(self, why: str, pause: float | None = None):
+    Attributes:
+        pause: the service's wish in seconds before another try; None where none would help.
+        answer: beginning of the body that came with a refusal; not for logs of judges, since it may repeat texts.
+    """
+
+    def __init__(self, why: str, pause: float | None = None, answer: str = ""):
         super().__init__(why)
         self.pause = pause
+        self.answer = answer
 
 
 def judge_reward(spec: JudgeSpec) -> TextReward:
@@ -90,7 +96,7 @@ def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
 # The request
 
 
-def send_json(service: ServiceSpec, body: bytes | None) -> object:
+def send_json(service: ServiceSpec, body: bytes | None, *, text_too: bool = False) -> object:
     """The decoded JSON answer to a posted body of JSON, or without one to a GET; None where the answer is empty.
 
     Half a surrogate pair in it, which models of bytes do send and no file can hold, is U+FFFD.
@@ -99,21 +105,24 @@ def send_json(service: ServiceSpec, body: bytes | None) -> object:
     the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer Retry-After
     counts, and one above `max_backoff_seconds` is a failure.
 
+    Args:
+        text_too: an answer may also be a text, which is returned.
+
     Raises:
         RequestFailed: no usable answer; the message holds neither key nor body.
     """
     for attempt in range(service.retries):
         try:
-            return _send_once(service, body)
+            return _send_once(service, body, text_too=text_too)
         except RequestFailed as error:
             if error.pause is None or error.pause > service.max_backoff_seconds:
                 raise
             longest = min(service.max_backoff_seconds, service.backoff_seconds * 2.0**attempt)
             time.sleep(max(error.pause, longest * random.uniform(0.5, 1.0)))
-    return _send_once(service, body)
+    return _send_once(service, body, text_too=text_too)
 
 
-def _send_once(service: ServiceSpec, body: bytes | None) -> object:
+def _send_once(service: ServiceSpec, body: bytes | None, *, text_too: bool) -> object:
     """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
     parts, deadline = urlsplit(service.url), time.monotonic() + service.timeout_seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -134,15 +143,18 @@ def _send_once(service: ServiceSpec, body: bytes | None) -> object:
         raise RequestFailed("a header that cannot be sent") from None
     if len(received) > MAX_ANSWER_BYTES:
         raise RequestFailed(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+    beginning = received[:500].decode("utf-8", "replace").strip()
     if answer.status in RETRIED:
         wish = (answer.getheader("Retry-After") or "").strip()
-        raise RequestFailed(f"status {answer.status}", float(wish) if wish.isdecimal() else 0.0)
+        raise RequestFailed(f"status {answer.status}", float(wish) if wish.isdecimal() else 0.0, beginning)
     if not 200 <= answer.status < 300:
-        raise RequestFailed(f"status {answer.status}")
+        raise RequestFailed(f"status {answer.status}", answer=beginning)
     try:
         text = json.dumps(json.loads(received), ensure_ascii=False) if received.strip() else "null"
         return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except (ValueError, RecursionError) as error:
+        if text_too:
+            return received.decode("utf-8", "replace")
         raise RequestFailed("the answer is no JSON", 0.0) from error
 
 

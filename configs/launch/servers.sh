@@ -21,7 +21,6 @@ if [ -n "${LORA_RANK:-}" ]; then
   options+=(--enable-lora --max-lora-rank "$LORA_RANK")
 else
   export VLLM_SERVER_DEV_MODE=1
-  options+=(--weight-transfer-config '{"backend": "disk"}')
 fi
 
 started=() urls=()

@@ -27,7 +27,6 @@ if [ -n "${LORA_RANK:-}" ]; then
   options+=(--enable-lora --max-lora-rank "$LORA_RANK")
 else
   export VLLM_SERVER_DEV_MODE=1
-  options+=(--weight-transfer-config '{"backend": "disk"}')
 fi
 folder=$(python -c 'from alignment.config.load import packaged_folder; print(packaged_folder("configs") / "launch")')
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -27,7 +27,7 @@ SAMPLED = ("score", "kl", "response_tokens", "ended_share", "policy_loss", "valu
 
 
 class StandIn(ThreadingHTTPServer):
-    """A server of `vllm serve` with the backend `disk`: its weights, its version, and what it was asked."""
+    """A server of `vllm serve`: its weights, its version, and what it was asked; it answers as vLLM 0.32 did."""
 
     daemon_threads = True
 
@@ -39,16 +39,13 @@ class StandIn(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def start_anew(self) -> None:
-        """Be as after a start: the weights of the checkpoint, no transfer engine, no adapters."""
+        """Be as after a start: the weights of the checkpoint, no adapters."""
         with self.lock:
-            self.models, self.version, self.state, self.new = (
-                {"base": load_model(self.base)},
-                "default",
-                "started",
-                None,
-            )
+            self.models = {"base": load_model(self.base)}
+            self.version, self.state, self.cached = "default", "started", False
 
     def answer(self, method: str, path: str, body: dict | None) -> tuple[int, object]:
+        path = path.partition("?")[0]
         self.calls.append(path)
         if (fault := self.faults.get(path)) and (found := fault(self)) is not None:
             return found
@@ -61,43 +58,42 @@ class StandIn(ThreadingHTTPServer):
     def GET_v1_models(self, body):
         return 200, {"data": [{"id": name} for name in self.models]}
 
-    def POST_init_weight_transfer_engine(self, body):
-        if body != {"init_info": {}}:
-            return 400, {"detail": "Missing 'init_info'"}
-        self.state = "ready"
-        return 200, {}
+    def POST_pause(self, body):
+        self.state = "paused"
+        return 200, {"status": "paused"}
 
-    def POST_start_weight_update(self, body):
-        if self.state != "ready":
-            return 409, {}
-        self.state = "updating"
-        return 200, {}
+    def POST_resume(self, body):
+        self.state = "resumed"
+        return 200, {"status": "resumed"}
 
-    def POST_update_weights(self, body):
-        folder = Path(body["update_info"]["path"])
-        if self.state != "updating" or not folder.is_absolute() or not list(folder.glob("*.safetensors")):
-            return 409, {}
-        self.new = load_model(str(folder))
-        return 200, {}
+    def POST_collective_rpc(self, body):
+        folder = Path(body["kwargs"]["weights_path"])
+        if self.state != "paused" or body["method"] != "reload_weights" or not list(folder.glob("*.safetensors")):
+            return 500, {"error": {"message": "Call to collective_rpc method failed"}}
+        self.models["base"], self.cached = load_model(str(folder)), True
+        return 200, {"results": [None]}
 
-    def POST_finish_weight_update(self, body):
-        if self.state != "updating" or self.new is None:
-            return 409, {}
-        self.models["base"], self.version, self.state, self.new = self.new, body["weight_version"], "ready", None
-        return 200, {}
+    def POST_update_weight_version(self, body):
+        self.version = body["new_version"]
+        return 200, {"success": True, "new_version": self.version}
+
+    def POST_reset_prefix_cache(self, body):
+        self.cached = False
+        return 200, {"success": True}
 
     def POST_v1_load_lora_adapter(self, body):
         if body["lora_name"] in self.models:
-            return 400, {}
+            return 400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}}
         self.models[body["lora_name"]] = load_model(body["lora_path"])
-        return 200, {}
+        return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
     def POST_v1_unload_lora_adapter(self, body):
         del self.models[body["lora_name"]]
-        return 200, {}
+        return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
 
     def POST_inference_v1_generate(self, body):
         params, model = body["sampling_params"], self.models[body.get("model", "base")]
+        assert self.state != "paused" and not self.cached
         assert params["ignore_eos"] and params["stop_token_ids"] and params["top_k"] == -1
         sampling = SamplingConfig(params["max_tokens"], params["temperature"], seed=params["seed"] >> 32)
         drawn = decode_responses(
@@ -122,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, method, body):
         status, found = self.server.answer(method, self.path, body)
-        text = json.dumps(found).encode()
+        text = (found if isinstance(found, str) else json.dumps(found)).encode()
         try:
             self.send_response(status)
             self.end_headers()
@@ -184,7 +180,7 @@ def test_a_run_is_that_of_our_own_engine(ppo, start, read_metrics, tmp_path, ada
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
         assert other["sampling_error"] == pytest.approx(one["sampling_error"], rel=1e-3, abs=1e-4)
     assert counts["/inference/v1/generate"] == 3 * 8
-    assert counts["/v1/load_lora_adapter" if adapter else "/finish_weight_update"] == 3 - behind
+    assert counts["/v1/load_lora_adapter" if adapter else "/collective_rpc"] == 3 - behind
     assert len(list((tmp_path / "weights").iterdir())) == 1  # the folders of earlier weights are gone
 
 
@@ -238,7 +234,7 @@ def test_a_server_that_was_started_anew_reads_the_weights_again(ppo, start, read
 
     def restarted(server):
         calls.append(1)
-        if len(calls) == 3:  # before the second iteration's update
+        if len(calls) == 4:  # before the second iteration's update
             server.start_anew()
 
     run, config = ppo("own")
@@ -251,10 +247,30 @@ def test_a_server_that_was_started_anew_reads_the_weights_again(ppo, start, read
     assert [line["score"] for line in served] == pytest.approx([line["score"] for line in own], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "body", "said"),
+    [
+        ("/weight_info", 404, {"detail": "Not Found"}, r"status 404 .*Not Found.*VLLM_SERVER_DEV_MODE=1"),
+        (
+            "/collective_rpc",
+            500,
+            {"error": {"message": "Worker failed"}},
+            r"collective_rpc: status 500 .*Worker failed",
+        ),
+    ],
+)
+def test_a_refusal_of_a_server_is_shown(ppo, start, tmp_path, path, status, body, said):
+    with standing_in(start["policy"]) as server:
+        server.faults[path] = lambda server: (status, body)
+        run, config = ppo("served", servers=servers_of(server, tmp_path))
+        with pytest.raises(UserError, match=said):
+            run(config)
+
+
 def test_a_server_that_is_not_there_is_named_before_anything_is_sampled(ppo, tmp_path):
     servers = ServersConfig(urls=["http://127.0.0.1:9"], weights_folder=str(tmp_path / "weights"), retries=0)
     run, config = ppo("served", servers=servers)
-    with pytest.raises(UserError, match=r"servers: http://127.0.0.1:9/init_weight_transfer_engine: ConnectionRefused"):
+    with pytest.raises(UserError, match=r"servers: http://127.0.0.1:9/weight_info: ConnectionRefused"):
         run(config)
 
 

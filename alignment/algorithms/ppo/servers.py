@@ -1,14 +1,15 @@
 """Responses from vLLM servers on other cards, while this process trains.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve POLICY --weight-transfer-config '{"backend": "disk"}' --enable-scale-out \\
-        --logprobs-mode processed_logprobs            # on the cards that sample
+    VLLM_SERVER_DEV_MODE=1 vllm serve POLICY --enable-scale-out --logprobs-mode processed_logprobs   # where it samples
     alignment ppo CONFIG servers.urls='[http://10.0.0.2:8000]' servers.weights_folder=/shared/weights
 
-Before an iteration samples, the policy's weights are written to a folder that both sides see, and every server reads them;
-a LoRA goes as an adapter of its base. Prompts are sent as token ids, and token ids come back with their log-probabilities.
-A server is asked which weights it has before each iteration, and every response says which weights drew it.
+Before an iteration samples, the policy's weights are written to a folder that both sides see, and every server reads them
+while it is paused; a LoRA goes as an adapter of its base. Prompts are sent as token ids, and token ids come back with their
+log-probabilities. A server is asked which weights it has before each iteration, and every response says which weights
+drew it.
 
-Source: vLLM's documentation of weight transfer (backend `disk`), of its tokens-in tokens-out API, and of LoRA at runtime.
+Source: the answers of vLLM 0.32, which scripts/real_servers.py asks again: `/collective_rpc` with `reload_weights` of its
+development mode, its tokens-in tokens-out API, and LoRA at runtime.
 """
 
 import json
@@ -27,6 +28,10 @@ from alignment.rewards.judge import RequestFailed, send_json
 from alignment.rewards.specs import ServiceSpec
 from alignment.training import Engine
 
+WITHOUT_ROUTE = (
+    "start vllm with --enable-scale-out, and with VLLM_SERVER_DEV_MODE=1, or for a LoRA with --enable-lora and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; "
+)
 Drawn = tuple[list[int], list[float], bool]  # tokens of a response, their log-probabilities, and True where it ended
 
 
@@ -76,10 +81,7 @@ class ServerSampler:
 
     def _prepare(self) -> None:
         for url in self.config.urls:
-            if self.policy.adapter is None:
-                self._call(url, "init_weight_transfer_engine", {"init_info": {}})
-            else:
-                self._call(url, "v1/models")
+            self._call(url, "weight_info" if self.policy.adapter is None else "v1/models")
 
     def _load(self, url: str, old: str) -> None:
         """Let a server read the weights that it does not have: after an update, or after it was started anew."""
@@ -90,12 +92,12 @@ class ServerSampler:
                 self._call(url, "v1/load_lora_adapter", {"lora_name": version, "lora_path": folder})
             if old in there - {version}:
                 self._call(url, "v1/unload_lora_adapter", {"lora_name": old})
-        elif (found := self._call(url, "weight_info")["weight_version"]) != version:
-            if old not in ("", found):  # it was started anew
-                self._call(url, "init_weight_transfer_engine", {"init_info": {}})
-            self._call(url, "start_weight_update", {})
-            self._call(url, "update_weights", {"update_info": {"path": folder}})
-            self._call(url, "finish_weight_update", {"weight_version": version})
+        elif self._call(url, "weight_info")["weight_version"] != version:
+            self._call(url, "pause?mode=wait", {})
+            self._call(url, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            self._call(url, "update_weight_version", {"new_version": version})
+            self._call(url, "reset_prefix_cache", {})  # its keys and values are of the weights before
+            self._call(url, "resume", {})
             self._check_versions(url, {self._call(url, "weight_info")["weight_version"]})
 
     def _respond(
@@ -141,11 +143,12 @@ class ServerSampler:
         limits = {name: getattr(self.config, name) for name in ("timeout_seconds", "retries", "key_variable")}
         service = ServiceSpec(f"{url.rstrip('/')}/{path}", **limits)
         try:
-            return send_json(service, None if body is None else json.dumps(body).encode())
+            return send_json(service, None if body is None else json.dumps(body).encode(), text_too=True)
         except RequestFailed as error:
+            advice = WITHOUT_ROUTE if str(error) == "status 404" else ""
             raise UserError(
-                f"servers: {service.url}: {error}; the run goes on from its newest checkpoint when the server answers and "
-                "the same command is given again"
+                f"servers: {service.url}: {error}{error.answer and f' ({error.answer})'}; {advice}the run goes on from its "
+                "newest checkpoint when the server answers and the same command is given again"
             ) from error
 
 
