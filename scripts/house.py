@@ -184,7 +184,10 @@ class House(Package):
         nested = []
         for module in self.modules.values():
             for node in ast.walk(module.tree):
-                if isinstance(node, COMPREHENSIONS) and sum(isinstance(part, COMPREHENSIONS) for part in ast.walk(node)) > 1:
+                if (
+                    isinstance(node, COMPREHENSIONS)
+                    and sum(isinstance(part, COMPREHENSIONS) for part in ast.walk(node)) > 1
+                ):
                     nested.append(f"{module.path.relative_to(self.directory)}:{node.lineno}")
         return nested
 

@@ -89,7 +89,7 @@ def test_servers_of_one_machine_have_gpus_of_their_own_and_end_with_the_training
     )
     for number, (gpu, line) in enumerate(zip((0, 3), started(tmp_path), strict=True)):
         assert line.startswith(f"{gpu} 1 serve my policy --host 127.0.0.1 --port {8000 + number} --enable-scale-out ")
-        assert line.endswith('--max-model-len 2048')
+        assert line.endswith("--max-model-len 2048")
     time.sleep(0.2)
     assert not any(is_running(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
