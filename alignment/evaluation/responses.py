@@ -290,6 +290,8 @@ def write_responses(
             column: {name: getattr(own, part)[i] for name, own in responses.items()} for column, part in COLUMNS.items()
         }
         rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
+    if not (output / SAMPLING).exists():  # it says that the responses are ours, also after a kill between the two files
+        write_json(output / SAMPLING, {})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     present = {kind: {name: own for name, own in values.items() if name in responses}
                for kind in KINDS if isinstance(values := source[kind], dict)}  # fmt: skip
