@@ -363,7 +363,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def without_foreign_code(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def without_foreign_code(config: Mapping[str, object], path: Path) -> dict[str, Any]:
     """A config of a checkpoint without `auto_map`, which names classes in Python files beside it; those are never run.
 
     Where transformers has classes of all these names, its own are taken, and a note says so.
@@ -371,11 +371,11 @@ def without_foreign_code(config: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         UserError: transformers has no class of a name.
     """
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
     if not config.get("auto_map"):
-        return config
+        return kept
     import transformers
 
-    kept = {key: value for key, value in config.items() if key != "auto_map"}
     known = {name.casefold() for name in dir(transformers)}
     classes = [name for name in re.findall(r"[\w./-]+", str(config["auto_map"])) if "." in name]
     foreign = sorted({name for name in classes if name.rpartition(".")[2].casefold() not in known})

@@ -63,19 +63,15 @@ def export_model(
             rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
 
     Raises:
-        UserError: `output` is read from, or holds anything but an earlier export; the adapter cannot be merged (a
-            prefix does not change weights); `quantize` without an adapter; an ensemble of adapters; a reward model
-            whose scores are not those that were saved with it.
+        UserError: `output` is read from, or holds anything but an earlier export; the adapter cannot be merged, such
+            as a prefix; `quantize` without an adapter; an ensemble of adapters; a reward model with other scores.
     """
     if model.endswith(".gguf"):
         return export_gguf(Path(model), Path(output), torch_dtype(dtype) or torch.float32)
     directory = find_directory(model)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     base = find_base(directory) if updates == directory else directory
-    target = Path(os.path.realpath(output))  # a link to a directory stays
-    if target in [source.resolve() for source in (directory, base, updates or base)]:
-        raise UserError(f"{output}: the model is read from there; choose another directory for the result")
-    refuse_foreign(target)
+    target = _target(output, [directory, base, updates or base])
     scalar = _is_scalar(model, directory, updates)
     tokenizer = load_tokenizer(adapter or model)
     known = tokenizer.get_vocab()
@@ -101,6 +97,15 @@ def export_model(
         if scalar:
             _write_scale_and_canaries(RewardModel(written.eval(), changed), updates or directory, folder)
     return Path(output)
+
+
+def _target(output: str, sources: Sequence[Path]) -> Path:
+    """The directory to write, where it may be written and none of `sources` is it; of a link the one that it leads to."""
+    target = Path(os.path.realpath(output))
+    if target in [source.resolve() for source in sources]:
+        raise UserError(f"{output}: the model is read from there; choose another directory for the result")
+    refuse_foreign(target)
+    return target
 
 
 def _is_scalar(model: str, directory: Path, updates: Path | None) -> bool:

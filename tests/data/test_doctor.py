@@ -83,11 +83,11 @@ def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
     assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
 
 
-def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
-    """A dialogue of two trained turns, the second one stopped."""
+def test_the_last_turn_without_a_stop_token_is_an_error(monkeypatch, jsonl, bpe):
+    """A dialogue of two trained turns, the first one stopped."""
     from alignment.data import doctor
 
-    ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
+    ids, mask = [0, 50, 1, 52, 53, 51], [False, True, True, False, True, True]
     made = ([Example.single(ids, mask, "r1")], Tally(rows=1, kept=1))
     monkeypatch.setitem(doctor.TOKENIZE, "demonstrations", lambda *arguments: made)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)

@@ -95,7 +95,7 @@ def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tm
 
 def test_a_classifier_of_several_classes_is_no_scalar_model(tmp_path):
     save_model(build_model({**BERT, "num_labels": 3}, "sequence"), tmp_path)
-    with pytest.raises(UserError, match=r"classifier\.weight has shape \(3, 32\)"):
+    with pytest.raises(UserError, match="names 3 labels"):
         load_pretrained(tmp_path, "scalar")
 
 

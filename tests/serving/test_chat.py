@@ -1,5 +1,6 @@
 """`alignment chat`: replies are what `generate` gives for the dialogue so far."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def test_replies_go_on_from_the_dialogue_and_new_begins_another(directory, say, 
     say("Where is the spa?", "  ", "And the pool?", "/new", "Where is the spa?")
     assert chat(directory) == 0
     out, err = capsys.readouterr()
-    assert out == "".join(f"{text}\n" for text in [*expected, expected[0]])
+    shown = "".join(f"{text}\n" for text in [*expected, expected[0]])
+    assert out == re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", shown)
     assert HELP in err
 
 

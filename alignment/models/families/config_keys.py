@@ -9,6 +9,7 @@ from typing import Any
 
 from alignment.errors import spelling_hint, warn_once
 from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.safetensors_files import HFConfig
 
 # Keys of any family that do not change the forward pass. Sampling defaults are among them on purpose: a run has its own
 # sampling settings.
@@ -144,7 +145,7 @@ def transformers_attributes(model_type: str) -> frozenset[str]:
     return frozenset((*vars(settings), *settings.attribute_map))
 
 
-def unread_keys(config: Mapping[str, Any], known: Collection[str]) -> set[str]:
+def keys_without_effect(config: HFConfig, known: Collection[str]) -> set[str]:
     """Keys that act nowhere, each named by one note: neither `known` to a family nor read by transformers.
 
     A key that transformers' config class of this `model_type` has no attribute for cannot act there.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.families.config_keys import KEYS, Key, refused_keys, transformers_defaults, unread_keys
+from alignment.models.families.config_keys import KEYS, Key, keys_without_effect, refused_keys, transformers_defaults
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import TransformerSpec
@@ -124,7 +124,8 @@ class Family:
             if old in config and config[old] != value[key]
         ]
         known = {*self.keys, *self.by_hand, *self.harmless}
-        value = {key: value[key] for key in value if key not in unread_keys(value, {*known, *self.fixed})}
+        idle = keys_without_effect(value, {*known, *self.fixed})
+        value = {key: item for key, item in value.items() if key not in idle}
         problems += refused_keys(value, known, self.fixed)
         wrong = [problem for key in self.keys if (problem := self._value_problem(key, value[key]))]
         understood = {key: value[key] for key in value if key in known}
