@@ -33,6 +33,7 @@ from alignment.data.text.templates import (
     render_dialogues,
     require_contents,
     shared_length,
+    tag_boundary,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
 from alignment.errors import UserError
@@ -40,7 +41,9 @@ from alignment.errors import UserError
 # Notes about rows that are used.
 VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
-PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
+PREFILLED = (
+    "generation opens a reply with {!r}, which the template leaves out of the replies it writes: so does training"
+)
 REPEATED = "a reply begins with {!r}, which the generation prompt has written before it: left out of the reply"
 INSIDE = "generation opens a reply with {!r}, after which a reply that does not go on from it is trained as it stands"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
@@ -78,11 +81,15 @@ class TextPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """Ids and mask of a sequence, of equal length, and notes for the user."""
+    """Ids and mask of a sequence, of equal length, and notes for the user.
+
+    `prompt`, of a response: the ids that it follows in place of `prompt_ids`; empty: it follows those.
+    """
 
     ids: list[int]
     mask: list[bool]
     notes: tuple[str, ...] = ()
+    prompt: Sequence[int] = ()
 
 
 def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserError:
@@ -159,7 +166,14 @@ def response_ids(
     tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
 ) -> list[int]:
     """Ids of a response and exactly one end token, also where the text already ends in it; as `encode_each_response`."""
-    return _accepted(encode_each_response(tokenizer, [response], [prompt], ended=[ended])[0]).ids
+    return encode_response(tokenizer, response, prompt, ended=ended).ids
+
+
+def encode_response(
+    tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
+) -> EncodedChat:
+    """`encode_each_response` of one response."""
+    return _accepted(encode_each_response(tokenizer, [response], [prompt], ended=[ended])[0])
 
 
 class _Turn(NamedTuple):
@@ -184,7 +198,8 @@ def encode_each_response(
     Args:
         responses: texts; or assistant messages, whose tool calls and reasoning the template writes.
         prompts: of each response; None: plain texts. After messages, the blanks that the template writes around a reply
-            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them.
+            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them. A reply without
+            reasoning does not follow a "<think>" that generation opens, but the prompt that the template writes.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
     """
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
@@ -200,14 +215,29 @@ def encode_each_response(
     if chat.end is not None:
         chosen = {}
         for number, turn in enumerate(turns):
-            if isinstance(turn.prompt, list) and (chat.writes_around or not is_plain(turn.reply)):
+            if isinstance(turn.prompt, list) and (chat.writes_around or not _continues(chat, turn)):
                 cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
                 chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
         written = render_dialogues(tokenizer, list(chosen.values()))
         for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
             if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
                 plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
-    return encode_plans(tokenizer, plans)
+    return [attempt(_prompt_apart, each) for each in encode_plans(tokenizer, plans)]
+
+
+def _prompt_apart(encoded: EncodedChat) -> EncodedChat:
+    start = encoded.mask.index(True) if True in encoded.mask else 0
+    return replace(encoded, ids=encoded.ids[start:], mask=encoded.mask[start:], prompt=encoded.ids[:start])
+
+
+def goes_on(chat: ChatFormat, reply: str) -> bool:
+    """True where a reply goes on from the block that the generation prompt leaves open: it repeats or closes that."""
+    return not chat.closing or chat.closing in reply or bool(without_prefill(chat, reply)[1])
+
+
+def _continues(chat: ChatFormat, turn: _Turn) -> bool:
+    """True for a text that follows the generation prompt itself; a text that was cut off was sampled there."""
+    return is_plain(turn.reply) and (turn.end is None or goes_on(chat, turn.reply["content"]))
 
 
 def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]:
@@ -228,7 +258,8 @@ def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> T
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
-        notes += repeated or ((INSIDE.format(inside),) if inside.strip() else ())
+        closes = bool(chat.closing) and chat.closing in content
+        notes += repeated or ((INSIDE.format(inside),) if inside.strip() and not closes else ())
     return TextPlan([Segment([Piece(content, follows=True)], True, turn.end)], notes)
 
 
@@ -239,7 +270,7 @@ def _turn_plan(
     opened, closed = texts
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
-    if isinstance(found, str) or (plain and found.start != len(opened)):
+    if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
@@ -252,7 +283,11 @@ def _turn_plan(
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
     end = None if turn.end is None else found.end or turn.end
     notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
-    return TextPlan([Segment(pieces, True, end)], notes)
+    reply = Segment(pieces, True, end)
+    if found.start == len(opened):
+        return TextPlan([reply], notes)
+    prompt = Segment(pieces_of(tokenizer, closed[: found.start], dialogue.escaped, follows=False), False)
+    return TextPlan([prompt, reply], (*notes, PREFILLED.format(opened[found.start :])))
 
 
 def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -380,12 +415,12 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     """
     start = len(opened)
     if not whole.startswith(opened):  # a header at generation may hold more ("<think>") than that of a written reply
-        start = _control_boundary(chat, whole, shared_length(whole, opened))
+        start = tag_boundary(chat.controls, whole, shared_length(whole, opened))
         if not opened.endswith(chat.header) or start < len(opened) - len(chat.header):
             return REWRITES
     stop, goes_on = len(closed), not whole.startswith(closed)
     if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
-        stop = _control_boundary(chat, whole, shared_length(whole, closed))
+        stop = tag_boundary(chat.controls, whole, shared_length(whole, closed))
         if closed[stop:].strip() not in chat.controls:
             return REWRITES
     turn = whole[start:stop]
@@ -419,12 +454,3 @@ def _start_of_words(turn: str, message: Message) -> int | None:
 def loses_reasoning(message: Message, turn: str) -> bool:
     """True where a template left a message's reasoning out of the turn that it wrote."""
     return (message.get("reasoning_content") or "").strip() not in turn
-
-
-def _control_boundary(chat: ChatFormat, text: str, index: int) -> int:
-    """The index, or the first character of the control token that it lies within."""
-    for string in chat.controls:
-        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
-        if 0 <= first < index < first + len(string):
-            return first
-    return index

@@ -41,6 +41,7 @@ VARIANTS = {
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
 }
 OPENING = re.compile(r"""(?<=[\s>])[<{\[("`]""")  # of a tag, an object or a fence in a header: "assistant\n<think>"
+OPEN_TAG = re.compile(r"<(\|START_)?([\w:]+)(?(1)\|)>\s*$")  # a block that a header leaves open: "<think>\n"
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -64,6 +65,7 @@ class ChatFormat:
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
     prefilled: str = ""  # end of the header at generation that the template leaves out of the replies it writes
+    closing: str = ""  # "</think>", where `prefilled` leaves such a block open
     prefills: tuple[str, ...] = ()  # ends of the header that a reply's text may repeat, longest first
     writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
     training: str = ""  # renders whole dialogues: the template, or a variant that keeps earlier turns
@@ -126,13 +128,19 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     end = next((string for text in after for string in controls if text.startswith(string)), None)
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
     header = opened[shared_length(opened, base) :]
-    prefilled = opened[shared_length(opened, closed.partition(PROBE)[0]) :]
+    before = closed.partition(PROBE)[0]
+    prefilled = opened[tag_boundary(controls, opened, shared_length(opened, before)) :]
+    opening = None if before.startswith(opened) else OPEN_TAG.search(header)
+    closing = ""
+    if opening:
+        closing = f"<|END_{opening[2]}|>" if opening[1] else f"</{opening[2]}>"
     ends = [prefilled, *(header[mark.start() :] for mark in OPENING.finditer(header))]
     chat = replace(
         chat,
         end=end,
         header=header,
         prefilled=prefilled,
+        closing=closing,
         prefills=tuple(sorted({text for text in ends if text.strip()}, key=len, reverse=True)),
         writes_around=body != PROBE and closed.startswith(opened),
     )
@@ -161,10 +169,20 @@ def training_variant(template: str) -> str:
     return template
 
 
-def shared_length(one: str, other: str) -> int:
-    """Number of characters that two texts have in common at their beginning."""
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of characters that two texts, or of tokens that two lists, have in common at their beginning."""
     differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, min(len(one), len(other)))
+
+
+def tag_boundary(controls: Sequence[str], text: str, index: int) -> int:
+    """The index, or the first character of the control token or the tag ("<think>") that it lies within."""
+    for string in controls:
+        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
+        if 0 <= first < index < first + len(string):
+            return first
+    tag = re.search(r"<[^<>\s]*$", text[:index])
+    return tag.start() if tag else index
 
 
 def name_of(tokenizer: Tokenizer) -> str:

@@ -300,7 +300,29 @@ def test_a_reply_that_repeats_nothing_stays_as_it_is(chatml, prefill, reply):
     assert chatml.decode(encoded.ids) == reply + "<|im_end|>" and not encoded.notes
 
 
-def test_a_reply_inside_what_generation_opens_is_noted(chatml):
-    chatml.chat_template = PREFILLED.format(prefill="<think>\n", always=False)
-    [encoded] = chat.encode_each_response(chatml, ["the cat"], [[USER]])
-    assert ["'<think>\\n'" in note for note in encoded.notes] == [True]
+@pytest.mark.parametrize(("prefill", "follows"), [("<think>\n", False), ("</think>\n", True), ('{"the": ', True)])
+def test_a_reply_beside_what_generation_opens_is_noted(chatml, prefill, follows):
+    """[S1] A plain reply stands in no block that is left open; one that was cut off was sampled there."""
+    chatml.chat_template = PREFILLED.format(prefill=prefill, always=False)
+    generated = chat.prompt_ids(chatml, [USER])
+    encoded = chat.encode_response(chatml, "the cat", [USER])
+    assert [repr(prefill) in note for note in encoded.notes] == [True]
+    assert chatml.decode(encoded.ids) == "the cat<|im_end|>"
+    opened = chatml.decode(generated)
+    written = chatml.decode(encoded.prompt or generated)
+    assert written == (opened if follows else opened.removesuffix(prefill))
+    assert not chat.encode_response(chatml, "the cat", [USER], ended=False).prompt
+    assert not chat.encode_response(chatml, "mice</think>the cat", [USER]).prompt
+
+
+@pytest.mark.parametrize("lead", ["</think>", "<think></think>", "\n</think>\n"])
+def test_what_a_template_closes_in_a_reply_is_closed_in_one_turn_too(chatml, lead):
+    """[S1] One turn as text, as a dialogue and as the template renders it."""
+    opens, always = PREFILLED.format(prefill="<think>", always=False), PREFILLED.format(prefill=lead, always=True)
+    chatml.chat_template = always.partition("{% if add")[0] + "{% if add" + opens.partition("{% if add")[2]
+    encoded = chat.encode_response(chatml, "the cat", [USER])
+    dialogue = [USER, {"role": "assistant", "content": "the cat"}]
+    ids = [*(encoded.prompt or chat.prompt_ids(chatml, [USER])), *encoded.ids]
+    assert ids == chat_ids(chatml, dialogue)[0]
+    rendered = chatml.apply_chat_template(dialogue, tokenize=False).rstrip()
+    assert chatml.decode(ids).removeprefix("<s>") == rendered

@@ -123,6 +123,10 @@ def test_each_turn_apart_follows_exactly_the_prompt_that_generation_renders(name
     assert len(examples) == 3 and (counts.rows, counts.kept) == (1, 1)
     for number, example in enumerate(examples):
         prompt = chat.prompt_ids(tokenizer, DIALOGUE[: 2 * number + 1])
+        if closing := chat_format(tokenizer).closing:  # a reply without reasoning stands in no open block [S1]
+            written, prompt = tokenizer.decode(prompt), example.ids[: example.mask.index(True)]
+            assert written.startswith(tokenizer.decode(prompt)) and any("generation opens" in n for n in counts.noted)
+            assert (closing in tokenizer.decode(example.ids)) is ("<think>" in tokenizer.decode(example.ids))
         assert example.ids[: len(prompt)] == prompt
         assert example.mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
         reply = tokenizer.decode(example.ids[len(prompt) :])
