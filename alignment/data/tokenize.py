@@ -25,8 +25,8 @@ from alignment.data.rows.records import (
 )
 from alignment.data.text import chat
 from alignment.data.text.chat import EncodedChat, encode_dialogues
-from alignment.data.text.templates import shared_length
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, encode
+from alignment.data.text.templates import Piece, encode_pieces, shared_length
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, adds_bos, encode
 from alignment.errors import UserError, list_problems
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
@@ -208,12 +208,12 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
-    texts = [text for row in rows for text in _steps(tokenizer, row, counts)]
-    encoded = iter(encode(tokenizer, texts, follows=True))
+    pieces = [_steps(tokenizer, row, counts) for row in rows]
+    encoded = encode_pieces(tokenizer, [piece for of_row in pieces for piece in of_row])
     firsts = [_first_step(tokenizer, row, counts) for row in rows]
-    separators = {text: encode(tokenizer, [text], follows=True)[0] for text in {row.separator for row in rows}}
-    for row, prompt, first in zip(rows, prompts, firsts, strict=True):
-        steps = [next(encoded) + separators[row.separator] for _ in row.steps]
+    separators = {text: encode(tokenizer, [text], after=ANCHOR)[0] for text in {row.separator for row in rows}}
+    for row, prompt, of_row, first in zip(rows, prompts, pieces, firsts, strict=True):
+        steps = [encoded[piece] + separators[row.separator] for piece in of_row]
         head = prompt
         if first is not None:
             head, [start] = after_one_prompt(prompt, [first])
@@ -235,14 +235,16 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     return counted(examples, counts)
 
 
-def _steps(tokenizer: Tokenizer, row: Steps, counts: Tally) -> list[str]:
+def _steps(tokenizer: Tokenizer, row: Steps, counts: Tally) -> list[Piece]:
     """The steps of a row, the first without what the generation prompt has opened."""
+    pieces = [Piece(step, after=ANCHOR) for step in row.steps]
     if isinstance(row.prompt, str):
-        return list(row.steps)
-    first, notes = chat.without_prefill(chat.chat_format(tokenizer), row.steps[0])
+        return pieces
+    form = chat.chat_format(tokenizer)
+    first, notes = chat.without_prefill(form, row.steps[0])
     for note in notes:
         counts.note(note, row.row_id)
-    return [first, *row.steps[1:]]
+    return [Piece(first, after=form.after), *pieces[1:]]
 
 
 def _first_step(tokenizer: Tokenizer, row: Steps, counts: Tally) -> EncodedChat | None:

@@ -26,6 +26,7 @@ from alignment.data.text.templates import (
     Piece,
     chat_format,
     encode_pieces,
+    ending,
     escape,
     is_written,
     name_of,
@@ -35,7 +36,7 @@ from alignment.data.text.templates import (
     shared_length,
     tag_boundary,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
 # Notes about rows that are used.
@@ -159,7 +160,7 @@ def encode_each_prompt(
 
 def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str]) -> TextPlan:
     require_contents(tokenizer, dialogue, texts[0])
-    return TextPlan([Segment(pieces_of(tokenizer, texts[0], dialogue.escaped, follows=False), False)])
+    return TextPlan([Segment(pieces_of(tokenizer, texts[0], dialogue.escaped, after=""), False)])
 
 
 def response_ids(
@@ -253,14 +254,15 @@ def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]
 
 
 def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
-    content = turn.reply["content"]
+    content, after = turn.reply["content"], ANCHOR
     if isinstance(turn.prompt, list):
+        after = chat.after
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
         closes = bool(chat.closing) and chat.closing in content
         notes += repeated or ((INSIDE.format(inside),) if inside.strip() and not closes else ())
-    return TextPlan([Segment([Piece(content, follows=True)], True, turn.end)], notes)
+    return TextPlan([Segment([Piece(content, after=after)], True, turn.end)], notes)
 
 
 def _turn_plan(
@@ -280,13 +282,13 @@ def _turn_plan(
         return _plain_plan(chat, turn)
     if turn.end is None and plain:
         body = lead + dialogue.escaped.escape(response)
-    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
+    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
     end = None if turn.end is None else found.end or turn.end
     notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
     reply = Segment(pieces, True, end)
     if found.start == len(opened):
         return TextPlan([reply], notes)
-    prompt = Segment(pieces_of(tokenizer, closed[: found.start], dialogue.escaped, follows=False), False)
+    prompt = Segment(pieces_of(tokenizer, closed[: found.start], dialogue.escaped, after=""), False)
     return TextPlan([prompt, reply], (*notes, PREFILLED.format(opened[found.start :])))
 
 
@@ -363,7 +365,7 @@ def _plan(
     whole, messages = texts[0], dialogue.messages
     notes = [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    parts, position, start = list[Segment](), 0, 0
+    parts, position, start, after = list[Segment](), 0, 0, ""
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
@@ -380,20 +382,24 @@ def _plan(
         if opened and start == len(opened):
             reply, repeated = without_prefill(chat, reply)
             notes.extend(repeated)
-        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
-        parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
+        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, after=after), False))
+        pieces = reply_pieces(tokenizer, chat, reply, dialogue.escaped, ending(chat.controls, whole[:start]))
+        parts.append(Segment(pieces, counts, turn.end))
+        after = turn.end or ANCHOR
         position = turn.resume
     require_contents(tokenizer, dialogue, whole)
     prompt = whole[:start] if generated[-1].startswith(whole[:start]) else generated[-1]
-    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, follows=False) if len(replies) > 1 else ()
+    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, after="") if len(replies) > 1 else ()
     return TextPlan(parts, tuple(notes), last_prompt)
 
 
-def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
+def reply_pieces(
+    tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens, after: str
+) -> list[Piece]:
     """The pieces of a rendered reply: one text, unless the template wrote control tokens into it."""
     if any(string in reply for string in chat.controls):
-        return pieces_of(tokenizer, reply, escaped, follows=True)
-    return [Piece(escaped.unescape(reply), follows=True)] if reply else []
+        return pieces_of(tokenizer, reply, escaped, after=after)
+    return [Piece(escaped.unescape(reply), after=after)] if reply else []
 
 
 class TurnSpan(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
 from alignment.data.text.rendering import Cut, RenderError, RenderTask, TemplateEnded, render_tasks
-from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
@@ -64,6 +64,7 @@ class ChatFormat:
     end: str | None = None  # the control token right after the assistant's words; None: it writes none
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
+    after: str = ANCHOR  # what a reply follows at generation, as `ending` says it
     prefilled: str = ""  # end of the header at generation that the template leaves out of the replies it writes
     closing: str = ""  # "</think>", where `prefilled` leaves such a block open
     prefills: tuple[str, ...] = ()  # ends of the header that a reply's text may repeat, longest first
@@ -139,6 +140,7 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
         chat,
         end=end,
         header=header,
+        after=ending(controls, opened),
         prefilled=prefilled,
         closing=closing,
         prefills=tuple(sorted({text for text in ends if text.strip()}, key=len, reverse=True)),
@@ -277,32 +279,39 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
 
 
 class Piece(NamedTuple):
-    """A stretch of text to encode by itself; `control`: "</s>" and the like are control tokens; `follows`: other text."""
+    """A stretch of text to encode by itself; `control`: "</s>" and the like are control tokens; `after`: see `encode`."""
 
     text: str
     control: bool = False
-    follows: bool = False
+    after: str = ""
 
 
-def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[Piece]:
+def ending(controls: Sequence[str], text: str) -> str:
+    """The control token that a text ends with, and the blanks after it, or ANCHOR for ordinary text."""
+    bare = text.rstrip()
+    return next((string + text[len(bare) :] for string in controls if bare.endswith(string)), ANCHOR)
+
+
+def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, after: str) -> list[Piece]:
     """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
-    pieces = []
+    pieces, controls = [], control_strings(tokenizer) if escaped.strings else []
     for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
         typed = number % 2 == 1
         if not typed and (escaped.opening in part or escaped.closing in part):
             raise UserError(f"{name_of(tokenizer)} cuts message texts apart, which could let control tokens through")
         if part:
-            pieces.append(Piece(escaped.strings[int(part)] if typed else part, not typed, follows or number > 0))
+            pieces.append(Piece(escaped.strings[int(part)] if typed else part, not typed, after))
+            after = ANCHOR if typed else ending(controls, part)
     return pieces
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts, ids = dict[tuple[bool, bool], list[Piece]](), dict[Piece, list[int]]()
+    sorts, ids = dict[tuple[bool, str], list[Piece]](), dict[Piece, list[int]]()
     for piece in dict.fromkeys(pieces):
-        sorts.setdefault((piece.control, piece.follows), []).append(piece)
-    for (control, follows), same in sorts.items():
-        encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
+        sorts.setdefault((piece.control, piece.after), []).append(piece)
+    for (control, after), same in sorts.items():
+        encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, after=after)
         ids.update(zip(same, encoded, strict=True))
     return ids
 

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration
@@ -236,6 +236,48 @@ def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metas
     assert tokenizer.decode(ids) == "the cat: the cat</s>the cat: the cat</s>"
     pieces = [tokenizer.convert_ids_to_tokens(index) for index, counts in zip(ids, mask, strict=True) if counts]
     assert "".join(pieces).replace("▁", " ").count("the cat</s>") == 2
+
+
+TURN_PIECES = (  # control token around each turn, and the text of a header
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}",
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", TURN_PIECES)
+@pytest.mark.parametrize("scheme", ["always", "first"])
+@pytest.mark.parametrize("strips", [True, False])
+def test_a_text_after_a_control_token_has_the_tokens_of_the_whole(metaspace, template, scheme, strips):
+    """[S2] Replies and history, in one turn and in a dialogue: as the tokenizer reads the rendered text in one piece."""
+    backend = Tokenizer.from_str(metaspace.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    controls = [AddedToken(f"<|{name}|>", rstrip=strips, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_tokens(controls, special_tokens=True)
+    tokenizer.chat_template = template
+    reply, other = {"role": "assistant", "content": "the mat"}, {"role": "assistant", "content": "</s>the cat"}
+    for messages in (
+        [USER, reply],
+        [USER, reply, USER, reply],
+        [USER, reply, {**USER, "content": "<|end|> $46"}, other],
+    ):
+        plain = [{**m, "content": m["content"].replace("</s>", "").replace("<|end|>", "")} for m in messages]
+        rendered = tokenizer.apply_chat_template(plain, tokenize=False).rstrip()
+        whole = encode(tokenizer, [rendered], control_tokens=True)[0]
+        if messages == plain:
+            assert chat_ids(tokenizer, messages)[0] == whole
+            prompt = chat.prompt_ids(tokenizer, messages[:-1])
+            assert prompt + chat.response_ids(tokenizer, "the mat", messages[:-1]) == whole
+        ids, _ = chat_ids(tokenizer, messages)
+        assert not chat.encode_dialogues(tokenizer, [Demonstration([], "", "", messages)])[0].notes
+        prompt = chat.prompt_ids(tokenizer, messages[:-1])
+        assert ids == prompt + chat.response_ids(tokenizer, messages[-1]["content"], messages[:-1])
+        special = {tokenizer.convert_tokens_to_ids(token.content) for token in controls} | {tokenizer.eos_token_id}
+        assert [i for i in ids if i in special] == [i for i in whole if i in special]
 
 
 HEADED = (  # the header ends in a blank, which a BPE tokenizer joins with the first word of an earlier reply
