@@ -183,9 +183,9 @@ def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int
 
 
 def after_one_prompt(prompt: list[int], responses: Sequence[EncodedChat]) -> tuple[list[int], list[list[int]]]:
-    """The prompt's ids that all responses follow, and those of each response from there on; see `EncodedChat.prompt`."""
+    """The prompt's ids that all responses follow, and those of each response from there on (`EncodedChat.prompt`)."""
     prompts = [list(response.prompt or prompt) for response in responses]
-    shared = min(shared_length(prompts[0], each) for each in prompts)
+    shared = min(shared_length(prompts[0], other) for other in prompts)
     tails = [[*before[shared:], *response.ids] for before, response in zip(prompts, responses, strict=True)]
     return prompts[0][:shared], tails
 

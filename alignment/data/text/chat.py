@@ -46,7 +46,9 @@ PREFILLED = (
     "generation opens a reply with {!r}, which the template leaves out of the replies it writes: so does training"
 )
 REPEATED = "a reply begins with {!r}, which the generation prompt has written before it: left out of the reply"
+CLOSED = "the template leaves a block open before a reply without reasoning: {} is trained before the reply"
 INSIDE = "generation opens a reply with {!r}, after which a reply that does not go on from it is trained as it stands"
+NO_END = "the chat template ends a reply with no control token; {} is trained at its end"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
 # Faults of a template.
@@ -56,6 +58,10 @@ REWRITES = (
     "chat_template to one that keeps the history"
 )
 UNLIKE = "does not render the reply of message {} as it stands, then its end token"
+ENDLESS = (
+    "ends the assistant's turn with no control token to stop at; set data.turns=each (each reply an example of its "
+    "own, which EOS ends), or set chat_template to one that ends a turn"
+)
 NOT_OPEN = "a prompt of messages must end with a message of someone else than the assistant"
 NO_REPLY = "a dialogue needs an assistant message with something before it"
 
@@ -178,12 +184,13 @@ def encode_response(
 
 
 class _Turn(NamedTuple):
-    """A reply to a prompt, and the token that ends it; None: it was cut off."""
+    """A reply to a prompt, the token that ends it (None: it was cut off), and notes for the user."""
 
     prompt: str | Messages
     reply: Message
     tools: Tools | None
     end: str | None
+    notes: tuple[str, ...] = ()
 
 
 def encode_each_response(
@@ -212,17 +219,19 @@ def encode_each_response(
     nothing = [None] * len(responses)
     turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
+    if chat.closing and not chat.prefilled:
+        turns = [_closed(chat, turn) for turn in turns]
     plans: list[TextPlan | UserError] = [_plain_plan(chat, turn) for turn in turns]
-    if chat.end is not None:
-        chosen = {}
-        for number, turn in enumerate(turns):
-            if isinstance(turn.prompt, list) and (chat.writes_around or not _continues(chat, turn)):
-                cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
-                chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
-        written = render_dialogues(tokenizer, list(chosen.values()))
-        for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
-            if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
-                plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
+    writes = chat.writes_around or chat.end is None
+    chosen = {}
+    for number, turn in enumerate(turns):
+        if isinstance(turn.prompt, list) and (writes or not _continues(chat, turn)):
+            cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
+            chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
+    written = render_dialogues(tokenizer, list(chosen.values())) if chosen else []
+    for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
+        if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
+            plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
     return [attempt(_prompt_apart, each) for each in encode_plans(tokenizer, plans)]
 
 
@@ -241,6 +250,20 @@ def _continues(chat: ChatFormat, turn: _Turn) -> bool:
     return is_plain(turn.reply) and (turn.end is None or goes_on(chat, turn.reply["content"]))
 
 
+def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
+    """A reply without reasoning after the end of the block that the template leaves open before it."""
+    if not isinstance(turn.prompt, list) or _continues(chat, turn):
+        return turn
+    content = f"{chat.closing}\n\n{turn.reply['content']}"
+    return turn._replace(reply={**turn.reply, "content": content}, notes=(CLOSED.format(chat.closing),))
+
+
+def _notes(chat: ChatFormat, turn: _Turn) -> tuple[str, ...]:
+    """The notes of a reply before it is rendered: also that the template does not end it."""
+    endless = chat.end is None and turn.end is not None
+    return (*turn.notes, NO_END.format(turn.end)) if endless else turn.notes
+
+
 def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]:
     """A reply without what the generation prompt has opened before it ("<think>", "{"), and the note of that."""
     for prefill in chat.prefills:
@@ -254,9 +277,11 @@ def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]
 
 
 def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
-    content, after = turn.reply["content"], ANCHOR
+    content = turn.reply["content"]
+    after = ANCHOR
     if isinstance(turn.prompt, list):
         after = chat.after
+        notes += _notes(chat, turn)
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
@@ -272,6 +297,8 @@ def _turn_plan(
     opened, closed = texts
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
+    if isinstance(found, str) and plain and (chat.end is None or not _continues(chat, turn)):
+        raise UserError(f"{name_of(tokenizer)} {UNLIKE.format(len(turn.prompt))}")
     if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
@@ -284,7 +311,8 @@ def _turn_plan(
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
     end = None if turn.end is None else found.end or turn.end
-    notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
+    notes = _notes(chat, turn)
+    notes += (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
     reply = Segment(pieces, True, end)
     if found.start == len(opened):
         return TextPlan([reply], notes)
@@ -311,7 +339,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> lis
         return []
     chat = chat_format(tokenizer)
     if chat.end is None:
-        raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
+        raise UserError(f"{name_of(tokenizer)} {ENDLESS}")
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
     texts = render_dialogues(tokenizer, dialogues, training=True)
@@ -432,8 +460,11 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     turn = whole[start:stop]
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
+    words = message["content"].strip()
+    if chat.end is None and not message.get("tool_calls") and words in turn:
+        length = turn.rfind(words) + len(words)
     lead = _start_of_words(turn[:length], message)
-    if lead is None or (end is None and not goes_on and chat.training == chat.template):
+    if lead is None or (chat.end is not None and end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
     words, after = start + lead, start + length

@@ -41,7 +41,7 @@ VARIANTS = {
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
 }
 OPENING = re.compile(r"""(?<=[\s>])[<{\[("`]""")  # of a tag, an object or a fence in a header: "assistant\n<think>"
-OPEN_TAG = re.compile(r"<(\|START_)?([\w:]+)(?(1)\|)>\s*$")  # a block that a header leaves open: "<think>\n"
+OPEN_TAG = re.compile(r"<([\w:]+|\|START_THINKING\|)>\s*$")  # a block that a header leaves open: "<think>\n"
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -66,7 +66,7 @@ class ChatFormat:
     header: str = ""  # opens the assistant's turn
     after: str = ANCHOR  # what a reply follows at generation, as `ending` says it
     prefilled: str = ""  # end of the header at generation that the template leaves out of the replies it writes
-    closing: str = ""  # "</think>", where `prefilled` leaves such a block open
+    closing: str = ""  # "</think>", where generation leaves such a block open, which no reply that is written closes
     prefills: tuple[str, ...] = ()  # ends of the header that a reply's text may repeat, longest first
     writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
     training: str = ""  # renders whole dialogues: the template, or a variant that keeps earlier turns
@@ -131,10 +131,10 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     header = opened[shared_length(opened, base) :]
     before = closed.partition(PROBE)[0]
     prefilled = opened[tag_boundary(controls, opened, shared_length(opened, before)) :]
-    opening = None if before.startswith(opened) else OPEN_TAG.search(header)
+    opening = OPEN_TAG.search(header)
     closing = ""
-    if opening:
-        closing = f"<|END_{opening[2]}|>" if opening[1] else f"</{opening[2]}>"
+    if opening and header[: opening.start()].strip() and (prefilled or before == opened):
+        closing = "<|END_THINKING|>" if opening[1][0] == "|" else f"</{opening[1]}>"
     ends = [prefilled, *(header[mark.start() :] for mark in OPENING.finditer(header))]
     chat = replace(
         chat,
@@ -279,7 +279,7 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
 
 
 class Piece(NamedTuple):
-    """A stretch of text to encode by itself; `control`: "</s>" and the like are control tokens; `after`: see `encode`."""
+    """Text to encode by itself; `control`: "</s>" and the like are control tokens; `after`: as in `encode`."""
 
     text: str
     control: bool = False
@@ -294,7 +294,8 @@ def ending(controls: Sequence[str], text: str) -> str:
 
 def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, after: str) -> list[Piece]:
     """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
-    pieces, controls = [], control_strings(tokenizer) if escaped.strings else []
+    pieces = []
+    controls = control_strings(tokenizer) if escaped.strings else []
     for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
         typed = number % 2 == 1
         if not typed and (escaped.opening in part or escaped.closing in part):

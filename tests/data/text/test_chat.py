@@ -51,6 +51,15 @@ def test_h02_dialogue_with_a_template_without_end_token_is_refused(chatml, templ
     with pytest.raises(UserError, match="no control token to stop at"):
         chat_ids(chatml, DIALOGUE)
     assert chat.end_token_id(chatml) == chatml.eos_token_id
+    for header in ("", "assistant:"):  # one turn has what the template writes before the reply [S4]
+        added = "{% if add_generation_prompt %}" + header + "{% endif %}"
+        chatml.chat_template = templates["endless"] + added
+        encoded = chat.encode_response(chatml, "the mat", [USER])
+        assert chatml.decode(chat.prompt_ids(chatml, [USER]) + encoded.ids).endswith("\nassistant: the mat</s>")
+        assert ["no control token" in note for note in encoded.notes] == [True]
+    chatml.chat_template = templates["endless"].replace("message['content']", "message['content'] | upper")
+    with pytest.raises(UserError, match="does not render the reply"):
+        chat.encode_response(chatml, "the mat", [{"role": "user", "content": "$46"}])
 
 
 def test_tokenizer_without_end_token_is_refused(metaspace):
@@ -337,9 +346,11 @@ def test_a_reply_goes_on_from_what_the_prompt_has_opened(chatml, prefill, reply,
 @pytest.mark.parametrize("reply", ["assistant", "assistant\nthe cat", "> the cat", "think", '{"cat": 1}', "<b>the cat"])
 @pytest.mark.parametrize("prefill", ["", "<think>\n", '{"the": '])
 def test_a_reply_that_repeats_nothing_stays_as_it_is(chatml, prefill, reply):
+    """But that a block which the template itself leaves open is closed before it [S1]."""
     chatml.chat_template = PREFILLED.format(prefill=prefill, always=True)
     [encoded] = chat.encode_each_response(chatml, [reply], [[USER]])
-    assert chatml.decode(encoded.ids) == reply + "<|im_end|>" and not encoded.notes
+    closing = "</think>\n\n" if "<think>" in prefill else ""
+    assert chatml.decode(encoded.ids) == closing + reply + "<|im_end|>" and len(encoded.notes) == bool(closing)
 
 
 @pytest.mark.parametrize(("prefill", "follows"), [("<think>\n", False), ("</think>\n", True), ('{"the": ', True)])
