@@ -54,7 +54,7 @@ def test_h02_dialogue_with_a_template_without_end_token_is_refused(chatml, templ
     for header in ("", "assistant:"):  # one turn has what the template writes before the reply [S4]
         added = "{% if add_generation_prompt %}" + header + "{% endif %}"
         chatml.chat_template = templates["endless"] + added
-        encoded = chat.encode_response(chatml, "the mat", [USER])
+        [encoded] = chat.encode_each_response(chatml, ["the mat"], [[USER]])
         assert chatml.decode(chat.prompt_ids(chatml, [USER]) + encoded.ids).endswith("\nassistant: the mat</s>")
         assert ["no control token" in note for note in encoded.notes] == [True]
     chatml.chat_template = templates["endless"].replace("message['content']", "message['content'] | upper")
