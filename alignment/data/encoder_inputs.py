@@ -17,6 +17,7 @@ import torch
 
 from alignment.data.batches import Example
 from alignment.data.rows.records import Comparison, Kind, Message, Ranking, Tally, is_plain, replies_of
+from alignment.data.text.chat import EncodedChat
 from alignment.data.text.special_tokens import (
     EncodedText,
     end_token_id,
@@ -155,13 +156,14 @@ def encode_sources(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
 
 def encode_targets(
     tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally | None = None
-) -> list[list[int]]:
+) -> list[EncodedChat]:
     """Ids of each reply as the decoder writes it after its start token, with one end token (BART: <s> reply </s>)."""
     if rich := [row.row_id for row, reply in replies if not (isinstance(reply, str) or is_plain(reply))]:
         raise refused_rows({NOT_PLAIN: rich})
     before, end, stops = special_token_template(tokenizer).single[0], end_token_id(tokenizer), stop_strings(tokenizer)
     texts = [without_end(reply if isinstance(reply, str) else reply["content"], stops) for _, reply in replies]
-    return [[*before, *ids, end] if ids else [end] for ids in encode(tokenizer, texts)]
+    targets = [[*before, *ids, end] if ids else [end] for ids in encode(tokenizer, texts)]
+    return [EncodedChat(ids, [True] * len(ids)) for ids in targets]
 
 
 SOURCE_AND_TARGET = Sides(encode_sources, encode_targets)

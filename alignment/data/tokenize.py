@@ -3,6 +3,7 @@
 Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, compress, islice, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +24,9 @@ from alignment.data.rows.records import (
     single_turns,
 )
 from alignment.data.text import chat
-from alignment.data.text.chat import encode_dialogues
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, encode
+from alignment.data.text.chat import EncodedChat, encode_dialogues
+from alignment.data.text.templates import Piece, encode_pieces, shared_length
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, adds_bos, encode
 from alignment.errors import UserError, list_problems
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
@@ -48,7 +50,7 @@ class Sides(NamedTuple):
     """Functions that give the ids of the two sides of rows, to be joined or to be read by two stacks."""
 
     prompts: Callable[[Tokenizer, Sequence[PromptedRow], Tally], list[list[int]]]
-    responses: Callable[[Tokenizer, Sequence[tuple[PromptedRow, str | Message]], Tally], list[list[int]]]
+    responses: Callable[[Tokenizer, Sequence[tuple[PromptedRow, str | Message]], Tally], list[EncodedChat]]
 
 
 def counted(examples: list[Example], counts: Tally) -> tuple[list[Example], Tally]:
@@ -101,7 +103,10 @@ def tokenize_demonstrations(
             start = last_span(dialogue.mask)
             made = [(dialogue.ids[:start], dialogue.mask[:start], dialogue.ids[start:])]
         else:
-            made = [(head, [False] * len(head), tail) for head, tail in islice(answered, len(of_row))]
+            made = []
+            for prompt, response in islice(answered, len(of_row)):
+                head, [tail] = after_one_prompt(prompt, [response])
+                made.append((head, [False] * len(head), tail))
         made = [(head, mask, tail) for head, mask, tail in made if len(tail) >= 2]
         if not made:
             counts.drop(EMPTY, row.row_id)
@@ -137,7 +142,7 @@ def tokenize_responses(
     flat = [(row, reply) for row, of_row in zip(rows, replies, strict=True) for reply in of_row]
     encoded = iter(of_responses(tokenizer, flat, counts))
     for row, head, of_row in zip(rows, prompts, replies, strict=True):
-        whole = [next(encoded) for _ in of_row]
+        head, whole = after_one_prompt(head, [next(encoded) for _ in of_row])
         kept_head, tails = truncate(head, whole, max_length, tokenizer.bos_token_id)
         ranks = row.ranks if isinstance(row, Ranking) else range(len(whole))
         kept = _distinct(tails, ranks)
@@ -177,6 +182,14 @@ def label_values(row: Comparison | LabeledResponse | Ranking, kept: Sequence[int
     return {"ranks": [distinct.index(row.ranks[index]) for index in kept], **values}
 
 
+def after_one_prompt(prompt: list[int], responses: Sequence[EncodedChat]) -> tuple[list[int], list[list[int]]]:
+    """The prompt's ids that all responses follow, and those of each response from there on (`EncodedChat.prompt`)."""
+    prompts = [list(response.prompt or prompt) for response in responses]
+    shared = min(shared_length(prompts[0], other) for other in prompts)
+    tails = [[*before[shared:], *response.ids] for before, response in zip(prompts, responses, strict=True)]
+    return prompts[0][:shared], tails
+
+
 def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:
     """Indices of the responses to keep: one of those that are equal and tie, none of those that are equal and do not."""
     found: dict[tuple[int, ...], list[int]] = {}
@@ -195,11 +208,16 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
-    texts = [text for row in rows for text in _steps(tokenizer, row, counts)]
-    encoded = iter(encode(tokenizer, texts, follows=True))
-    separators = {text: encode(tokenizer, [text], follows=True)[0] for text in {row.separator for row in rows}}
-    for row, head in zip(rows, prompts, strict=True):
-        steps = [next(encoded) + separators[row.separator] for _ in row.steps]
+    pieces = [_steps(tokenizer, row, counts) for row in rows]
+    encoded = encode_pieces(tokenizer, [piece for of_row in pieces for piece in of_row])
+    firsts = [_first_step(tokenizer, row, counts) for row in rows]
+    separators = {text: encode(tokenizer, [text], after=ANCHOR)[0] for text in {row.separator for row in rows}}
+    for row, prompt, of_row, first in zip(rows, prompts, pieces, firsts, strict=True):
+        steps = [encoded[piece] + separators[row.separator] for piece in of_row]
+        head = prompt
+        if first is not None:
+            head, [start] = after_one_prompt(prompt, [first])
+            steps[0] = start + separators[row.separator]
         ends = list(accumulate(map(len, steps)))
         kept_head, [response] = truncate(
             head, [[token for step in steps for token in step]], max_length, tokenizer.bos_token_id
@@ -217,14 +235,25 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     return counted(examples, counts)
 
 
-def _steps(tokenizer: Tokenizer, row: Steps, counts: Tally) -> list[str]:
+def _steps(tokenizer: Tokenizer, row: Steps, counts: Tally) -> list[Piece]:
     """The steps of a row, the first without what the generation prompt has opened."""
+    pieces = [Piece(step, after=ANCHOR) for step in row.steps]
     if isinstance(row.prompt, str):
-        return list(row.steps)
-    first, notes = chat.without_prefill(chat.chat_format(tokenizer), row.steps[0])
+        return pieces
+    form = chat.chat_format(tokenizer)
+    first, notes = chat.without_prefill(form, row.steps[0])
     for note in notes:
         counts.note(note, row.row_id)
-    return [first, *row.steps[1:]]
+    return [Piece(first, after=form.after), *pieces[1:]]
+
+
+def _first_step(tokenizer: Tokenizer, row: Steps, counts: Tally) -> EncodedChat | None:
+    """The first step as the template writes it where steps do not go on from what generation opens; else None."""
+    if isinstance(row.prompt, str) or chat.goes_on(chat.chat_format(tokenizer), "".join(row.steps)):
+        return None
+    encoded = chat.encode_each_response(tokenizer, [row.steps[0]], [row.prompt], tools=[row.tools])
+    [reply] = _accepted([row], encoded, counts)
+    return replace(reply, ids=reply.ids[:-1])  # the end token stands after the last step at best
 
 
 def tokenize_prompts(
@@ -268,13 +297,13 @@ def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
 
 def _responses(
     tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally
-) -> list[list[int]]:
+) -> list[EncodedChat]:
     """Ids of each reply to its row's prompt."""
     rows = [row for row, _ in replies]
     encoded = chat.encode_each_response(
         tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
     )
-    return [each.ids for each in _accepted(rows, encoded, counts)]
+    return _accepted(rows, encoded, counts)
 
 
 DECODER = Sides(encode_prompts, _responses)

@@ -17,8 +17,8 @@ from pathlib import Path
 from alignment.data.config import DataConfig
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
-from alignment.data.text.chat import response_ids, stop_token_ids
-from alignment.data.tokenize import tokenize_prompts
+from alignment.data.text.chat import encode_response, stop_token_ids
+from alignment.data.tokenize import tokenize_prompts, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
@@ -227,10 +227,15 @@ def score_responses(
         scores = model.score([(prompts[i].prompt, text) for i, text, _, _ in responses])
     else:
         heads = prompt_tokens(model.tokenizer, prompts, max_length)
-        documents = [
-            [*heads[i], *(response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended) if ids is None else ids)]
-            for i, text, ids, ended in responses
-        ]
+        documents = []
+        for i, text, ids, ended in responses:
+            if ids is not None:
+                documents.append([*heads[i], *ids])
+                continue
+            encoded = encode_response(model.tokenizer, text, prompts[i].prompt, ended=ended)
+            written = encoded.prompt or heads[i]
+            head = truncate_left(list(written), max_length, written[:1] == [model.tokenizer.bos_token_id])
+            documents.append([*head, *encoded.ids])
         names = [(prompts[i].row_id, len(ids)) for (i, *_), ids in zip(responses, documents, strict=True)]
         check_lengths(model.model, names, "lower max_new_tokens or shorten the prompts (data.max_length)")
         scores = model.score_ids(documents)

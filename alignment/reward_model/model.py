@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from alignment.data.encoder_inputs import encode_prompts_with_responses
 from alignment.data.rows.records import Messages, Steps
-from alignment.data.text.chat import prompt_ids, response_ids, texts_ids
+from alignment.data.text.chat import encode_response, prompt_ids, texts_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
@@ -256,7 +256,8 @@ class RewardModel:
         if isinstance(text, str):
             return texts_ids(self.tokenizer, [text])[0]
         prompt, response = text
-        return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
+        encoded = encode_response(self.tokenizer, response, prompt, ended=ended)
+        return [*(encoded.prompt or prompt_ids(self.tokenizer, prompt)), *encoded.ids]
 
     def members_of_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
         """Raw scores of token ids by each member, before any calibration, [n, k]."""

@@ -129,6 +129,28 @@ def test_a_tag_that_generation_opens_stands_once_in_every_kind(chatml, kind):
     assert sum(count for note, count in counts.noted.items() if "<think>" in note) == 1
 
 
+@pytest.mark.parametrize("kind", ["demonstrations", "comparisons", "labels", "rankings", "steps"])
+def test_no_kind_puts_a_plain_reply_into_a_block_left_open(chatml, kind):
+    """[S1] Also where the other reply of a row goes on from it: both follow the same prompt."""
+    tokenizer = copy.copy(chatml)
+    tokenizer.chat_template = chatml.chat_template.replace("assistant\n{%", "assistant\n<think>\n{%")
+    prompt, plain, other = [{"role": "user", "content": "hello"}], "the cat", "hm</think>the mat"
+    row = {
+        "demonstrations": Demonstration(prompt, plain, "r"),
+        "comparisons": Comparison(prompt, plain, other, None, "r"),
+        "labels": LabeledResponse(prompt, plain, True, "r"),
+        "rankings": Ranking(prompt, (plain, other), (0, 1), "r"),
+        "steps": Steps(prompt, (plain, " on"), (True, False), "r", separator="\n"),
+    }[kind]
+    [example], counts = TOKENIZE[kind]([row], tokenizer, 128)
+    texts = [tokenizer.decode(ids).partition("assistant\n")[2] for ids in example.documents]
+    expected = ["the cat\n on\n"] if kind == "steps" else ["the cat<|im_end|>", "<think>\nhm</think>the mat<|im_end|>"]
+    assert texts == expected[: len(texts)] and sum("<think>" in note for note in counts.noted) == 1
+    if len(texts) > 1:
+        starts = [mask.index(True) for mask in example.masks]
+        assert starts[0] == starts[1] and example.documents[0][: starts[0]] == example.documents[1][: starts[0]]
+
+
 def test_the_command_line_knows_every_kind():
     from typing import get_args
 

@@ -26,6 +26,7 @@ from alignment.data.text.templates import (
     Piece,
     chat_format,
     encode_pieces,
+    ending,
     escape,
     is_written,
     name_of,
@@ -33,16 +34,21 @@ from alignment.data.text.templates import (
     render_dialogues,
     require_contents,
     shared_length,
+    tag_boundary,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
 # Notes about rows that are used.
 VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
-PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
+PREFILLED = (
+    "generation opens a reply with {!r}, which the template leaves out of the replies it writes: so does training"
+)
 REPEATED = "a reply begins with {!r}, which the generation prompt has written before it: left out of the reply"
+CLOSED = "the template leaves a block open before a reply without reasoning: {} is trained before the reply"
 INSIDE = "generation opens a reply with {!r}, after which a reply that does not go on from it is trained as it stands"
+NO_END = "the chat template ends a reply with no control token; {} is trained at its end"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
 # Faults of a template.
@@ -52,6 +58,10 @@ REWRITES = (
     "chat_template to one that keeps the history"
 )
 UNLIKE = "does not render the reply of message {} as it stands, then its end token"
+ENDLESS = (
+    "ends the assistant's turn with no control token to stop at; set data.turns=each (each reply an example of its "
+    "own, which EOS ends), or set chat_template to one that ends a turn"
+)
 NOT_OPEN = "a prompt of messages must end with a message of someone else than the assistant"
 NO_REPLY = "a dialogue needs an assistant message with something before it"
 
@@ -78,11 +88,15 @@ class TextPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """Ids and mask of a sequence, of equal length, and notes for the user."""
+    """Ids and mask of a sequence, of equal length, and notes for the user.
+
+    `prompt`, of a response: the ids that it follows in place of `prompt_ids`; empty: it follows those.
+    """
 
     ids: list[int]
     mask: list[bool]
     notes: tuple[str, ...] = ()
+    prompt: Sequence[int] = ()
 
 
 def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserError:
@@ -152,23 +166,31 @@ def encode_each_prompt(
 
 def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str]) -> TextPlan:
     require_contents(tokenizer, dialogue, texts[0])
-    return TextPlan([Segment(pieces_of(tokenizer, texts[0], dialogue.escaped, follows=False), False)])
+    return TextPlan([Segment(pieces_of(tokenizer, texts[0], dialogue.escaped, after=""), False)])
 
 
 def response_ids(
     tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
 ) -> list[int]:
     """Ids of a response and exactly one end token, also where the text already ends in it; as `encode_each_response`."""
-    return _accepted(encode_each_response(tokenizer, [response], [prompt], ended=[ended])[0]).ids
+    return encode_response(tokenizer, response, prompt, ended=ended).ids
+
+
+def encode_response(
+    tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
+) -> EncodedChat:
+    """`encode_each_response` of one response."""
+    return _accepted(encode_each_response(tokenizer, [response], [prompt], ended=[ended])[0])
 
 
 class _Turn(NamedTuple):
-    """A reply to a prompt, and the token that ends it; None: it was cut off."""
+    """A reply to a prompt, the token that ends it (None: it was cut off), and notes for the user."""
 
     prompt: str | Messages
     reply: Message
     tools: Tools | None
     end: str | None
+    notes: tuple[str, ...] = ()
 
 
 def encode_each_response(
@@ -184,7 +206,8 @@ def encode_each_response(
     Args:
         responses: texts; or assistant messages, whose tool calls and reasoning the template writes.
         prompts: of each response; None: plain texts. After messages, the blanks that the template writes around a reply
-            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them.
+            (Mistral's, Llama 2's) are part of the response, since `prompt_ids` ends before them. A reply without
+            reasoning does not follow a "<think>" that generation opens, but the prompt that the template writes.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
     """
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
@@ -196,18 +219,49 @@ def encode_each_response(
     nothing = [None] * len(responses)
     turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
+    if chat.closing and not chat.prefilled:
+        turns = [_closed(chat, turn) for turn in turns]
     plans: list[TextPlan | UserError] = [_plain_plan(chat, turn) for turn in turns]
-    if chat.end is not None:
-        chosen = {}
-        for number, turn in enumerate(turns):
-            if isinstance(turn.prompt, list) and (chat.writes_around or not is_plain(turn.reply)):
-                cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
-                chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
-        written = render_dialogues(tokenizer, list(chosen.values()))
-        for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
-            if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
-                plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
-    return encode_plans(tokenizer, plans)
+    writes = chat.writes_around or chat.end is None
+    chosen = {}
+    for number, turn in enumerate(turns):
+        if isinstance(turn.prompt, list) and (writes or not _continues(chat, turn)):
+            cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
+            chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
+    written = render_dialogues(tokenizer, list(chosen.values())) if chosen else []
+    for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
+        if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
+            plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
+    return [attempt(_prompt_apart, each) for each in encode_plans(tokenizer, plans)]
+
+
+def _prompt_apart(encoded: EncodedChat) -> EncodedChat:
+    start = encoded.mask.index(True) if True in encoded.mask else 0
+    return replace(encoded, ids=encoded.ids[start:], mask=encoded.mask[start:], prompt=encoded.ids[:start])
+
+
+def goes_on(chat: ChatFormat, reply: str) -> bool:
+    """True where a reply goes on from the block that the generation prompt leaves open: it repeats or closes that."""
+    return not chat.closing or chat.closing in reply or bool(without_prefill(chat, reply)[1])
+
+
+def _continues(chat: ChatFormat, turn: _Turn) -> bool:
+    """True for a text that follows the generation prompt itself; a text that was cut off was sampled there."""
+    return is_plain(turn.reply) and (turn.end is None or goes_on(chat, turn.reply["content"]))
+
+
+def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
+    """A reply without reasoning after the end of the block that the template leaves open before it."""
+    if not isinstance(turn.prompt, list) or _continues(chat, turn):
+        return turn
+    content = f"{chat.closing}\n\n{turn.reply['content']}"
+    return turn._replace(reply={**turn.reply, "content": content}, notes=(CLOSED.format(chat.closing),))
+
+
+def _notes(chat: ChatFormat, turn: _Turn) -> tuple[str, ...]:
+    """The notes of a reply before it is rendered: also that the template does not end it."""
+    endless = chat.end is None and turn.end is not None
+    return (*turn.notes, NO_END.format(turn.end)) if endless else turn.notes
 
 
 def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]:
@@ -224,12 +278,16 @@ def without_prefill(chat: ChatFormat, reply: str) -> tuple[str, tuple[str, ...]]
 
 def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> TextPlan:
     content = turn.reply["content"]
+    after = ANCHOR
     if isinstance(turn.prompt, list):
+        after = chat.after
+        notes += _notes(chat, turn)
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
-        notes += repeated or ((INSIDE.format(inside),) if inside.strip() else ())
-    return TextPlan([Segment([Piece(content, follows=True)], True, turn.end)], notes)
+        closes = bool(chat.closing) and chat.closing in content
+        notes += repeated or ((INSIDE.format(inside),) if inside.strip() and not closes else ())
+    return TextPlan([Segment([Piece(content, after=after)], True, turn.end)], notes)
 
 
 def _turn_plan(
@@ -239,7 +297,9 @@ def _turn_plan(
     opened, closed = texts
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
-    if isinstance(found, str) or (plain and found.start != len(opened)):
+    if isinstance(found, str) and plain and (chat.end is None or not _continues(chat, turn)):
+        raise UserError(f"{name_of(tokenizer)} {UNLIKE.format(len(turn.prompt))}")
+    if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
         if turn.reply.get("tool_calls"):
             raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
@@ -249,10 +309,15 @@ def _turn_plan(
         return _plain_plan(chat, turn)
     if turn.end is None and plain:
         body = lead + dialogue.escaped.escape(response)
-    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
+    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
     end = None if turn.end is None else found.end or turn.end
-    notes = (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
-    return TextPlan([Segment(pieces, True, end)], notes)
+    notes = _notes(chat, turn)
+    notes += (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
+    reply = Segment(pieces, True, end)
+    if found.start == len(opened):
+        return TextPlan([reply], notes)
+    prompt = Segment(pieces_of(tokenizer, closed[: found.start], dialogue.escaped, after=""), False)
+    return TextPlan([prompt, reply], (*notes, PREFILLED.format(opened[found.start :])))
 
 
 def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -274,7 +339,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> lis
         return []
     chat = chat_format(tokenizer)
     if chat.end is None:
-        raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
+        raise UserError(f"{name_of(tokenizer)} {ENDLESS}")
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
     texts = render_dialogues(tokenizer, dialogues, training=True)
@@ -328,7 +393,7 @@ def _plan(
     whole, messages = texts[0], dialogue.messages
     notes = [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    parts, position, start = list[Segment](), 0, 0
+    parts, position, start, after = list[Segment](), 0, 0, ""
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
@@ -345,20 +410,24 @@ def _plan(
         if opened and start == len(opened):
             reply, repeated = without_prefill(chat, reply)
             notes.extend(repeated)
-        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False))
-        parts.append(Segment(reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
+        parts.append(Segment(pieces_of(tokenizer, before, dialogue.escaped, after=after), False))
+        pieces = reply_pieces(tokenizer, chat, reply, dialogue.escaped, ending(chat.controls, whole[:start]))
+        parts.append(Segment(pieces, counts, turn.end))
+        after = turn.end or ANCHOR
         position = turn.resume
     require_contents(tokenizer, dialogue, whole)
     prompt = whole[:start] if generated[-1].startswith(whole[:start]) else generated[-1]
-    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, follows=False) if len(replies) > 1 else ()
+    last_prompt = pieces_of(tokenizer, prompt, dialogue.escaped, after="") if len(replies) > 1 else ()
     return TextPlan(parts, tuple(notes), last_prompt)
 
 
-def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
+def reply_pieces(
+    tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens, after: str
+) -> list[Piece]:
     """The pieces of a rendered reply: one text, unless the template wrote control tokens into it."""
     if any(string in reply for string in chat.controls):
-        return pieces_of(tokenizer, reply, escaped, follows=True)
-    return [Piece(escaped.unescape(reply), follows=True)] if reply else []
+        return pieces_of(tokenizer, reply, escaped, after=after)
+    return [Piece(escaped.unescape(reply), after=after)] if reply else []
 
 
 class TurnSpan(NamedTuple):
@@ -380,19 +449,22 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     """
     start = len(opened)
     if not whole.startswith(opened):  # a header at generation may hold more ("<think>") than that of a written reply
-        start = _control_boundary(chat, whole, shared_length(whole, opened))
+        start = tag_boundary(chat.controls, whole, shared_length(whole, opened))
         if not opened.endswith(chat.header) or start < len(opened) - len(chat.header):
             return REWRITES
     stop, goes_on = len(closed), not whole.startswith(closed)
     if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
-        stop = _control_boundary(chat, whole, shared_length(whole, closed))
+        stop = tag_boundary(chat.controls, whole, shared_length(whole, closed))
         if closed[stop:].strip() not in chat.controls:
             return REWRITES
     turn = whole[start:stop]
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
+    words = message["content"].strip()
+    if chat.end is None and not message.get("tool_calls") and words in turn:
+        length = turn.rfind(words) + len(words)
     lead = _start_of_words(turn[:length], message)
-    if lead is None or (end is None and not goes_on and chat.training == chat.template):
+    if lead is None or (chat.end is not None and end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
     words, after = start + lead, start + length
@@ -419,12 +491,3 @@ def _start_of_words(turn: str, message: Message) -> int | None:
 def loses_reasoning(message: Message, turn: str) -> bool:
     """True where a template left a message's reasoning out of the turn that it wrote."""
     return (message.get("reasoning_content") or "").strip() not in turn
-
-
-def _control_boundary(chat: ChatFormat, text: str, index: int) -> int:
-    """The index, or the first character of the control token that it lies within."""
-    for string in chat.controls:
-        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
-        if 0 <= first < index < first + len(string):
-            return first
-    return index

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
 from alignment.data.text.rendering import Cut, RenderError, RenderTask, TemplateEnded, render_tasks
-from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
@@ -41,6 +41,7 @@ VARIANTS = {
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
 }
 OPENING = re.compile(r"""(?<=[\s>])[<{\[("`]""")  # of a tag, an object or a fence in a header: "assistant\n<think>"
+OPEN_TAG = re.compile(r"<([\w:]+|\|START_THINKING\|)>\s*$")  # a block that a header leaves open: "<think>\n"
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -63,7 +64,9 @@ class ChatFormat:
     end: str | None = None  # the control token right after the assistant's words; None: it writes none
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
+    after: str = ANCHOR  # what a reply follows at generation, as `ending` says it
     prefilled: str = ""  # end of the header at generation that the template leaves out of the replies it writes
+    closing: str = ""  # "</think>", where generation leaves such a block open, which no reply that is written closes
     prefills: tuple[str, ...] = ()  # ends of the header that a reply's text may repeat, longest first
     writes_around: bool = False  # it writes something between the header, the assistant's words and `end`
     training: str = ""  # renders whole dialogues: the template, or a variant that keeps earlier turns
@@ -126,13 +129,20 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     end = next((string for text in after for string in controls if text.startswith(string)), None)
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
     header = opened[shared_length(opened, base) :]
-    prefilled = opened[shared_length(opened, closed.partition(PROBE)[0]) :]
+    before = closed.partition(PROBE)[0]
+    prefilled = opened[tag_boundary(controls, opened, shared_length(opened, before)) :]
+    opening = OPEN_TAG.search(header)
+    closing = ""
+    if opening and header[: opening.start()].strip() and (prefilled or before == opened):
+        closing = "<|END_THINKING|>" if opening[1][0] == "|" else f"</{opening[1]}>"
     ends = [prefilled, *(header[mark.start() :] for mark in OPENING.finditer(header))]
     chat = replace(
         chat,
         end=end,
         header=header,
+        after=ending(controls, opened),
         prefilled=prefilled,
+        closing=closing,
         prefills=tuple(sorted({text for text in ends if text.strip()}, key=len, reverse=True)),
         writes_around=body != PROBE and closed.startswith(opened),
     )
@@ -161,10 +171,20 @@ def training_variant(template: str) -> str:
     return template
 
 
-def shared_length(one: str, other: str) -> int:
-    """Number of characters that two texts have in common at their beginning."""
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of characters that two texts, or of tokens that two lists, have in common at their beginning."""
     differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, min(len(one), len(other)))
+
+
+def tag_boundary(controls: Sequence[str], text: str, index: int) -> int:
+    """The index, or the first character of the control token or the tag ("<think>") that it lies within."""
+    for string in controls:
+        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
+        if 0 <= first < index < first + len(string):
+            return first
+    tag = re.search(r"<[^<>\s]*$", text[:index])
+    return tag.start() if tag else index
 
 
 def name_of(tokenizer: Tokenizer) -> str:
@@ -259,32 +279,40 @@ def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> Non
 
 
 class Piece(NamedTuple):
-    """A stretch of text to encode by itself; `control`: "</s>" and the like are control tokens; `follows`: other text."""
+    """Text to encode by itself; `control`: "</s>" and the like are control tokens; `after`: as in `encode`."""
 
     text: str
     control: bool = False
-    follows: bool = False
+    after: str = ""
 
 
-def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[Piece]:
+def ending(controls: Sequence[str], text: str) -> str:
+    """The control token that a text ends with, and the blanks after it, or ANCHOR for ordinary text."""
+    bare = text.rstrip()
+    return next((string + text[len(bare) :] for string in controls if bare.endswith(string)), ANCHOR)
+
+
+def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, after: str) -> list[Piece]:
     """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
     pieces = []
+    controls = control_strings(tokenizer) if escaped.strings else []
     for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
         typed = number % 2 == 1
         if not typed and (escaped.opening in part or escaped.closing in part):
             raise UserError(f"{name_of(tokenizer)} cuts message texts apart, which could let control tokens through")
         if part:
-            pieces.append(Piece(escaped.strings[int(part)] if typed else part, not typed, follows or number > 0))
+            pieces.append(Piece(escaped.strings[int(part)] if typed else part, not typed, after))
+            after = ANCHOR if typed else ending(controls, part)
     return pieces
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts, ids = dict[tuple[bool, bool], list[Piece]](), dict[Piece, list[int]]()
+    sorts, ids = dict[tuple[bool, str], list[Piece]](), dict[Piece, list[int]]()
     for piece in dict.fromkeys(pieces):
-        sorts.setdefault((piece.control, piece.follows), []).append(piece)
-    for (control, follows), same in sorts.items():
-        encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
+        sorts.setdefault((piece.control, piece.after), []).append(piece)
+    for (control, after), same in sorts.items():
+        encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, after=after)
         ids.update(zip(same, encoded, strict=True))
     return ids
 

@@ -29,22 +29,29 @@ class Tokenizer(Protocol):
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], *, control_tokens: bool = False, follows: bool = False
+    tokenizer: Tokenizer, texts: Sequence[str], *, control_tokens: bool = False, after: str = ""
 ) -> list[list[int]]:
     """Ids of each text, nothing added.
 
     Args:
         control_tokens: True reads "</s>" and the like as the control token (only for text a template wrote);
             False spells such strings out in ordinary pieces.
-        follows: the texts continue others, so SentencePiece-like tokenizers must not put a blank before them.
+        after: what stands before the texts: nothing; a control token, after which the tokenizer may begin anew; or
+            ANCHOR for other text, after which SentencePiece-like tokenizers must not put a blank.
     """
     if not texts:
         return []
     plain = _encode(tokenizer, texts, control_tokens)
-    if not follows:
+    if not after:
         return plain
-    anchor, word, after = _encode(tokenizer, [ANCHOR, "a", ANCHOR + "a"], False)
-    if not anchor or after[: len(anchor)] != anchor or after[len(anchor) :] == word:
+    anchor, word, second = _encode(tokenizer, [ANCHOR, "a", ANCHOR + "a"], False)
+    if not anchor or second[: len(anchor)] != anchor or second[len(anchor) :] == word:
+        return plain
+    before, joined, apart = _encode(tokenizer, [after, after + "a", after + "\na"], True)
+    if apart == joined:  # Phi-3's control tokens swallow the blanks after them
+        texts = [text.lstrip() for text in texts]
+        plain = _encode(tokenizer, texts, control_tokens)
+    if joined == [*before, *word]:  # the blank is put before a word after this control token too
         return plain
     # Such a tokenizer puts a blank before the first word only: encode a newline before the text, then drop its ids.
     anchored = _encode(tokenizer, [ANCHOR + text for text in texts], control_tokens)

@@ -21,7 +21,7 @@ from alignment.data.encoder_inputs import encode_sources
 from alignment.data.rows.records import Message, Prompt
 from alignment.data.text.chat import prompt_ids, stop_token_ids
 from alignment.data.text.special_tokens import bos_adder, special_token_template
-from alignment.data.tokenizers.tokenizer import Tokenizer, encode, known_tokens
+from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, encode, known_tokens
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import token_log_probs
@@ -100,7 +100,7 @@ class LanguageScorer:
         contexts = list(dict.fromkeys(context for context, _ in moved))
         ids = dict(zip(contexts, self.context_ids(contexts), strict=True))
         if self.chat:
-            tails = encode(self.tokenizer, [tail.lstrip() for _, tail in moved], follows=True)
+            tails = encode(self.tokenizer, [tail.lstrip() for _, tail in moved], after=ANCHOR)
         else:
             wholes = zip(moved, self.context_ids([context + tail for context, tail in moved]), strict=True)
             tails = [whole[len(ids[context]) :] for (context, _), whole in wholes]

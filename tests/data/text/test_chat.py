@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration
@@ -51,6 +51,15 @@ def test_h02_dialogue_with_a_template_without_end_token_is_refused(chatml, templ
     with pytest.raises(UserError, match="no control token to stop at"):
         chat_ids(chatml, DIALOGUE)
     assert chat.end_token_id(chatml) == chatml.eos_token_id
+    for header in ("", "assistant:"):  # one turn has what the template writes before the reply [S4]
+        added = "{% if add_generation_prompt %}" + header + "{% endif %}"
+        chatml.chat_template = templates["endless"] + added
+        [encoded] = chat.encode_each_response(chatml, ["the mat"], [[USER]])
+        assert chatml.decode(chat.prompt_ids(chatml, [USER]) + encoded.ids).endswith("\nassistant: the mat</s>")
+        assert ["no control token" in note for note in encoded.notes] == [True]
+    chatml.chat_template = templates["endless"].replace("message['content']", "message['content'] | upper")
+    with pytest.raises(UserError, match="does not render the reply"):
+        chat.encode_response(chatml, "the mat", [{"role": "user", "content": "$46"}])
 
 
 def test_tokenizer_without_end_token_is_refused(metaspace):
@@ -238,6 +247,48 @@ def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metas
     assert "".join(pieces).replace("▁", " ").count("the cat</s>") == 2
 
 
+TURN_PIECES = (  # control token around each turn, and the text of a header
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}",
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", TURN_PIECES)
+@pytest.mark.parametrize("scheme", ["always", "first"])
+@pytest.mark.parametrize("strips", [True, False])
+def test_a_text_after_a_control_token_has_the_tokens_of_the_whole(metaspace, template, scheme, strips):
+    """[S2] Replies and history, in one turn and in a dialogue: as the tokenizer reads the rendered text in one piece."""
+    backend = Tokenizer.from_str(metaspace.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    controls = [AddedToken(f"<|{name}|>", rstrip=strips, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_tokens(controls, special_tokens=True)
+    tokenizer.chat_template = template
+    reply, other = {"role": "assistant", "content": "the mat"}, {"role": "assistant", "content": "</s>the cat"}
+    for messages in (
+        [USER, reply],
+        [USER, reply, USER, reply],
+        [USER, reply, {**USER, "content": "<|end|> $46"}, other],
+    ):
+        plain = [{**m, "content": m["content"].replace("</s>", "").replace("<|end|>", "")} for m in messages]
+        rendered = tokenizer.apply_chat_template(plain, tokenize=False).rstrip()
+        whole = encode(tokenizer, [rendered], control_tokens=True)[0]
+        if messages == plain:
+            assert chat_ids(tokenizer, messages)[0] == whole
+            prompt = chat.prompt_ids(tokenizer, messages[:-1])
+            assert prompt + chat.response_ids(tokenizer, "the mat", messages[:-1]) == whole
+        ids, _ = chat_ids(tokenizer, messages)
+        assert not chat.encode_dialogues(tokenizer, [Demonstration([], "", "", messages)])[0].notes
+        prompt = chat.prompt_ids(tokenizer, messages[:-1])
+        assert ids == prompt + chat.response_ids(tokenizer, messages[-1]["content"], messages[:-1])
+        special = {tokenizer.convert_tokens_to_ids(token.content) for token in controls} | {tokenizer.eos_token_id}
+        assert [i for i in ids if i in special] == [i for i in whole if i in special]
+
+
 HEADED = (  # the header ends in a blank, which a BPE tokenizer joins with the first word of an earlier reply
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
     "{{ '<|im_end|>' if m['role'] == 'assistant' else '\n' }}{% endfor %}"
@@ -295,12 +346,36 @@ def test_a_reply_goes_on_from_what_the_prompt_has_opened(chatml, prefill, reply,
 @pytest.mark.parametrize("reply", ["assistant", "assistant\nthe cat", "> the cat", "think", '{"cat": 1}', "<b>the cat"])
 @pytest.mark.parametrize("prefill", ["", "<think>\n", '{"the": '])
 def test_a_reply_that_repeats_nothing_stays_as_it_is(chatml, prefill, reply):
+    """But that a block which the template itself leaves open is closed before it [S1]."""
     chatml.chat_template = PREFILLED.format(prefill=prefill, always=True)
     [encoded] = chat.encode_each_response(chatml, [reply], [[USER]])
-    assert chatml.decode(encoded.ids) == reply + "<|im_end|>" and not encoded.notes
+    closing = "</think>\n\n" if "<think>" in prefill else ""
+    assert chatml.decode(encoded.ids) == closing + reply + "<|im_end|>" and len(encoded.notes) == bool(closing)
 
 
-def test_a_reply_inside_what_generation_opens_is_noted(chatml):
-    chatml.chat_template = PREFILLED.format(prefill="<think>\n", always=False)
-    [encoded] = chat.encode_each_response(chatml, ["the cat"], [[USER]])
-    assert ["'<think>\\n'" in note for note in encoded.notes] == [True]
+@pytest.mark.parametrize(("prefill", "follows"), [("<think>\n", False), ("</think>\n", True), ('{"the": ', True)])
+def test_a_reply_beside_what_generation_opens_is_noted(chatml, prefill, follows):
+    """[S1] A plain reply stands in no block that is left open; one that was cut off was sampled there."""
+    chatml.chat_template = PREFILLED.format(prefill=prefill, always=False)
+    generated = chat.prompt_ids(chatml, [USER])
+    encoded = chat.encode_response(chatml, "the cat", [USER])
+    assert [repr(prefill) in note for note in encoded.notes] == [True]
+    assert chatml.decode(encoded.ids) == "the cat<|im_end|>"
+    opened = chatml.decode(generated)
+    written = chatml.decode(encoded.prompt or generated)
+    assert written == (opened if follows else opened.removesuffix(prefill))
+    assert not chat.encode_response(chatml, "the cat", [USER], ended=False).prompt
+    assert not chat.encode_response(chatml, "mice</think>the cat", [USER]).prompt
+
+
+@pytest.mark.parametrize("lead", ["</think>", "<think></think>", "\n</think>\n"])
+def test_what_a_template_closes_in_a_reply_is_closed_in_one_turn_too(chatml, lead):
+    """[S1] One turn as text, as a dialogue and as the template renders it."""
+    opens, always = PREFILLED.format(prefill="<think>", always=False), PREFILLED.format(prefill=lead, always=True)
+    chatml.chat_template = always.partition("{% if add")[0] + "{% if add" + opens.partition("{% if add")[2]
+    encoded = chat.encode_response(chatml, "the cat", [USER])
+    dialogue = [USER, {"role": "assistant", "content": "the cat"}]
+    ids = [*(encoded.prompt or chat.prompt_ids(chatml, [USER])), *encoded.ids]
+    assert ids == chat_ids(chatml, dialogue)[0]
+    rendered = chatml.apply_chat_template(dialogue, tokenize=False).rstrip()
+    assert chatml.decode(ids).removeprefix("<s>") == rendered

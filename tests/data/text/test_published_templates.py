@@ -8,8 +8,9 @@ from alignment.data.text import chat
 from alignment.data.text.chat import OTHER_PROMPT, VARIANT
 from alignment.data.text.templates import VARIANTS, chat_format, training_variant
 from alignment.data.tokenize import tokenize_demonstrations
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from tests.data.text.published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
+from tests.data.text.published import CONTROL, NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
 from tests.examples import chat_ids
 
 DIALOGUE = [
@@ -123,6 +124,10 @@ def test_each_turn_apart_follows_exactly_the_prompt_that_generation_renders(name
     assert len(examples) == 3 and (counts.rows, counts.kept) == (1, 1)
     for number, example in enumerate(examples):
         prompt = chat.prompt_ids(tokenizer, DIALOGUE[: 2 * number + 1])
+        if closing := chat_format(tokenizer).closing:  # a reply without reasoning stands in no open block [S1]
+            written, prompt = tokenizer.decode(prompt), example.ids[: example.mask.index(True)]
+            assert written.startswith(tokenizer.decode(prompt)) and any("generation opens" in n for n in counts.noted)
+            assert (closing in tokenizer.decode(example.ids)) is ("<think>" in tokenizer.decode(example.ids))
         assert example.ids[: len(prompt)] == prompt
         assert example.mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
         reply = tokenizer.decode(example.ids[len(prompt) :])
@@ -183,3 +188,30 @@ def test_a_tag_that_generation_opens_stands_once(name, reply):
     else:
         assert text.count("<think>") == 1 == text.count("first") and ("why" in text) is ("why" in reply)
         assert text.count("</think>") == 1
+
+
+def wild_templates(data_folder):
+    """Texts of the templates in the folder beside the data, and a tokenizer with their control tokens."""
+    texts = [path.read_text() for path in sorted((data_folder.parent / "cases" / "wild" / "templates").glob("*.jinja"))]
+    names = sorted({string for text in texts for string in CONTROL.findall(text)})
+    special = tuple(dict.fromkeys(("<s>", "</s>", "<pad>", *names)))
+    return texts, train_bpe(["a question user assistant an answer"] * 5, 400 + len(names), special)
+
+
+@pytest.mark.real_data
+def test_no_template_of_the_wild_leaves_a_block_open_before_a_plain_reply(data_folder):
+    """[S1, S4] A row of one turn, of every template that takes one."""
+    texts, tokenizer = wild_templates(data_folder)
+    if not texts:
+        pytest.skip("no templates beside the data folder")
+    trained, opened = 0, 0
+    for text in texts:
+        tokenizer.chat_template = text
+        try:
+            [example], _ = tokenize_demonstrations([Demonstration([USER], "an answer", "r1")], tokenizer, 10_000)
+        except UserError:  # it asks for tools, or takes contents as parts only
+            continue
+        turn = tokenizer.decode(example.ids).rpartition("a question")[2]
+        trained += 1
+        opened += turn.count("<think>") > turn.count("</think>")
+    assert opened == 0 and trained > 0.9 * len(texts)
