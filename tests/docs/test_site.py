@@ -111,7 +111,7 @@ def test_the_commands_and_the_papers_come_from_the_package(built):
 def test_a_page_is_short(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     words = len(text.split()) if page == "README.md" else len(WORDS.findall(text))
-    assert words <= (1000 if page == "README.md" else 1500)
+    assert words <= {"README.md": 1000, "AGENTS.md": 700}.get(page, 1500)
 
 
 @pytest.mark.parametrize("page", pages())
@@ -149,5 +149,5 @@ def test_the_site_has_its_pages():
 
     listed = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     assert len(listed) == len(set(listed)) >= 60
-    written = [page.removeprefix("docs/") for page in pages() if page != "README.md"]
+    written = [page.removeprefix("docs/") for page in pages() if page.startswith("docs/")]
     assert sorted(written) == sorted(name for name in listed if not name.startswith("reference/configs/"))
