@@ -45,18 +45,19 @@ VALUES = {str: "TEXT", int: "N", float: "X"}  # of options without a word of the
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for the config of each stage, and their list."""
+    """Add a page for the config of each stage."""
     from alignment.pipeline.stages import STAGES
 
-    for name, text in [("index", config_list()), *((stage, config_page(stage)) for stage in STAGES)]:
-        files.append(File.generated(config, f"reference/configs/{name}.md", content=text))
+    for stage in STAGES:
+        files.append(File.generated(config, f"reference/configs/{stage}.md", content=config_page(stage)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace blocks of `source` and the places of generated lists."""
     lists = {
-        "commands": command_list, "evaluation": evaluation, "losses": losses, "papers": paper_list, "stages": stage_list,
+        "commands": command_list, "configs": config_list, "evaluation": evaluation, "losses": losses,
+        "papers": paper_list, "stages": stage_list,
     }  # fmt: skip
     markdown = GENERATED.sub(lambda found: lists[found[1]](), markdown)
     return SOURCE.sub(lambda found: textwrap.indent(source_blocks(found["names"]), found["indent"]), markdown)
@@ -173,12 +174,7 @@ def config_list() -> str:
     from alignment.pipeline.stages import STAGES
 
     rows = [f"| [{stage}]({stage}.md) | {runner(stage)} | {summary(stage)} |" for stage in STAGES]
-    return "\n".join([
-        "# Configs", "", "Each stage has a config: a YAML file, or the arguments of a Python function. These pages are made from "
-        "the dataclasses.", "", "| stage | run by | settings |", "|---|---|---|", *rows, "",
-        "`key=value` on the command line sets one key. `alignment schema STAGE` prints a stage's JSON schema, by which "
-        "editors complete and check.",
-    ])  # fmt: skip
+    return "\n".join(["| stage | run by | settings |", "|---|---|---|", *rows])
 
 
 def config_page(stage: str) -> str:
