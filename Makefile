@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
+.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas pages clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -73,6 +73,10 @@ witness: setup
 # The JSON schemas of the configs, for editors and --help; a test holds them equal to the dataclasses.
 schemas: setup
 	$(BIN)/python scripts/schemas.py
+
+# The parts of docs/ that are made from the code, for readers of the repository; a test holds them equal to the code.
+pages: setup
+	$(BIN)/python scripts/pages.py
 
 clean:
 	rm -rf $(VENV) build dist
