@@ -21,7 +21,7 @@ bases: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed_slow and not gpu" $(ARGS)
 
-test-slow: setup
+test-slow: $(VENV)/ready-for-trackers
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "(slow or distributed_slow) and not gpu" $(ARGS)
 
 # What only a GPU can show: the tests, then the figures of the README's table, whatever fails; all in the folder GPU.
@@ -96,3 +96,8 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml constraints.txt
 $(VENV)/ready-for-tests: $(VENV)/torch pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev,deepspeed,quantization]'
 	touch $(VENV)/ready $@
+
+# wandb and mlflow themselves: 150 MB that `make test` does without.
+$(VENV)/ready-for-trackers: $(VENV)/ready-for-tests
+	$(PIP) --editable '.[trackers]'
+	touch $@
