@@ -31,7 +31,7 @@ class FileLayer:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers by our names, those with an adapter too; a score head and a router of experts are none of them."""
+    """The linear layers by our names, those with an adapter too; no score head, no router of experts."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
