@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas clean
+.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas pages clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -21,7 +21,7 @@ bases: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed_slow and not gpu" $(ARGS)
 
-test-slow: setup
+test-slow: $(VENV)/ready-for-trackers
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "(slow or distributed_slow) and not gpu" $(ARGS)
 
 # What only a GPU can show: the tests, then the figures of the README's table, whatever fails; all in the folder GPU.
@@ -74,6 +74,10 @@ witness: setup
 schemas: setup
 	$(BIN)/python scripts/schemas.py
 
+# The parts of docs/ that are made from the code, for readers of the repository; a test holds them equal to the code.
+pages: setup
+	$(BIN)/python scripts/pages.py
+
 clean:
 	rm -rf $(VENV) build dist
 
@@ -92,3 +96,8 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml constraints.txt
 $(VENV)/ready-for-tests: $(VENV)/torch pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev,deepspeed,quantization]'
 	touch $(VENV)/ready $@
+
+# wandb and mlflow themselves: 150 MB that `make test` does without.
+$(VENV)/ready-for-trackers: $(VENV)/ready-for-tests
+	$(PIP) --editable '.[trackers]'
+	touch $@

@@ -1,4 +1,4 @@
-"""Language models and tokenizers from a directory or the Hub. Reward models are in reward_model.py."""
+"""Language models and tokenizers from a directory or the Hub. Reward models are in reward_model/."""
 
 import os
 import re

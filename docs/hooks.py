@@ -1,6 +1,7 @@
 """MkDocs hooks: formulas as MathML, functions quoted from the package, and pages made from it.
 
-Everything is made at the build from the code as it is, so that no page of the reference can go stale.
+Everything is made at the build from the code as it is, so that no page of the reference can go stale. The pages in the
+repository hold a plainer form of the same, for readers without the site: `repository_form`, written by `make pages`.
 """
 
 import ast
@@ -33,8 +34,18 @@ MATH = re.compile(
 FUNCTION = re.compile(
     r'(?<!<msub>)(?<!<msup>)(?<!<munder>)<mi>(?:log|exp|ln)</mi>(?!<mo stretchy="false">&#x00028;|</)'
 )
-SOURCE = re.compile(r"^(?P<indent> *)```source\n(?P<names>.*?)^ *```$", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+# A block of names, and the line of links below it, which is for the repository alone.
+SOURCE = re.compile(
+    r"(?P<block>^(?P<indent> *)```source\n(?P<names>.*?)^ *```$)(?:\n\n[^\n]* <!-- places -->$)?",
+    re.DOTALL | re.MULTILINE,
+)
+# The place of a list, with the names that it is of, and its plainer form up to the end.
+GENERATED = re.compile(
+    r"^(?P<head><!-- generated: (?P<list>\w+)(?P<names>(?: [\w.]+)*) -->)$(?:.*?^<!-- end -->$)?",
+    re.DOTALL | re.MULTILINE,
+)
+DEFINITION = re.compile(r"^(`.+|\[.+)\n((?::   .+(?:\n|$))+)", re.MULTILINE)
+DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*)?$", re.MULTILINE)
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 # "Rafailov et al. 2023, arXiv:", "Nguyen et al. 2024 (min-p), arXiv:", also over the end of a line
 AUTHORS = re.compile(
@@ -45,21 +56,27 @@ VALUES = {str: "TEXT", int: "N", float: "X"}  # of options without a word of the
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for the config of each stage, and their list."""
+    """Add a page for the config of each stage."""
     from alignment.pipeline.stages import STAGES
 
-    for name, text in [("index", config_list()), *((stage, config_page(stage)) for stage in STAGES)]:
-        files.append(File.generated(config, f"reference/configs/{name}.md", content=text))
+    for stage in STAGES:
+        files.append(File.generated(config, f"reference/configs/{stage}.md", content=config_page(stage)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace blocks of `source` and the places of generated lists."""
-    lists = {
-        "commands": command_list, "evaluation": evaluation, "losses": losses, "papers": paper_list, "stages": stage_list,
-    }  # fmt: skip
-    markdown = GENERATED.sub(lambda found: lists[found[1]](), markdown)
+    markdown = GENERATED.sub(generated, markdown)
     return SOURCE.sub(lambda found: textwrap.indent(source_blocks(found["names"]), found["indent"]), markdown)
+
+
+def generated(found: re.Match[str]) -> str:
+    """The list that belongs at a place, as the site has it."""
+    lists = {
+        "commands": command_list, "configs": config_list, "evaluation": evaluation, "losses": losses, "names": directives,
+        "papers": paper_list, "stages": stage_list,
+    }  # fmt: skip
+    return lists[found["list"]](*found["names"].split())
 
 
 def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -91,6 +108,53 @@ def source_blocks(names: str) -> str:
     """A highlighted block for each dotted name, with its file and lines as the title."""
     quotes = [quote(name) for name in names.split()]
     return "\n\n".join(f'```python title="{q.path}:{q.first}–{q.last}"\n{q.code}\n```' for q in quotes)
+
+
+# The pages in the repository
+
+
+def repository_form(page: Path, top: Path = ROOT) -> str:
+    """The text of a page with its lists in plain Markdown, and below each block of `source` links to files and lines."""
+    root = "../" * len(page.relative_to(top).parent.parts)
+
+    def with_list(found: re.Match[str]) -> str:
+        return f"{found['head']}\n\n{plain_list(generated(found), root)}\n\n<!-- end -->"
+
+    def with_places(found: re.Match[str]) -> str:
+        quotes = [quote(name) for name in found["names"].split()]
+        links = [f"[{q.path}:{q.first}–{q.last}]({root}{q.path}#L{q.first}-L{q.last})" for q in quotes]
+        return f"{found['block']}\n\n{found['indent']}{' · '.join(links)} <!-- places -->"
+
+    return SOURCE.sub(with_places, GENERATED.sub(with_list, page.read_text(encoding="utf-8")))
+
+
+def plain_list(text: str, root: str) -> str:
+    """A list of the site in plain Markdown: bullets for definitions and objects, links to files for those to made pages."""
+
+    def described(found: re.Match[str]) -> str:
+        return f"* [`{found[1].rpartition('.')[2]}`]({root}{quote(found[1]).path}): {description(found[1])}"
+
+    def defined(found: re.Match[str]) -> str:
+        return f"* {found[1]}: {'; '.join(re.findall(r'^:   (.+)$', found[2], re.MULTILINE))}\n"
+
+    text = re.sub(
+        r"`(alignment/[\w/]+\.py)`", rf"[\1]({root}\1)", DIRECTIVE.sub(described, DEFINITION.sub(defined, text))
+    )
+    text = re.sub(r"\((?:configs/)?(\w+)\.md\)", rf"({root}configs/schemas/\1.json)", text)
+    return re.sub(r"^(\* .*)\n\n(?=\* )", r"\1\n", text, flags=re.MULTILINE).strip()
+
+
+def description(name: str) -> str:
+    """The first paragraph of the docstring of a dotted name, in one line."""
+    module, _, inner = name.rpartition(".")
+    return plain(
+        " ".join((inspect.getdoc(getattr(importlib.import_module(module), inner)) or "").split("\n\n")[0].split())
+    )
+
+
+def directives(*names: str) -> str:
+    """The places of the docstrings of some names."""
+    return "\n\n".join(f"::: {name}" for name in names)
 
 
 def quote(name: str) -> Quote:
@@ -173,12 +237,7 @@ def config_list() -> str:
     from alignment.pipeline.stages import STAGES
 
     rows = [f"| [{stage}]({stage}.md) | {runner(stage)} | {summary(stage)} |" for stage in STAGES]
-    return "\n".join([
-        "# Configs", "", "Each stage has a config: a YAML file, or the arguments of a Python function. These pages are made from "
-        "the dataclasses.", "", "| stage | run by | settings |", "|---|---|---|", *rows, "",
-        "`key=value` on the command line sets one key. `alignment schema STAGE` prints a stage's JSON schema, by which "
-        "editors complete and check.",
-    ])  # fmt: skip
+    return "\n".join(["| stage | run by | settings |", "|---|---|---|", *rows])
 
 
 def config_page(stage: str) -> str:

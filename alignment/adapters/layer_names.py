@@ -31,7 +31,7 @@ class FileLayer:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers by our names, those with an adapter too; the score head of a scalar model is none of them."""
+    """The linear layers by our names, those with an adapter too; no score head, no router of experts."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -44,7 +44,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()  # names within layers that have an adapter
     for name, module in model.named_modules():
-        if name.startswith(inside) or module is own_head:
+        # Llama 4's and PhiMoE's routers derive from nn.Linear and return tuples.
+        router = type(module).__name__.endswith("Router")
+        if router or name.startswith(inside) or module is own_head:
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside += (f"{name}.",)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.loading import load_model
 from alignment.reward_model import load_reward_network
 from alignment.training import TrainingConfig
@@ -59,3 +59,35 @@ def test_every_stage_trains_lora_and_peft_opens_its_files(gptj, make_stage, read
     training["training"] = TrainingConfig(batch_size=8, max_steps=1)
     run, config = make_stage("ppo", gptj, tmp_path / "ppo", reward_model=str(judge), value_model="policy", **training)
     assert load_model(str(run(config)))(IDS).logits.isfinite().all()
+
+
+EXPERTS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 101, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("llama4_text", {"head_dim": 8, "intermediate_size_mlp": 48}), ("phimoe", {})]
+)
+@pytest.mark.parametrize("layers", ["all-linear", r"(.*_proj|.*router)"])
+def test_a_router_is_no_layer_of_lora(name, more, layers, tmp_path):
+    import transformers
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(name, **EXPERTS, **more)
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "base")
+    model = attach(load_model(str(tmp_path / "base")), LoRASpec(rank=4, layers=layers))
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    assert any("q_proj" in key for key in trained) and not any("router" in key for key in trained)
+    model(IDS).logits.square().sum().backward()
+    with torch.no_grad():
+        for value in trained.values():
+            assert value.grad is not None
+            value += 0.1
+    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert_close(theirs(IDS).logits, model.eval()(IDS).logits, atol=1e-5, rtol=0)

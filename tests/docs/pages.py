@@ -32,8 +32,8 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """README.md and the pages that are written by hand, as paths from the root."""
-    return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))]
+    """README.md, AGENTS.md and the pages that are written by hand, as paths from the root."""
+    return ["README.md", "AGENTS.md", *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))]
 
 
 def read_blocks(page: str) -> list[Block]:

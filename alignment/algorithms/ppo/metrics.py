@@ -29,7 +29,7 @@ from alignment.training.speed import peak_tflops
 
 NGRAM = 4  # tokens of the n-grams whose repetition is counted
 BACKWARD = 2  # times the operations of a forward; what is recomputed for want of memory does not count
-# Of alarms; their other bounds are those of `doctor --run`, see training/collapse.py.
+# Of alarms; their other bounds are those of `doctor --run`, see training/loop.py.
 BASELINE, WINDOW = 3, 5  # iterations that are the start of a run, newest iterations that alarms read
 LEAST_DISTINCT, LONG_RESPONSE = 0.25, 4.0  # share that is too little from the start on, for responses of so many tokens
 WATCHED = {
