@@ -11,20 +11,25 @@ set -euo pipefail
 
 verb=${1:-} folder=$(realpath -m "${2:-/tmp/slurm_here}")
 case $verb in start | stop) ;; *) echo "usage: $0 start|stop [FOLDER]" >&2; exit 2 ;; esac
-mark="# of slurm_here in $folder"
+line="127.0.0.1 n1 n2 # slurm_here in $folder"
 
 stop() {
   local file pid
+  export SLURM_CONF=$folder/slurm.conf
+  if [ -e "$folder/slurmctld.pid" ] && scancel --quiet --partition here 2> /dev/null; then
+    for _ in {1..100}; do [ -n "$(squeue --noheader 2> /dev/null)" ] || break; sleep 0.1; done
+  fi
   for file in "$folder"/{n1,n2,slurmctld,munged}.pid; do
     # A number of another process is left alone: the file may be an old one.
     [ -f "$file" ] && pid=$(< "$file") && grep -qzF "$folder" "/proc/$pid/cmdline" 2> /dev/null || continue
     kill "$pid"
-    for _ in {1..100}; do kill -0 "$pid" 2> /dev/null || break; sleep 0.1; done
+    for _ in {1..100}; do kill -0 "$pid" 2> /dev/null || continue 2; sleep 0.1; done
+    kill -KILL "$pid"
   done
   # In place: in a container /etc/hosts is a mount, and no file may take its place.
-  if grep -qF "$mark" /etc/hosts; then
+  if grep -qxF "$line" /etc/hosts; then
     local kept
-    kept=$(grep -vF "$mark" /etc/hosts)
+    kept=$(grep -vxF "$line" /etc/hosts)
     printf '%s\n' "$kept" > /etc/hosts
   fi
 }
@@ -38,13 +43,14 @@ for program in slurmctld slurmd munged sbatch; do
   command -v "$program" > /dev/null || { echo "$program is missing: apt-get install slurm-wlm munge" >&2; exit 2; }
 done
 [ "$(id -u)" = 0 ] || { echo "run this as root: slurmd starts jobs, and /etc/hosts gets a line" >&2; exit 2; }
+[ ! -e "$folder" ] || [ -e "$folder/slurm.conf" ] || { echo "$folder holds something else; name another folder" >&2; exit 2; }
 stop
 rm -rf "$folder"
 mkdir -p "$folder"/{state,spool_n1,spool_n2}
 chmod 755 "$folder"
 head -c 1024 /dev/urandom > "$folder/munge.key"
 chmod 600 "$folder/munge.key"
-echo "127.0.0.1 n1 n2 $mark" >> /etc/hosts
+echo "$line" >> /etc/hosts
 
 port=${PORT:-26817}
 cat > "$folder/slurm.conf" << CONF
@@ -80,7 +86,6 @@ NodeName=n1 Name=gpu File=/dev/zero
 NodeName=n2 Name=gpu File=/dev/full
 CONF
 
-export SLURM_CONF=$folder/slurm.conf
 fail() {
   echo "$1; the logs are in $folder" >&2
   tail -n 5 "$folder"/*.log >&2

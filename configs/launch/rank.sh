@@ -3,6 +3,7 @@
 #
 # A run that a signal has stopped ends here with 0: neither a launcher nor srun then ends the processes that still write,
 # and no launcher reports a failure. Rank 0 leaves the file ALIGNMENT_STOPPED, by which the script knows.
+export TORCH_CPP_LOG_LEVEL=${ALIGNMENT_LOG_LEVEL:-${TORCH_CPP_LOG_LEVEL:-WARNING}}
 python -m alignment "$@"
 code=$?
 [ "$code" = 143 ] || exit "$code"

@@ -31,6 +31,9 @@ trap : TERM # of a canceled job; the run's end is waited for
 
 # Slurm signals every process of a step at once. The launcher lets the signal pass: it would signal its processes again.
 export ALIGNMENT_STOPPED=$folder/stopped PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
+# A launcher logs a traceback where that of the first node, which holds their store, ends before it, although the run has gone
+# well. What a launcher raises is still shown, and rank.sh gives the processes the user's level.
+export LOGLEVEL=CRITICAL ALIGNMENT_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-WARNING} TORCH_CPP_LOG_LEVEL=ERROR
 # Each node's own SLURM_NODEID is read there, so the inner shell expands it.
 export ALIGNMENT_FILE=$file ALIGNMENT_RANK=$rank ALIGNMENT_HEAD=$head ALIGNMENT_PORT=${PORT:-29500} ALIGNMENT_PROCESSES=$((SLURM_NNODES * gpus))
 code=0

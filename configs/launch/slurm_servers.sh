@@ -40,7 +40,7 @@ for host in "${hosts[@]:1}"; do
 done
 export ALIGNMENT_GPUS=$gpus ALIGNMENT_PORT=${PORT:-8000}
 # The inner shell runs on each node of servers; where one server ends, all do.
-srun --relative=1 --nodes=$((SLURM_NNODES - 1)) --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
+srun --relative=1 --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --kill-on-bad-exit=1 bash -c '
   for ((gpu = 0; gpu < ALIGNMENT_GPUS; gpu++)); do
     CUDA_VISIBLE_DEVICES=$gpu "$@" --port $((ALIGNMENT_PORT + gpu)) &
   done
@@ -66,7 +66,8 @@ job_state() { squeue --noheader --job "$SLURM_JOB_ID" --format %T || echo unknow
 stop() {
   [ "$(job_state)" = RUNNING ] || return 0
   until [ -s "$ALIGNMENT_STOPPED.step" ]; do sleep 1; done
-  scancel --signal=TERM "$SLURM_JOB_ID.$(< "$ALIGNMENT_STOPPED.step")"
+  # By the controller: otherwise every node of the job is asked, and those that do not have the step answer with an error.
+  scancel --ctld --signal=TERM "$SLURM_JOB_ID.$(< "$ALIGNMENT_STOPPED.step")" || true
 }
 trap stop TERM
 code=0
