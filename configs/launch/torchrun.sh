@@ -15,6 +15,8 @@ case ${SHARD:-fsdp2} in
   ddp) ;;
   *) echo "SHARD=${SHARD}: give fsdp2 or ddp" >&2; exit 2 ;;
 esac
+program=(-m alignment)
+[ -z "${ALIGNMENT_STOPPED:-}" ] || program=(--no-python bash "$(dirname "$0")/rank.sh") # under slurm_servers.sh
 exec python -m torch.distributed.run \
   --nnodes "${NODES:?number of nodes}" --node_rank "${NODE_RANK:?this node, from 0}" --nproc_per_node "${GPUS:?GPUs a node}" \
-  --master_addr "${HEAD:?address of the first node}" --master_port "${PORT:-29500}" -m alignment "$@"
+  --master_addr "${HEAD:?address of the first node}" --master_port "${PORT:-29500}" "${program[@]}" "$@"

@@ -31,8 +31,8 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, base: str):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, base: str, port: int = 0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.url, self.base = f"http://127.0.0.1:{self.server_port}", base
         self.lock, self.calls, self.faults = threading.RLock(), [], {}
         self.start_anew()
@@ -51,6 +51,9 @@ class StandIn(ThreadingHTTPServer):
             return found
         with self.lock:
             return getattr(self, f"{method}_{path.strip('/').replace('/', '_')}")(body)
+
+    def GET_health(self, body):
+        return 200, ""
 
     def GET_weight_info(self, body):
         return 200, {"weight_version": self.version}

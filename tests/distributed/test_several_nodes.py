@@ -41,13 +41,57 @@ def test_slurm_starts_one_launcher_on_each_node_with_its_own_rank(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     nodes = [json.loads(line) for line in done.stdout.splitlines()]
-    options = [dict(zip(node[2:-5:2], node[3:-5:2], strict=True)) for node in nodes]
+    options = [dict(zip(node[2:-6:2], node[3:-6:2], strict=True)) for node in nodes]
     assert [node["--machine_rank"] for node in options] == ["0", "1"]
     for node, option in zip(nodes, options, strict=True):
         assert option["--num_processes"] == "16" and option["--num_machines"] == "2"
         assert option["--main_process_ip"] == "first"
         assert Path(option["--config_file"]).name == "fsdp2.yaml"
-        assert node[-5:] == ["-m", "alignment", *command[1:]]
+        assert node[-6:] == ["--no_python", "bash", str(LAUNCH / "rank.sh"), *command[1:]]
+
+
+# What a real cluster (22.05) printed and did: `scontrol requeue` says nothing where it succeeds, and then Slurm ends the script.
+REQUEUE = """[ "$1" != requeue ] || { echo "$@" >> requeued; kill -TERM "$PPID"; exit 0; }
+printf 'first\\nsecond\\n'"""
+REFUSE = """[ "$1" != requeue ] || { echo "Requested operation is presently disabled for job 7" >&2; exit 1; }
+printf 'first\\nsecond\\n'"""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "scontrol", "ends", "said"),
+    [
+        (143, "RUNNING", REQUEUE, 0, "the job is requeued"),
+        (143, "RUNNING", REFUSE, 143, "presently disabled for job 7\nthe job is not requeued"),
+        (143, "COMPLETING", REQUEUE, 143, "the job ends (COMPLETING)"),
+        (0, "RUNNING", REQUEUE, 0, ""),
+        (2, "RUNNING", REQUEUE, 2, ""),
+    ],
+    ids=["stopped", "refused", "canceled", "done", "failed"],
+)
+def test_a_job_is_requeued_where_the_run_was_stopped_and_still_runs(tmp_path, code, state, scontrol, ends, said):
+    # The launcher starts rank.sh with the arguments after --no_python, and stands for rank 0.
+    python = f"""case "$2" in accelerate*) ;; alignment) exit {code} ;; *) exec {sys.executable} "$@" ;; esac
+while [ "$1" != --no_python ]; do shift; done
+shift; RANK=0 exec "$@" """
+    environment = programs(
+        tmp_path, srun='shift; SLURM_NODEID=0 "$@"', scontrol=scontrol, python=python, squeue=f"echo {state}"
+    )
+    environment |= {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_PER_NODE": "1",
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(
+        [str(SLURM), "sft", "sft/tiny"], env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == ends and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == (said.count("\n") + 1 if said else 0)
+    requeued = tmp_path / "requeued"
+    assert requeued.exists() == (said == "the job is requeued")
+    assert not requeued.exists() or requeued.read_text() == "requeue 7\n"
+    assert not list(tmp_path.glob("tmp.*"))
 
 
 # vLLM servers
@@ -106,21 +150,29 @@ def test_a_server_that_ends_before_it_answers_ends_the_start(tmp_path):
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_slurm_trains_on_the_first_node_and_serves_on_the_others(tmp_path, signalled):
-    """With a signal the training has its time to stop, and its exit code is the job's."""
+    """With a signal the training has its time to stop, by a signal to its step; then the job is requeued."""
     train = (
         TRAIN
         if not signalled
-        else f"""[ "$1" = -m ] || exec {sys.executable} "$@"
-trap 'sleep 1; echo stopped; exit 143' TERM
-touch training
-sleep 10 > /dev/null 2>&1 &
-wait"""
+        else f"""case "$2" in torch*) ;; alignment) ;; *) exec {sys.executable} "$@" ;; esac
+if [ "$2" != alignment ]; then
+  while [ "$1" != --no-python ]; do shift; done
+  shift; RANK=0 exec "$@"
+fi
+exec {sys.executable} -c 'import pathlib, signal, sys, time
+def stop(*_): time.sleep(1); print("stopped"); sys.exit(143)
+signal.signal(signal.SIGTERM, stop); pathlib.Path("training").touch(); time.sleep(30)'"""
     )
-    srun = """echo "$@" > srun; shift 4; setsid "$@" & trap "kill -- -$!" TERM; wait"""  # ends all that it started
+    # Each ends all that it started; the step of the training is number 1.
+    srun = """echo "$@" >> steps; while [ "$1" != bash ]; do shift; done
+export SLURM_STEP_ID=1; setsid "$@" & echo $! > group; trap "kill -- -$!" TERM; wait"""
     environment = programs(
-        tmp_path, vllm=VLLM, curl="[ $(wc -l < servers) = 2 ]", python=train, srun=srun, scontrol="printf 'a\\nb\\n'"
-    )
+        tmp_path, vllm=VLLM, curl="[ $(wc -l < servers) = 2 ]", python=train, srun=srun, squeue="echo RUNNING",
+        scontrol=REQUEUE.replace("first", "a").replace("second", "b"),
+        scancel="""[ "$*" = "--ctld --signal=TERM 7.1" ] && kill -TERM -- -"$(cat group)" """,
+    )  # fmt: skip
     environment |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_PER_NODE": "h100:2"}
+    environment["SLURM_JOB_ID"] = "7"
     environment |= {"LORA_RANK": "32", "PYTHONPATH": str(ROOT), "WEIGHTS": "/shared/weights"}
     command = [str(LAUNCH / "slurm_servers.sh"), "policy", "ppo", "ppo/tiny", "max_new_tokens=8"]
     job = subprocess.Popen(
@@ -131,20 +183,20 @@ wait"""
     if signalled:
         job.send_signal(signal.SIGTERM)
     shown, errors = job.communicate(timeout=60)
-    assert job.returncode == (143 if signalled else 0), errors
-    assert (
-        (tmp_path / "srun")
-        .read_text()
-        .startswith("--relative=1 --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=1 bash")
-    )
+    assert job.returncode == 0, errors
+    steps = (tmp_path / "steps").read_text()
+    assert steps.startswith("--relative=1 --nodes=1 --ntasks=1 --kill-on-bad-exit=1 bash")
+    assert "--relative=0 --nodes=1 --ntasks=1 bash" in steps
     for number, line in enumerate(started(tmp_path)):
         assert line.startswith(f"{number} True serve policy --enable-scale-out --logprobs-mode processed_logprobs ")
         assert line.endswith(f"--enable-lora --max-lora-rank 32 --port {8000 + number}")
     if signalled:
-        assert shown == "stopped\n"
+        assert shown == "stopped\n" and errors.endswith("the job is requeued, and goes on from its checkpoint\n")
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
         return
     _, *arguments = json.loads(shown)
-    assert arguments[arguments.index("-m", 1) :][:4] == ["-m", "alignment", "ppo", "ppo/tiny"]
+    program = arguments[arguments.index("--no-python") :]
+    assert program[:5] == ["--no-python", "bash", str(LAUNCH / "rank.sh"), "ppo", "ppo/tiny"]
     servers = overrides_of(arguments).servers
     assert servers.urls == ["http://b:8000", "http://b:8001"] and servers.weights_folder == "/shared/weights"
 
