@@ -25,7 +25,9 @@ from alignment.data.rows.fields import (
     turn_weights,
 )
 from alignment.data.rows.records import (
+    ALL_TIED,
     EQUAL_PAIR,
+    TIED,
     Columns,
     Comparison,
     Demonstration,
@@ -144,7 +146,9 @@ def parse_demonstration(row: Columns, row_id: str, prompt: str, response: str) -
 
 
 def parse_chosen_side(row: Columns, row_id: str, *_: str) -> Demonstration:
-    """The chosen response of a pair."""
+    """The chosen response of a pair, one of which is better."""
+    if row.get(TIED):
+        raise SkippedRow(ALL_TIED)
     pair = parse_comparison(row, row_id)
     reply = Message(role="assistant", content=pair.chosen) if pair.messages is None else pair.messages[0]
     return _answered(pair.prompt, reply, "chosen", row_id)
@@ -186,6 +190,8 @@ def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
 
 def parse_pair(row: Columns, row_id: str, *_: str) -> Comparison:
     """A pair of two different responses; tool calls and reasoning count as a difference."""
+    if row.get(TIED):
+        raise SkippedRow(ALL_TIED)
     pair = parse_comparison(row, row_id)
     if pair.chosen == pair.rejected and (pair.messages is None or pair.messages[0] == pair.messages[1]):
         raise SkippedRow(EQUAL_PAIR)

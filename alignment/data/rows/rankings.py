@@ -21,7 +21,7 @@ from alignment.data.rows.fields import (
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.records import EQUAL_RESPONSES, Columns, Messages, Ranking, Record, SkippedRow, Steps
+from alignment.data.rows.records import EQUAL_RESPONSES, TIED, Columns, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
@@ -129,11 +129,12 @@ def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[i
 
 
 def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
-    """A pair as a ranking of two, the chosen one first; its margin and scores are kept."""
-    pair = parse_text_pair(row, row_id)
+    """A pair as a ranking of two, the chosen one first unless they are tied; its margin and scores are kept."""
+    tied = bool(row.get(TIED))
+    pair = parse_text_pair({**row, TIED: False}, row_id)
     rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
     scores = None if None in rated else cast("tuple[float, float]", rated)
-    return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
+    return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, int(not tied)), row_id, scores, pair.margin)
 
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:

@@ -11,9 +11,11 @@ from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
 from alignment.data.rows.fields import MEDIA, NO_MEDIA, PLACEHOLDERS, BadRow, is_given, unread_keys
 from alignment.data.rows.files import Chunk, RawRow, read_raw
+from alignment.data.rows.published import COLUMNS, published_row
 from alignment.data.rows.records import (
     ALL_TIED,
     EXPANDED,
+    TIED,
     Columns,
     Demonstration,
     Kind,
@@ -113,6 +115,8 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("instruction", "output"), formats.parse_demonstration),
         RowFormat(PAIR, formats.parse_chosen_side),
         RowFormat(("conversations",), formats.parse_dialogue),
+        RowFormat(("conversation",), formats.parse_dialogue),
+        RowFormat(("data",), formats.parse_dialogue),
     ),
     "comparisons": (RowFormat(PAIR, formats.parse_pair), *(each._replace(paired=True) for each in K_WAY)),
     "prompts": (
@@ -275,14 +279,21 @@ class RecordParser:
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
         self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
-        self.known = HARMLESS | BESIDE
+        self.known = HARMLESS | BESIDE | {TIED}
         if row_format.columns == PAIR:
             self.known -= {"label", "kto_tag"}
         of_prompts = {*formats.EXPLICIT, "messages", "text"}
         self.prompts = formats.EXPLICIT if of_prompts.isdisjoint(row_format.columns) else ()  # one of them is read, too
 
+    def _named(self, values: Columns) -> Columns:
+        """The row under our column names, if it is a published one; of prompts only where the prompt has another name."""
+        if self.keeps_all and values.keys() >= {*self.row_format.columns}:
+            return values
+        return published_row(values)
+
     def unread(self, values: Columns) -> set[str]:
         """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
+        values = self._named(values)
         prompts = [key for key in self.prompts if values.get(key) is not None]
         read = (*self.row_format.columns, *prompts[:1])
         texts = [values.get(key) for key in read]
@@ -296,6 +307,7 @@ class RecordParser:
         return names
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
+        values = self._named(values)
         if not self.keeps_all and is_given(values.get("documents")):
             raise BadRow("documents", "are not given to a chat template; write them into a message")
         if self.as_messages and "instruction" in values:
@@ -330,16 +342,35 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     found = dict.fromkeys(str(key) for values in readable for key in values)
     inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
     _check_columns(name, kind, columns, list(inside))
+    faults: list[str] = []
     for values in readable:
-        present = {key for key, value in rename_columns(values, columns).items() if value is not None}
-        for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
-            if present.issuperset(row_format.columns):
-                return row_format
+        try:
+            versions = _versions(rename_columns(values, columns), kind)
+        except (BadRow, SkippedRow) as fault:
+            faults.append(str(fault))
+            continue
+        matching = [row_format for version in versions for row_format in _matching(version, kind)]
+        if matching:
+            return matching[0]  # the first whose columns are there
+    if faults:
+        raise UserError(f"{name}: no {kind} here, as the first row says: {faults[0]}")
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
         "Name the file's columns with data.columns.OURS=THEIRS"
     )
+
+
+def _versions(values: Columns, kind: Kind) -> list[Columns]:
+    """The row under the names by which its format is chosen; prompts have further columns, which stay if they can."""
+    published = published_row(values)
+    return [values, published] if kind == "prompts" else [published]
+
+
+def _matching(values: Columns, kind: Kind) -> list[RowFormat]:
+    """The formats whose columns are all in the row."""
+    present = {key for key, value in values.items() if value is not None}
+    return [row_format for row_format in ROW_FORMATS[kind] if present.issuperset(row_format.columns)]
 
 
 def choose_parser(
@@ -373,7 +404,7 @@ def choose_parser(
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
+    known = OPTIONAL | COLUMNS | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
     unknown = [
         f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
         for ours in columns
