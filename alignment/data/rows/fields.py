@@ -123,6 +123,13 @@ def number_field(row: Columns, key: str) -> float | None:
     return number
 
 
+def required_number(value: object, key: str) -> float:
+    """The finite number that a value in the column `key` is."""
+    if (number := number_field({key: value}, key)) is None:
+        raise BadRow(key, "holds no number for a response")
+    return number
+
+
 def flag_field(row: Columns, key: str) -> bool:
     """True or false under `key`, also written as 0 or 1, or as text (CSV)."""
     value = _present(row, key)
@@ -178,10 +185,10 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     first.
     """
     names = {"from": "role", "value": "content"}
-    if messages and all(isinstance(message, str) for message in messages):
-        return [{"role": SPEAKERS[number % 2], "content": text} for number, text in enumerate(messages)]
-    if messages and all(isinstance(message, dict) and message.keys() == {"input", "output"} for message in messages):
-        texts = [message[key] for message in cast("Sequence[Columns]", messages) for key in ("input", "output")]
+    texts = list(messages)
+    if texts and all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in texts):
+        texts = [turn[key] for turn in cast("list[Columns]", texts) for key in ("input", "output")]
+    if texts and all(isinstance(text, str) for text in texts):
         return [{"role": SPEAKERS[number % 2], "content": text} for number, text in enumerate(texts)]
     return [
         {names.get(name, name): value for name, value in message.items()}

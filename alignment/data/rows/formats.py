@@ -13,6 +13,7 @@ from alignment.data.rows.fields import (
     as_flag,
     flag_field,
     is_given,
+    list_field,
     messages_field,
     number_field,
     object_field,
@@ -102,6 +103,11 @@ def parse_prompt_column(row: Columns, row_id: str, column: str) -> Prompt:
 def parse_pair_prompt(row: Columns, row_id: str, *_: str) -> Prompt:
     """The prompt two responses share; they stay in `extra`."""
     return Prompt(parse_comparison(row, row_id).prompt, dict(row), row_id)
+
+
+def parse_first_turn(row: Columns, row_id: str, column: str) -> Prompt:
+    """The first of several questions of a user, which stay in `extra` (MT-Bench)."""
+    return Prompt(text_field({column: list_field(row, column)[0]}, column), dict(row), row_id)
 
 
 # Texts and demonstrations

@@ -4,6 +4,7 @@ A row is recognized by its columns; a row of other columns is left as it is.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from alignment.data.rows.fields import (
     BadRow,
@@ -12,6 +13,7 @@ from alignment.data.rows.fields import (
     number_field,
     object_field,
     objects_field,
+    required_number,
     text_field,
 )
 from alignment.data.rows.records import TIED, Columns, SkippedRow
@@ -24,171 +26,123 @@ PAIRS = (  # columns of the two texts: MRPC, RTE, STS-B, WNLI; SNLI and MNLI; QQ
 )
 COPA_QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
 
+TLDR = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"  # Stiennon et al. 2020, appendix B
 # Verdict -> how far the second response leads: below 0 the first is better, at 0 neither is
 BETTER = {0: -1, 1: 1}
-FIRST_IS_BETTER = {1: -1, 0: 1}
 STRENGTH = {strength: strength for strength in range(-3, 4)}
-WINNER = {"model_a": -1, "model_b": 1, "tie": 0, "tie (bothbad)": 0, "bothbad": 0, "both_bad": 0}
-PREFERENCES: tuple[tuple[str, str, str, str, Mapping | str], ...] = (
-    # prompt, first response, second response, verdict, and its values, or the column that it is compared with
+WINNER = {"model_a": -1, "model_b": 1, "tie": 0, "tie (bothbad)": 0, "both_bad": 0}
+BATTLE = ("prompt", "response_a", "response_b")
+Preference = tuple[str, str, str, str, Mapping[Any, int] | str]
+PREFERENCES: tuple[Preference, ...] = (
+    # prompt, first response, second response, verdict, and its values, or the column that it is compared with;
+    # in place of the prompt the first response, where both are dialogues with it
     ("prompt", "response_0", "response_1", "better_response_id", BETTER),  # PKU-SafeRLHF
-    ("history", "human_ref_A", "human_ref_B", "labels", FIRST_IS_BETTER),  # SHP
+    ("history", "human_ref_A", "human_ref_B", "labels", {1: -1, 0: 1}),  # SHP
     ("prompt", "response_1", "response_2", "preference_strength", STRENGTH),  # HelpSteer2
     ("context", "response1", "response2", "overall_preference", STRENGTH),  # HelpSteer3
     ("question", "answer_0", "answer_1", "score_0", "score_1"),  # WebGPT
-    ("info", "summary_0", "summary_1", "choice", BETTER),  # summarize_from_feedback
-    ("", "conversation_a", "conversation_b", "winner", WINNER),  # Chatbot Arena
-    ("", "conversation_a", "conversation_b", "winner_model_a", "winner_model_b"),  # its texts of 55,000 battles
+    ("prompt", "summary_0", "summary_1", "choice", BETTER),  # of `_summaries`
+    ("conversation_a", "conversation_a", "conversation_b", "winner", WINNER),  # Chatbot Arena
+    (*BATTLE, "winner_model_a", "winner_model_b"),
 )
 PARTED = "the two dialogues part before their last replies, so these answer different prompts"
 
 
-# Preferences, calls and turns
+# Preferences and tool calls
 
 
 def published_row(row: Columns) -> Columns:
-    """The row under our column names, where it is one of a published set of preferences, tool calls or prompts."""
-    for column, read in OTHER_SETS.items():
-        if column in row:
+    """The row under our column names, where it is one of a published set of preferences or tool calls."""
+    for columns, read in OTHER_SETS.items():
+        if row.keys() >= columns:
             row = read(row)
-    if row.keys().isdisjoint(VERDICTS) or row.keys() >= {"chosen", "rejected"}:
+    if {"chosen", "rejected"} <= row.keys():
         return row
-    for prompt, first, second, verdict, values in PREFERENCES:
-        compared = values if isinstance(values, str) else verdict
-        if row.keys() >= {*filter(None, [prompt]), first, second, verdict, compared}:
-            lead = _lead(row, verdict, values)
-            better, worse = (second, first) if lead > 0 else (first, second)
-            used = {prompt, first, second, verdict, compared}
-            named = {name: value for name, value in row.items() if name not in used}
-            named |= {"chosen": row[better], "rejected": row[worse]}
-            if prompt:
-                named["prompt"] = _preference_prompt(row, prompt)
-            elif _before_reply(row[first]) != _before_reply(row[second]):
-                raise SkippedRow(PARTED)
-            if values is STRENGTH:
-                named["margin"] = abs(lead)
-            return named if lead else {**named, TIED: True}
-    return row
+    entry = next((entry for columns, entry in PREFERENCE_COLUMNS.items() if row.keys() >= columns), None)
+    return row if entry is None else _pair(row, entry)
 
 
-def _lead(row: Columns, verdict: str, values: Mapping | str) -> float:
-    """By how much the second response is better than the first."""
+def _pair(row: Columns, preference: Preference) -> Columns:
+    """The pair with the better response as `chosen`."""
+    prompt, first, second, verdict, values = preference
     if isinstance(values, str):
-        return _required_number(row, values) - _required_number(row, verdict)
-    seen = text_field(row, verdict) if values is WINNER else _required_number(row, verdict)
-    if seen not in values:
-        raise BadRow(verdict, f"must be one of {', '.join(map(str, values))}", repr(seen)[:40])
-    return values[seen]
+        lead = required_number(row[values], values) - required_number(row[verdict], verdict)
+    else:
+        seen = text_field(row, verdict) if values is WINNER else required_number(row[verdict], verdict)
+        if seen not in values:
+            raise BadRow(verdict, f"must be one of {', '.join(map(str, values))}", repr(seen)[:40])
+        lead = values[seen]
+    chosen, rejected = (second, first) if lead > 0 else (first, second)
+    pair = {"chosen": row[chosen], "rejected": row[rejected]}
+    if prompt != first:
+        asked = row[prompt]
+        pair["prompt"] = text_field(asked, "full_text") if isinstance(asked, dict) else asked
+    elif list_field(row, first)[:-1] != list_field(row, second)[:-1]:
+        raise SkippedRow(PARTED)
+    if values is STRENGTH:
+        pair["margin"] = abs(lead)
+    if not lead:
+        pair[TIED] = True
+    return {**_without(row, prompt, first, second, verdict, str(values)), **pair}
 
 
-def _required_number(row: Columns, key: str) -> float:
-    if (number := number_field(row, key)) is None:
-        raise BadRow(key, "must be a number, is null")
-    return number
-
-
-def _preference_prompt(row: Columns, key: str) -> object:
-    """The prompt under a column; of WebGPT's and summarize_from_feedback's objects its text."""
-    value = row[key]
-    if key == "question" and isinstance(value, dict):
-        return text_field(value, "full_text")
-    return _post(object_field(row, key)) if key == "info" else value
-
-
-def _post(info: Columns) -> str:
-    """The text to summarize, as the policy of the paper got it.
-
-    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix B.
-    """
-    if info.get("post") is None:
-        return text_field(info, "article") + "\n\nTL;DR:"
-    heads = {"SUBREDDIT: r/": "subreddit", "TITLE: ": "title"}
-    parts = [head + text_field(info, key) for head, key in heads.items() if info.get(key)]
-    return "\n\n".join([*parts, "POST: " + text_field(info, "post"), "TL;DR:"])
-
-
-def _before_reply(dialogue: object) -> object:
-    return dialogue[:-1] if isinstance(dialogue, list) else dialogue
+def _without(row: Columns, *names: str) -> Columns:
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _summaries(row: Columns) -> Columns:
-    """The two summaries of a post in columns of their own."""
-    if not {"info", "choice"} <= row.keys():
-        return row
-    summaries = objects_field(row, "summaries")
-    if len(summaries) != 2:
-        raise BadRow("summaries", "must be two", f"{len(summaries)} given")
-    named = {f"summary_{number}": text_field(summary, "text") for number, summary in enumerate(summaries)}
-    return {**{name: value for name, value in row.items() if name != "summaries"}, **named}
+    """A post, as the policy got it, with its two summaries (summarize_from_feedback)."""
+    info = object_field(row, "info")
+    if info.get("post") is None:
+        prompt = text_field(info, "article") + "\n\nTL;DR:"
+    else:
+        prompt = TLDR.format(**{name: text_field(info, name) for name in ("subreddit", "title", "post")})
+    named = {f"summary_{number}": summary.get("text") for number, summary in enumerate(objects_field(row, "summaries"))}
+    return {**_without(row, "info", "summaries"), "prompt": prompt, **named}
 
 
 def _battle(row: Columns) -> Columns:
-    """The dialogues of two models, whose turns are lists as JSON text in three columns."""
-    if not {"prompt", "response_a", "response_b", "winner_model_b"} <= row.keys():
-        return row
-    named = {name: value for name, value in row.items() if name not in ("prompt", "response_a", "response_b")}
-    asked = _texts(row, "prompt")
-    for model in ("a", "b"):
-        answers = _texts(row, f"response_{model}")
-        if len(answers) != len(asked):
-            raise BadRow(f"response_{model}", "must be as many as the turns of prompt")
-        turns = zip(asked, answers, strict=True)
-        named[f"conversation_{model}"] = [{"input": text, "output": answer} for text, answer in turns]
-    return named
-
-
-def _texts(row: Columns, key: str) -> list[object]:
-    value = row[key]
-    if isinstance(value, str):
-        value = decoded(value, key, key, "must be a list as JSON")
-    return list_field({key: value}, key)
+    """One question and the answers of two models, each in a list as JSON text (Chatbot Arena, 55,000 battles)."""
+    texts = {name: decoded(row[name], name, name, "must be a list as JSON") for name in BATTLE}
+    if any(len(list_field(texts, name)) > 1 for name in BATTLE):
+        raise SkippedRow(PARTED)
+    replies = {name: texts[name][0] for name in BATTLE[1:]}
+    return {**row, **texts, **replies}
 
 
 def _several_sides(row: Columns) -> Columns:
     """Several right and several wrong responses as a ranking (RewardBench 2)."""
-    sides = {key: row.get(key) for key in ("chosen", "rejected")}
-    if not all(isinstance(side, list) and side and isinstance(side[0], str) for side in sides.values()):
+    chosen = row["chosen"]
+    if not isinstance(chosen, list) or not all(isinstance(text, str) for text in chosen):
         return row
-    right, wrong = (list_field(row, key) for key in sides)
-    named = {name: value for name, value in row.items() if name not in sides}
-    return {**named, "responses": [*right, *wrong], "ranks": [0] * len(right) + [1] * len(wrong)}
+    responses = [*chosen, *list_field(row, "rejected")]
+    ranks = [int(number >= len(chosen)) for number in range(len(responses))]
+    return {**_without(row, "chosen", "rejected"), "responses": responses, "ranks": ranks}
 
 
 def _calls(row: Columns) -> Columns:
     """A question and the tool calls that answer it, as messages (xLAM)."""
-    if not {"query", "tools"} <= row.keys() or not isinstance(row["answers"], str):
-        return row
     calls = decoded(row["answers"], "answers", "answers", "must be a list of tool calls as JSON")
-    named = {name: value for name, value in row.items() if name not in ("query", "answers")}
-    user = {"role": "user", "content": row["query"]}
-    return {**named, "messages": [user, {"role": "assistant", "content": "", "tool_calls": calls}]}
-
-
-def _first_turn(row: Columns) -> Columns:
-    """The first of several questions as the prompt; the others stay beside it (MT-Bench)."""
-    turns = row["turns"]
-    if "prompt" in row or not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        return row
-    return {**row, "prompt": turns[0]}
+    messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "tool_calls": calls}]
+    return {**_without(row, "query", "answers"), "messages": messages}
 
 
 def _renamed_sides(row: Columns) -> Columns:
-    """A pair whose prompt or responses have another name only (UltraInteract, LLaMA-Factory)."""
+    """A pair whose prompt or responses have another name only."""
     names = {"trajectory": "prompt", "chosen_messages": "chosen", "rejected_messages": "rejected"}
-    named = {names.get(name, name): value for name, value in row.items()}
-    return named if len(named) == len(row) and {"chosen", "rejected"} <= named.keys() else row
+    return {names.get(name, name): value for name, value in row.items()}
 
 
-VERDICTS = {verdict for _, _, _, verdict, _ in PREFERENCES}
-COLUMNS = {name for entry in PREFERENCES for name in entry if isinstance(name, str) and name}
-OTHER_SETS: dict[str, Callable[[Columns], Columns]] = {  # by a column
-    "summaries": _summaries,
-    "winner_model_a": _battle,
-    "chosen": _several_sides,
-    "answers": _calls,
-    "turns": _first_turn,
-    "trajectory": _renamed_sides,
-    "chosen_messages": _renamed_sides,
+PREFERENCE_COLUMNS = {
+    frozenset(name for name in preference if isinstance(name, str)): preference for preference in PREFERENCES
+}
+OTHER_SETS: dict[frozenset[str], Callable[[Columns], Columns]] = {
+    frozenset(("info", "summaries", "choice")): _summaries,
+    frozenset((*BATTLE, "winner_model_a")): _battle,
+    frozenset(("chosen", "rejected")): _several_sides,
+    frozenset(("query", "answers", "tools")): _calls,
+    frozenset(("trajectory", "chosen", "rejected")): _renamed_sides,  # UltraInteract
+    frozenset(("chosen_messages", "rejected_messages")): _renamed_sides,  # LLaMA-Factory
 }
 
 

@@ -17,6 +17,7 @@ from alignment.data.rows.fields import (
     objects_field,
     prompt_field,
     reply_field,
+    required_number,
     text_field,
     type_name,
 )
@@ -42,18 +43,12 @@ def parse_ranking(row: Columns, row_id: str, responses: str, judgment: str) -> R
     judged = list_field(row, judgment)
     if judgment == "ranking":
         return _ranking(row, texts, row_id, ranks=_listed_ranks(judged, texts))
-    numbers = [_number(item, judgment) for item in judged]
+    numbers = [required_number(item, judgment) for item in judged]
     if len(numbers) != len(texts):
         raise BadRow(judgment, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
     if judgment == "ranks":
         return _ranking(row, texts, row_id, ranks=numbers)
     return _ranking(row, texts, row_id, scores=numbers)
-
-
-def _number(value: object, key: str) -> float:
-    if (number := number_field({key: value}, key)) is None:
-        raise BadRow(key, "holds no number for a response")
-    return number
 
 
 def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
@@ -64,9 +59,9 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
             raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
         texts.append(text_field({key: _first(item, RESPONSE_KEYS, key, "response")}, key))
         if item.get("rank") is not None:
-            ranks.append(_number(item["rank"], key))
+            ranks.append(required_number(item["rank"], key))
         else:
-            scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
+            scores.append(required_number(_first(item, SCORE_KEYS, key, "score"), key))
     if scores and ranks:
         raise BadRow(key, "some responses have a rank and some have a score")
     return _ranking(row, texts, row_id, ranks=ranks, scores=scores)
@@ -151,7 +146,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     replies = [reply for reply in objects_field(node, "replies") if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
-        ranks = [_number(reply["rank"], "prompt") for reply in ranked]
+        ranks = [required_number(reply["rank"], "prompt") for reply in ranked]
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
         yield _ranking({}, [text_field(reply, "text") for reply in ranked], name, ranks=ranks, prompt=dialogue)
     for number, reply in enumerate(replies):

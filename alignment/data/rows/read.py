@@ -11,7 +11,7 @@ from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
 from alignment.data.rows.fields import MEDIA, NO_MEDIA, PLACEHOLDERS, BadRow, is_given, unread_keys
 from alignment.data.rows.files import Chunk, RawRow, read_raw
-from alignment.data.rows.published import COLUMNS, published_row
+from alignment.data.rows.published import PREFERENCE_COLUMNS, published_row
 from alignment.data.rows.records import (
     ALL_TIED,
     EXPANDED,
@@ -124,6 +124,7 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("messages",), formats.parse_prompt_column),
         RowFormat(("conversations",), formats.parse_prompt_column),
         RowFormat(("instruction",), formats.parse_prompt_column),
+        RowFormat(("turns",), formats.parse_first_turn),
         RowFormat(PAIR, formats.parse_pair_prompt),
     ),
     "labels": (*LABELED, RowFormat(PAIR, formats.parse_labeled_pair)),
@@ -342,18 +343,11 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     found = dict.fromkeys(str(key) for values in readable for key in values)
     inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
     _check_columns(name, kind, columns, list(inside))
-    faults: list[str] = []
     for values in readable:
-        try:
-            versions = _versions(rename_columns(values, columns), kind)
-        except (BadRow, SkippedRow) as fault:
-            faults.append(str(fault))
-            continue
-        matching = [row_format for version in versions for row_format in _matching(version, kind)]
-        if matching:
-            return matching[0]  # the first whose columns are there
-    if faults:
-        raise UserError(f"{name}: no {kind} here, as the first row says: {faults[0]}")
+        present = _filled_columns(rename_columns(values, columns))
+        for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
+            if present.issuperset(row_format.columns):
+                return row_format
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
@@ -361,16 +355,13 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     )
 
 
-def _versions(values: Columns, kind: Kind) -> list[Columns]:
-    """The row under the names by which its format is chosen; prompts have further columns, which stay if they can."""
-    published = published_row(values)
-    return [values, published] if kind == "prompts" else [published]
-
-
-def _matching(values: Columns, kind: Kind) -> list[RowFormat]:
-    """The formats whose columns are all in the row."""
-    present = {key for key, value in values.items() if value is not None}
-    return [row_format for row_format in ROW_FORMATS[kind] if present.issuperset(row_format.columns)]
+def _filled_columns(values: Columns) -> set[str]:
+    """Our names of the columns of a row that hold something; of a published pair with a fault those of any pair."""
+    try:
+        values = published_row(values)
+    except (BadRow, SkippedRow):
+        return {*PAIR}
+    return {key for key, value in values.items() if value is not None}
 
 
 def choose_parser(
@@ -404,7 +395,9 @@ def choose_parser(
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = OPTIONAL | COLUMNS | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
+    known = OPTIONAL.union(*PREFERENCE_COLUMNS) | {
+        key for row_format in ROW_FORMATS[kind] for key in row_format.columns
+    }
     unknown = [
         f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
         for ours in columns

@@ -86,22 +86,26 @@ def test_published_ties_are_counted(jsonl, row, tie):
 
 def test_dialogues_that_part_early_are_counted(jsonl):
     later = {model: [*messages, *ASKED, YEA] for model, messages in ARENA.items()}
-    rows, counts = read_rows(jsonl({**ARENA, "winner": "model_a"}, {**later, "winner": "model_a"}), "comparisons")
-    assert (len(rows), counts.dropped) == (1, {PARTED: 1})
+    one = {**BATTLE, "winner_model_a": 1, "winner_model_b": 0}
+    two = {**one, **dict.fromkeys(BATTLE, '["a", "b"]')}
+    for first, second in [({**ARENA, "winner": "model_a"}, {**later, "winner": "model_a"}), (one, two)]:
+        rows, counts = read_rows(jsonl(second, first), "comparisons")
+        assert (len(rows), counts.dropped) == (1, {PARTED: 1})
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({**PKU, "better_response_id": 2}, "better_response_id: must be one of 0, 1"),
-        ({**PKU, "better_response_id": None}, "better_response_id: must be a number"),
+        ({**PKU, "better_response_id": None}, "better_response_id: holds no number"),
         ({**HELP3, "overall_preference": -100}, "overall_preference: must be one of"),
         ({**ARENA, "winner": "both"}, "winner: must be one of"),
         (
             {**BATTLE, "response_a": "nay", "winner_model_a": 0, "winner_model_b": 1},
             "response_a: must be a list as JSON",
         ),
-        ({"info": POST, "summaries": SIDES[:1], "choice": 1}, "summaries: must be two"),
+        ({"info": POST, "summaries": SIDES[:1], "choice": 1}, "no comparisons here"),
+        ({"info": {"post": None}, "summaries": SIDES, "choice": 1}, "article: missing"),
     ],
 )
 def test_bad_published_pairs(jsonl, row, message):
