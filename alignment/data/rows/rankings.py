@@ -2,7 +2,7 @@
 
 Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
 `completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps: trl's
-stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
+stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text, RLHFlow's dialogues, ProcessBench.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from alignment.data.rows.fields import (
     BadRow,
     flag_field,
     list_field,
+    messages_field,
     number_field,
     object_field,
     objects_field,
@@ -88,9 +89,8 @@ def _ranking(
     `ranks` are places, the lowest the best; without them `scores` rank, the highest the best.
     """
     if prompt is None:
-        whole = (
-            any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip()
-        )
+        more = row.get("history") or str(row.get("input") or "").strip()
+        whole = more or any(row.get(key) is not None for key in ("prompt", "conversations"))
         prompt = explicit_prompt(row) if whole else text_field(row, "instruction" if "instruction" in row else "prompt")
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
@@ -235,8 +235,34 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
         marked = rest[1:]
     if not labels:
         raise BadRow("input", f"has no step that ends with {TAG!r}")
-    prompt, first, rest = pieces[0].strip().partition(FIRST_STEP)
+    prompt, first = _question_and_step(pieces[0], "input")
+    return Steps(prompt, (first, *(piece.strip() for piece in pieces[1:-1])), tuple(labels), row_id)
+
+
+def _question_and_step(text: str, key: str) -> tuple[str, str]:
+    """A text cut before its first step."""
+    prompt, first, rest = text.strip().partition(FIRST_STEP)
     if not first or not prompt.strip():
-        raise BadRow("input", f"has no question before {FIRST_STEP!r}")
-    steps = (first + rest, *(piece.strip() for piece in pieces[1:-1]))
-    return Steps(prompt, steps, tuple(labels), row_id)
+        raise BadRow(key, f"has no question before {FIRST_STEP!r}")
+    return prompt, first + rest
+
+
+def parse_marked_turns(row: Columns, row_id: str, key: str) -> Steps:
+    """A dialogue of steps, each answered by + or -; the first one follows the question (RLHFlow)."""
+    messages = messages_field(row, key)
+    marks = [message["content"].strip() for message in messages[1::2]]
+    if len(messages) % 2 or not set(marks) <= {"+", "-"}:
+        raise BadRow(key, "each step must be answered by + or -")
+    texts = [message["content"] for message in messages[::2]]
+    prompt, first = _question_and_step(texts[0], key)
+    return Steps(prompt, (first, *texts[1:]), tuple(mark == "+" for mark in marks), row_id)
+
+
+def parse_first_error(row: Columns, row_id: str, problem: str, steps: str, label: str) -> Steps:
+    """Steps and the number of the first wrong one, -1 where all are right; of later ones nothing is known (ProcessBench)."""
+    texts = [text_field({steps: step}, steps) for step in list_field(row, steps)]
+    wrong = required_number(row[label], label)
+    if wrong not in range(-1, len(texts)):
+        raise BadRow(label, "must be the number of a step from 0, or -1", f"{wrong:g} of {len(texts)}")
+    labels = [number != wrong for number in range(len(texts) if wrong < 0 else int(wrong) + 1)]
+    return Steps(text_field(row, problem), tuple(texts[: len(labels)]), tuple(labels), row_id)

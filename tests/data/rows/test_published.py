@@ -162,3 +162,151 @@ def test_calls_in_a_column_become_tool_calls(jsonl):
 def test_the_first_of_several_questions_is_the_prompt(jsonl):
     [prompt], _ = read_rows(jsonl({"question_id": 81, "turns": ["p", "And then?"]}), "prompts")
     assert (prompt.prompt, prompt.extra["turns"]) == ("p", ["p", "And then?"])
+
+
+def test_what_follows_the_last_reply_is_left_out_and_counted(jsonl):
+    path = jsonl(
+        {"messages": [*ASKED, YEA, *ASKED]},
+        {"messages": [*ASKED, YEA]},
+        {"messages": [*ASKED, NAY, *ASKED, YEA, *ASKED]},
+    )
+    rows, counts = read_rows(path, "demonstrations")
+    assert [(row.prompt, row.response) for row in rows[:2]] == [(ASKED, "yea")] * 2
+    assert rows[2].messages == [*ASKED, NAY, *ASKED, YEA]
+    assert counts.unread == {"messages after the last reply": 2}
+    with pytest.raises(UserError, match="no message of the assistant"):
+        read_rows(jsonl({"messages": ASKED}), "demonstrations")
+    with pytest.raises(UserError, match="the last message is not the assistant's"):
+        read_rows(jsonl({"messages": [*ASKED, YEA, *ASKED], "label": True}), "labels")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"output": "yea"}, "demonstrations"),
+        ({"chosen": "yea", "rejected": "nay"}, "comparisons"),
+        ({"output": "yea", "kto_tag": True}, "labels"),
+        ({"responses": ["yea", "nay"], "ranks": [0, 1]}, "rankings"),
+        ({}, "prompts"),
+    ],
+)
+def test_history_is_the_beginning_of_the_prompt(jsonl, row, kind):
+    """LLaMA-Factory's pairs of what the user said and the reply, also with a system message."""
+    row = {"instruction": "Is it", "input": "open?", "system": "Be kind.", "history": [["hi", "hey"]], **row}
+    expected = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hey"},
+        {"role": "user", "content": "Is it\nopen?"},
+    ]
+    assert read_rows(jsonl(row), kind)[0][0].prompt == expected
+    assert read_rows(jsonl({**row, "system": None}), kind)[0][0].prompt == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": "a", "output": "b", "history": ["hi"]}, "history: must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": [["hi", ""]]}, "history: content of a message is empty"),
+        ({"messages": [*ASKED, YEA], "instruction": "a", "history": [["a", "b"]]}, "history: earlier turns"),
+        ({"prompt": ASKED, "completion": "b", "history": [["a", "b"]]}, "history: earlier turns"),
+    ],
+)
+def test_bad_history(jsonl, row, message):
+    with pytest.raises(UserError, match=message):
+        read_rows(jsonl(row), "demonstrations")
+
+
+def marked(*marks):
+    texts = ["Q? Step 1: a", "Step 2: b"]
+    turns = [
+        ({"role": "user", "content": text}, {"role": "assistant", "content": mark})
+        for text, mark in zip(texts, marks, strict=True)
+    ]
+    return {"conversations": [message for turn in turns for message in turn]}
+
+
+@pytest.mark.parametrize(
+    ("row", "steps", "labels"),
+    [
+        (marked("+", "-"), ("Step 1: a", "Step 2: b"), (True, False)),
+        ({"problem": "Q? ", "steps": ["a", "b", "c"], "label": 1}, ("a", "b"), (True, False)),
+        ({"problem": "Q? ", "steps": ["a", "b"], "label": -1}, ("a", "b"), (True, True)),
+    ],
+)
+def test_published_steps(jsonl, row, steps, labels):
+    [record], _ = read_rows(jsonl(row), "steps")
+    assert (record.prompt, record.steps, record.labels) == ("Q? ", steps, labels)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (marked("+", "maybe"), "conversations: each step must be answered"),
+        (
+            {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "+"}]},
+            "has no question",
+        ),
+        ({"problem": "p", "steps": ["a"], "label": 1}, "label: must be the number of a step"),
+    ],
+)
+def test_bad_published_steps(jsonl, row, message):
+    with pytest.raises(UserError, match=message):
+        read_rows(jsonl(row), "steps")
+
+
+@pytest.mark.parametrize("thoughts", ["Hm.", ["Hm."]])
+def test_a_column_of_thoughts_is_named(jsonl, thoughts):
+    """A text, or s1K's list of one; without the setting the column stays unread."""
+    path = jsonl({"question": "Is it open?", "answer": "yea", "trace": thoughts})
+    columns = {"prompt": "question", "completion": "answer"}
+    thinking = {**columns, "reasoning": "trace"}
+    [reply], counts = read_rows(path, "demonstrations", columns=thinking, as_messages=True)
+    assert reply.messages == [*ASKED, {**YEA, "reasoning_content": "Hm."}]
+    assert (reply.response, counts.unread) == ("yea", {})
+    assert read_rows(path, "demonstrations", columns=columns)[1].unread == {"trace": 1}
+    with pytest.raises(UserError, match="as_messages"):
+        read_rows(path, "demonstrations", columns=thinking)
+    with pytest.raises(UserError, match="reasoning: comparisons have no such column"):
+        read_rows(path, "comparisons", columns={"reasoning": "trace"})
+
+
+def test_thoughts_beside_a_dialogue(jsonl):
+    row = {"messages": [*ASKED, NAY, *ASKED, YEA], "why": "Hm."}
+    [reply], _ = read_rows(jsonl(row), "demonstrations", columns={"reasoning": "why"})
+    assert reply.messages == [*ASKED, NAY, *ASKED, {**YEA, "reasoning_content": "Hm."}]
+    row = {"messages": [*ASKED, {**YEA, "thinking": "So."}], "why": "Hm."}
+    with pytest.raises(UserError, match="reasoning: stands in the reply too"):
+        read_rows(jsonl(row), "demonstrations", columns={"reasoning": "why"})
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "way"),
+    [
+        (
+            {"question": "p", "answer": "a"},
+            "demonstrations",
+            "data.columns.prompt=question data.columns.completion=answer",
+        ),
+        ({"prompt": "p", "label": "a"}, "demonstrations", "data.columns.completion=label"),
+        ({"prompt": "p", "response": "a", "is_safe": True}, "labels", "data.columns.label=is_safe"),
+        ({"completion": [*ASKED, YEA], "label": True}, "labels", "data.columns.messages=completion"),
+        ({"context_messages": ASKED, "label": "5"}, "prompts", "data.columns.prompt=context_messages"),
+        ({"question": "p", "chosen": "a", "rejected": "b"}, "comparisons", "data.columns.prompt=question"),
+        ({"messages": ASKED, "chosen": YEA, "rejected": NAY}, "comparisons", "data.columns.prompt=messages"),
+        (
+            {"messages": ASKED, "answer": "a"},
+            "demonstrations",
+            "data.columns.prompt=messages data.columns.completion=answer",
+        ),
+        ({"prompt": "p", "one": "a", "two": "b", "best": 1}, "comparisons", "write chosen and rejected"),
+    ],
+)
+def test_a_refusal_names_the_columns(jsonl, row, kind, way):
+    """The settings that it names make the rows readable."""
+    path = jsonl(row)
+    with pytest.raises(UserError, match=way):
+        read_rows(path, kind)
+    if "=" in way:
+        columns = dict(setting.removeprefix("data.columns.").split("=") for setting in way.split())
+        assert len(read_rows(path, kind, columns=columns)[0]) == 1
