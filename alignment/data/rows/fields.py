@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, SupportsFloat, cast
 
 from alignment.data.rows.records import Columns, Message, Messages, Tools, is_plain
@@ -187,7 +188,7 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     names = {"from": "role", "value": "content"}
     texts = list(messages)
     if texts and all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in texts):
-        texts = [turn[key] for turn in cast("list[Columns]", texts) for key in ("input", "output")]
+        texts = [*chain.from_iterable((turn["input"], turn["output"]) for turn in cast("list[Columns]", texts))]
     if texts and all(isinstance(text, str) for text in texts):
         return [{"role": SPEAKERS[number % 2], "content": text} for number, text in enumerate(texts)]
     return [

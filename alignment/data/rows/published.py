@@ -86,6 +86,10 @@ def _pair(row: Columns, preference: Preference) -> Columns:
     return {**_without(row, prompt, first, second, verdict, str(values)), **pair}
 
 
+def _is_column(part: object) -> bool:
+    return isinstance(part, str)
+
+
 def _without(row: Columns, *names: str) -> Columns:
     return {name: value for name, value in row.items() if name not in names}
 
@@ -133,9 +137,7 @@ def _renamed_sides(row: Columns) -> Columns:
     return {names.get(name, name): value for name, value in row.items()}
 
 
-PREFERENCE_COLUMNS = {
-    frozenset(name for name in preference if isinstance(name, str)): preference for preference in PREFERENCES
-}
+PREFERENCE_COLUMNS = {frozenset(filter(_is_column, preference)): preference for preference in PREFERENCES}
 OTHER_SETS: dict[frozenset[str], Callable[[Columns], Columns]] = {
     frozenset(("info", "summaries", "choice")): _summaries,
     frozenset((*BATTLE, "winner_model_a")): _battle,
